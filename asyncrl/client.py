@@ -39,6 +39,7 @@ from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
+CONTROLLER_LOG = Path("logs", "controller.log")
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
 FULL_DISK_BYTES = 1 << 20
@@ -291,6 +292,7 @@ class Run(RunClient):
         await asyncio.to_thread(check_user_functions, self.config)
         self._prepare_folder()
         self._controller = ControllerProcess(self.config, self.run_folder)
+        said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
         try:
             await self._controller.start(self._environment if self._detached else None)
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -304,7 +306,9 @@ class Run(RunClient):
             raise
         if endpoint is None:
             await self._controller.end()
-            raise LaunchError(f"the run could not start: {_last_words(self.run_folder)}")
+            # A controller that ended itself has said why; one that was killed may well start the next time.
+            kind = LaunchError if _last_error(self.run_folder, said_before) else RunLostError
+            raise kind(f"the run could not start: {_last_words(self.run_folder, said_before)}")
         await self._open(endpoint)
         return self
 
@@ -370,7 +374,7 @@ class Run(RunClient):
             aside.write_text("".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config), encoding="utf-8")
             aside.replace(config_file)
             (self.run_folder / "logs").mkdir(exist_ok=True)
-            with (self.run_folder / "logs" / "controller.log").open("a", encoding="utf-8") as log:
+            with (self.run_folder / CONTROLLER_LOG).open("a", encoding="utf-8") as log:
                 log.write(said)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -407,11 +411,19 @@ def _full_disk(run_folder: Path) -> str:
     return ""
 
 
-def _last_words(run_folder: Path) -> str:
-    """Return what the controller said last: its own one-line error, else the end of its log."""
-    log = run_folder / "logs" / "controller.log"
-    lines = log.read_text(errors="replace").splitlines()[-200:] if log.exists() else []
+def _last_words(run_folder: Path, after: int = 0) -> str:
+    """Return what the controller said last behind a byte of its log: its own one-line error, else the end of the log."""
+    end = _log_lines(run_folder, after)[-12:]
+    return _last_error(run_folder, after) or "\n".join([f"the end of {run_folder / CONTROLLER_LOG} is", *end])
+
+
+def _last_error(run_folder: Path, after: int) -> str:
+    """Return the newest error that the controller has said of itself; empty where there is none."""
+    lines = _log_lines(run_folder, after)
     errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
-    if errors:
-        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2]
-    return "\n".join([f"the end of {log} is", *lines[-12:]])
+    return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2] if errors else ""
+
+
+def _log_lines(run_folder: Path, after: int) -> list[str]:
+    log = run_folder / CONTROLLER_LOG
+    return log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []

@@ -37,7 +37,7 @@ MOST_MANIFEST_BYTES = 64 << 20
 MOST_GROUP_BYTES = 256 << 20
 """Of a group of samples."""
 READ_TIMEOUT_S = 60.0
-"""For a request's body to come."""
+"""For a request's head to come, and then for its body."""
 ACTIONS = ("pause", "resume", "checkpoint", "drain", "stop", "take")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -75,7 +75,10 @@ async def serve_api(
     app = web.Application(middlewares=[_guard(token)], client_max_size=MOST_GROUP_BYTES)
     app.add_routes(_routes(control, read_timeout_s))
     # A caller that hangs up is not worked for any longer: a step taken for nobody could never be reported as trained.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True, lingering_time=1.0)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True, lingering_time=1.0,
+        keepalive_timeout=read_timeout_s,
+    )  # fmt: skip
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, 0)

@@ -72,7 +72,7 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         ending, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ending.set)
-        runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True)
+        runner = service.runner()
         await runner.setup()
         try:
             await listen(runner, options.host, options.port, context)

@@ -29,7 +29,8 @@ from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, live_controller
-from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.control.lifecycle.pid_file import end_left
+from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import ENDED, RunStatus
 from asyncrl.serve.queue import Machine, admit, in_order, misfits
@@ -194,12 +195,21 @@ class Keeper:
             yield client
 
     async def ask(self, run: str, what: str, asker: str, **given: Any) -> Any:  # noqa: ANN401 - what the run's client takes and returns
-        """Ask a live run: pause, resume, checkpoint, drain, stop, change.
+        """Ask a live run: pause, resume, checkpoint, drain, stop, change. One that is starting ends as soon as it has started.
+
+        Returns:
+            What the run says; None where it has ended before it could be asked to.
 
         Raises:
             RunError: The run is not live, or refuses.
         """
         record = self.records.runs[run]
+        if record.state == "starting" and what in {"drain", "stop"}:
+            self.records.put_run(replace(record, drains=True))
+            while (record := self.records.runs[run]).state == "starting":  # noqa: ASYNC110 - it has no event of its own
+                await asyncio.sleep(LOOK_S)
+            if record.state == "ended":
+                return None
         if record.state != "live":
             raise RunError(
                 f"{run} is {record.state}{f' ({record.outcome})' if record.outcome else ''}: only a live run can {what}"
@@ -246,16 +256,22 @@ class Keeper:
         """Have a run live until it ends: start its controller, follow it, start the next where it is lost."""
         in_vain = 0
         while True:
+            before = record.version
             try:
+                if not is_live and record.drains:
+                    await self._ended(replace(record, reason="it was told to end as no controller of it was alive"), "stopped")
+                    return
                 if not is_live:
-                    record = await self._start(record)
+                    await self._start(record)
+                record = self.records.runs[record.id]  # it may have been told to end meanwhile
+                self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
+                phase, reason = await self._follow(record.id)
+            except RunLostError as error:
+                phase, reason = "", str(error)
             except AsyncRLError as error:
-                await self._ended(replace(record, reason=str(error)), "failed")
+                await self._ended(replace(self.records.runs[record.id], reason=str(error)), "failed")
                 return
-            is_live, before = False, record.version
-            self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
-            phase, reason = await self._follow(record.id)
-            record = self.records.runs[record.id]
+            is_live, record = False, self.records.runs[record.id]
             if phase in ENDED:
                 if self._drains and phase == "stopped" and not record.drains and record.version < record.num_steps:
                     self.records.put_run(replace(record, state="queued", gpus=()))
@@ -265,18 +281,22 @@ class Keeper:
             if self._drains:
                 self.records.put_run(replace(record, state="queued", gpus=()))
                 return
+            await asyncio.to_thread(end_left, self.records.run_folder(record.id))
             in_vain = 0 if record.version > before else in_vain + 1
             if record.drains or in_vain > MOST_RESTARTS:
                 why = "its controller was lost" + ("" if record.drains else f" {in_vain} times without a step between: {reason}")
                 await self._ended(replace(record, reason=why), "stopped" if record.drains else "failed")
                 return
+            self.records.put_run(replace(record, state="starting"))
             await self.tell("lost", record.id, reason)
             await self._clock.sleep(BACKOFF_S * (1 << in_vain))
+            record = self.records.runs[record.id]
 
-    async def _start(self, record: RunRecord) -> RunRecord:
+    async def _start(self, record: RunRecord) -> None:
         """Start a run's controller, in the folder where an earlier one was where there is one.
 
         Raises:
+            RunLostError: It was killed before it answered.
             AsyncRLError: It could not be started.
         """
         folder = self.records.run_folder(record.id)
@@ -291,7 +311,6 @@ class Keeper:
         )  # fmt: skip
         async with Run(config, resume=folder if resumed else None, detached=True, environment=environment):
             await self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
-        return record
 
     async def _follow(self, run: str) -> tuple[str, str]:
         """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""

@@ -108,6 +108,8 @@ class Service:
     """Answers what is asked, and takes no orders (`asyncrl view`)."""
     answered: dict[int, int] = field(default_factory=dict)
     """Requests by status."""
+    _asking: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
+    """Requests that are being answered, by the digest of their token."""
     _checkers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "check"))
     """Threads that check submissions: one that takes long holds no run up."""
 
@@ -169,13 +171,26 @@ class Service:
             app.router.add_route(route.method, route.path, self._guarded(route))
         return app
 
+    def runner(self) -> web.AppRunner:
+        """Return what serves the application; a connection whose next request's head is not there in time is closed."""
+        return web.AppRunner(
+            self.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True, keepalive_timeout=READ_TIMEOUT_S
+        )
+
     def _guarded(self, route: Route) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            request[WHO] = self.guard.check(request, route.least)
+            request[WHO] = who = self.guard.check(request, route.least)
             if (run := request.match_info.get("run")) is not None and run not in self.records.runs:
                 raise ForbiddenError(404, f"there is no run {run!r}")
             answer = route.handler(request)
-            answer = await answer if inspect.isawaitable(answer) else answer
+            if inspect.isawaitable(answer):
+                asking, task = self._asking.setdefault(who.digest, set()), asyncio.current_task()
+                assert task is not None
+                asking.add(task)
+                try:
+                    answer = await answer
+                finally:
+                    asking.discard(task)
             if isinstance(answer, web.StreamResponse):
                 return answer
             if "application/msgpack" in request.headers.get("Accept", ""):
@@ -430,7 +445,8 @@ class Service:
 
     async def order(self, name: str, request: web.Request) -> object:
         """Ask a live run for something."""
-        return await self.keeper.ask(request.match_info["run"], name, request[WHO].name)
+        answer = await self.keeper.ask(request.match_info["run"], name, request[WHO].name)
+        return self.status(request) if answer is None else answer
 
     async def resume(self, request: web.Request) -> object:
         """Have a paused run go on, or queue one that has ended again."""
@@ -475,12 +491,15 @@ class Service:
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
     async def remove_token(self, request: web.Request) -> dict[str, str]:
-        """Remove a token."""
+        """Remove a token, and cut off what is being answered to it."""
         name = request.match_info["name"]
         if name == request[WHO].name:
             raise RunError("a token cannot remove itself")
-        if not self.records.forget_token(name):
+        if (token := self.records.tokens.get(name)) is None:
             raise ForbiddenError(404, f"there is no token {name!r}")
+        self.records.forget_token(name)
+        for task in self._asking.pop(token.digest, ()):
+            task.cancel()  # its streams end with it
         await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
         return {"removed": name}
 

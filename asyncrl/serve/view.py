@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aiohttp import web
-
 from asyncrl.client import is_live
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
@@ -50,7 +48,7 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
         for number, name in enumerate(names):
             _look(keeper, name, number)
         service = Service(records, keeper, Guard(records, {"127.0.0.1"}, clock), clock, read_only=True)
-        runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True)
+        runner = service.runner()
         await runner.setup()
         try:
             await listen(runner, "127.0.0.1", port)

@@ -147,6 +147,13 @@ async def test_a_body_that_never_comes_is_given_up(tmp_path):
         assert control.asked == []
 
 
+async def test_a_head_that_never_comes_is_given_up_on_a_new_connection_and_on_a_used_one(tmp_path):
+    async with served(tmp_path, read_timeout_s=0.2) as (_, endpoint):
+        assert await said(endpoint, b"GET /status HTTP/1.1\r\nHost: a\r\nX-A: ") == b""
+        begun = b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\nGET /status HTT"
+        assert (await said(endpoint, begun)).startswith(b"HTTP/1.1 401 ")
+
+
 @pytest.mark.parametrize("line", ["GET /", "GET /../api.json", "POST /status", "GET /stop", "DELETE /steps", "POST /nothing"])
 async def test_a_route_that_is_none_does_nothing(tmp_path, line):
     async with served(tmp_path) as (control, endpoint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -45,9 +46,14 @@ async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_d
     assert stat.S_IMODE(os.stat(folder / "owner.sock").st_mode) == 0o600
     attach = [sys.executable, "-m", "asyncrl", "attach", str(folder), "--plain"]
     following = await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.PIPE)
+    left = await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     async with asyncio.timeout(100):
-        while b"step 2/" not in await following.stdout.readline():
-            pass
+        for one, step in ((left, b"step 1/"), (following, b"step 2/")):
+            while step not in await one.stdout.readline():
+                pass
+    left.send_signal(signal.SIGINT)  # Ctrl-C
+    assert b"left; `asyncrl attach" in (await left.communicate())[1]
+    assert left.returncode == 0
     async with asyncrl.connect(folder) as run:
         status = await run.drain()
     assert status.phase == "stopped"

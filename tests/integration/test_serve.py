@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.steps import read_steps
 from tests.integration.conftest import NO_MODEL, tiny_settings
 
@@ -184,15 +186,70 @@ async def test_a_controller_whose_daemon_was_killed_as_it_was_starting_is_adopte
     async with await daemon.start() as server:
         await server.submit(settings(tmp_path, num_steps=3), name="one")
         folder = daemon.folder / "runs" / "one"
-        async with asyncio.timeout(60):
-            while not find_controllers(folder):
-                await asyncio.sleep(0)
+        await controllers_of(folder)
         await daemon.kill()
     assert read_endpoint(folder) is None
     async with await daemon.start() as server:
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
     balanced(folder, 3)
+
+
+async def controllers_of(folder: Path) -> list[int]:
+    """The controller of a run, as soon as there is one."""
+    async with asyncio.timeout(60):
+        while not (pids := find_controllers(folder)):
+            await asyncio.sleep(0)
+    return pids
+
+
+async def test_a_controller_that_is_killed_before_it_answers_is_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
+    async with await daemon.start() as server:
+        await server.submit(settings(tmp_path, num_steps=3), name="one")
+        folder, killed = daemon.folder / "runs" / "one", 0
+        for pid in await controllers_of(folder):
+            os.kill(pid, signal.SIGKILL)
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await server.submit(settings(tmp_path, num_steps=3), name="two")
+        async with asyncio.timeout(120):
+            while (record := await server.show("two")).state != "ended":
+                for pid in find_controllers(daemon.folder / "runs" / "two"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        killed += 1
+                await asyncio.sleep(0.01)
+        assert (record.outcome, record.attempts) == ("failed", 3)
+        assert "3 times without a step" in record.reason
+        assert killed >= 3
+    balanced(folder, 3)
+
+
+@pytest.mark.parametrize("order", ["stop", "drain"])
+async def test_a_run_that_is_starting_can_be_told_to_end(daemon, tmp_path, order):
+    async with await daemon.start() as server:
+        await server.submit(settings(tmp_path, num_steps=1000), name="one")
+        await controllers_of(daemon.folder / "runs" / "one")
+        assert (await server.show("one")).state == "starting"
+        async with server._http.post(f"{server._url}/v1/runs/one/{order}") as answer:
+            assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.attempts) == ("stopped", 1)
+    assert not find_controllers(daemon.folder / "runs" / "one")
+
+
+async def test_a_stopped_learner_of_a_killed_controller_is_ended_and_its_run_goes_on(daemon, tmp_path):
+    async with await daemon.start() as server:
+        run = await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="one")
+        await until(server, run.id, lambda record: record.version >= 1)
+        folder = daemon.folder / "runs" / "one"
+        learner = psutil.Process(read_pids(folder).processes["learner"].pid)
+        learner.suspend()
+        os.kill(read_endpoint(folder).pid, signal.SIGKILL)
+        async for ended in server.ended(["one"]):
+            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+    assert not learner.is_running()
+    balanced(folder, 20)
 
 
 def serve(*options: str) -> tuple[int, str]:

@@ -24,7 +24,7 @@ import psutil
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch.local import LocalLauncher, ProcessHandle, ProcessSpec, child_environment
 from asyncrl.control.launch.process_main import PID_FILE
-from asyncrl.errors import LaunchError
+from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.schema.status import ApiEndpoint
 
 STOP_TIMEOUT_S = 60.0
@@ -50,6 +50,7 @@ class ControllerProcess:
             environment: Of a detached one, which goes on without this process; laid over this process's own.
 
         Raises:
+            RunLostError: It was killed as it began.
             LaunchError: It could not be started, no Ray cluster answers, or a run on Ray is to be detached.
         """
         (self._run_folder / "api.json").unlink(missing_ok=True)
@@ -117,6 +118,7 @@ def _start_detached(spec: ProcessSpec) -> None:
     """Start a process that leaves a child behind, and wait until it has.
 
     Raises:
+        RunLostError: It was killed.
         LaunchError: It could not be started.
     """
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +131,8 @@ def _start_detached(spec: ProcessSpec) -> None:
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error.strerror}") from error
     if code:
-        raise LaunchError(f"{spec.name} ended with exit code {code} as it began; see {spec.log_path}")
+        kind = RunLostError if code < 0 else LaunchError
+        raise kind(f"{spec.name} ended with exit code {code} as it began; see {spec.log_path}")
 
 
 def read_endpoint(run_folder: Path) -> ApiEndpoint | None:

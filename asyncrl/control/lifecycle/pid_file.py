@@ -7,14 +7,18 @@ begins the file anew. Read by tests and by whoever must end what a dead controll
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl.schema.control import ProcessKind
 
 PIDS_FILE = "pids.jsonl"
+END_BY_ITSELF_S = 5.0
+"""For a process to see that its controller is gone."""
 
 
 class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,6 +38,20 @@ class PidTable(msgspec.Struct, frozen=True):
 
     controller: int
     processes: dict[str, PidRecord] = {}
+
+
+def end_left(run_folder: Path) -> None:
+    """End what a dead controller left. A process that is stopped (SIGSTOP) or hangs does not see that its parent is gone."""
+    left = []
+    with contextlib.suppress(OSError, KeyError, msgspec.DecodeError):
+        for record in read_pids(run_folder).processes.values():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(record.pid)
+                if {record.name, str(run_folder.resolve())} <= set(process.cmdline()):  # and no other program by now
+                    left.append(process)
+    for process in psutil.wait_procs(left, timeout=END_BY_ITSELF_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def begin_pids(run_folder: Path, now: float) -> None:

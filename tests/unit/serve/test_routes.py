@@ -10,6 +10,7 @@ import random
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from aiohttp import ClientPayloadError
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from asyncrl.clock import SystemClock, VirtualClock
@@ -243,6 +244,22 @@ async def test_a_removed_token_is_refused(client, tokens):
     made = await (await client.post("/v1/tokens", headers=headers, json={"name": "new", "role": "viewer"})).json()
     assert (await client.get("/v1/runs", headers=bearer(made["token"]))).status == 200
     assert (await client.post("/v1/tokens", headers=headers, json={"name": "x", "role": "king"})).status == 400
+
+
+async def test_what_a_removed_token_reads_ends_with_it_and_what_others_read_goes_on(service, client, tokens):
+    service.records.put_run(RunRecord(id="live", number=2, state="live"))
+    session = await client.post("/v1/login", json={"token": tokens["viewer"]})
+    cookie = {"Cookie": f"{session.cookies.output(header='').split(';')[0].strip()}"}
+    paths = ("/v1/events", "/v1/live", "/v1/runs/live/events", "/v1/runs/live/steps", "/v1/runs/live/live")
+    cut = [await client.get(path, headers=headers) for path in paths for headers in (bearer(tokens["viewer"]), cookie)]
+    others = await client.get("/v1/events", headers=bearer(tokens["operator"]))
+    assert {answer.status for answer in [*cut, others]} == {200}
+    assert (await client.delete("/v1/tokens/viewer", headers=bearer(tokens["admin"]))).status == 200
+    async with asyncio.timeout(30):
+        for answer in cut:
+            with pytest.raises(ClientPayloadError):
+                await answer.read()
+        assert b"viewer is removed" in await others.content.readline()
 
 
 async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service, client, tokens):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as`: exported
+    from asyncrl.algorithms.types import LossInputs as LossInputs
     from asyncrl.client import Run as Run
     from asyncrl.client import RunClient as RunClient
     from asyncrl.client import connect as connect
@@ -24,6 +25,10 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.errors import LaunchError as LaunchError
     from asyncrl.errors import RunError as RunError
     from asyncrl.errors import RunLostError as RunLostError
+    from asyncrl.groups import GroupStream as GroupStream
+    from asyncrl.groups import batched as batched
+    from asyncrl.groups import group_norm as group_norm
+    from asyncrl.groups import with_rewards as with_rewards
     from asyncrl.observe.steps import EvalReport as EvalReport
     from asyncrl.observe.steps import StepReport as StepReport
     from asyncrl.schema.batches import GroupsTaken as GroupsTaken
@@ -45,18 +50,19 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.serve.client import Server as Server
     from asyncrl.serve.records import RunRecord as RunRecord
     from asyncrl.session import Session as Session
-    from asyncrl.session import with_rewards as with_rewards
     from asyncrl.tasks.task import TaskData as TaskData
     from asyncrl.weights.publisher import Publisher
 
     WeightPublisher = Publisher
 
 _HOMES = {
+    "asyncrl.algorithms.types": ("LossInputs",),
     "asyncrl.client": ("Run", "RunClient", "connect"),
     "asyncrl.clock": ("SystemClock",),
     "asyncrl.config.load": ("load_config", "parse_config"),
     "asyncrl.config.run": ("RunConfig",),
     "asyncrl.errors": ("AsyncRLError", "ConfigError", "LaunchError", "RunError", "RunLostError"),
+    "asyncrl.groups": ("GroupStream", "batched", "group_norm", "with_rewards"),
     "asyncrl.observe.steps": ("EvalReport", "StepReport"),
     "asyncrl.schema.batches": ("GroupsTaken",),
     "asyncrl.schema.samples": ("ChatMessage", "Prompt", "Sample", "ScoredGroup", "ScoredSample", "ids_from_bytes", "ids_to_bytes",
@@ -65,7 +71,7 @@ _HOMES = {
     "asyncrl.schema.weights": ("WeightsAvailable", "WeightsManifest"),
     "asyncrl.serve.client": ("Server",),
     "asyncrl.serve.records": ("RunRecord",),
-    "asyncrl.session": ("Session", "with_rewards"),
+    "asyncrl.session": ("Session",),
     "asyncrl.tasks.task": ("TaskData",),
     "asyncrl.weights.publisher": ("WeightPublisher",),
 }  # fmt: skip

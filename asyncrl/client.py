@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar
@@ -36,7 +36,16 @@ from asyncrl.control.tools.inputs import check_user_functions, path_faults, wron
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.observe.steps import EvalReport, StepReport, read_steps
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, RunStatus, SubmitResult
+from asyncrl.schema.status import (
+    ENDED,
+    ApiEndpoint,
+    ExternalGroup,
+    GroupGiven,
+    GroupsAsked,
+    Released,
+    RunStatus,
+    SubmitResult,
+)
 from asyncrl.schema.weights import WeightsAvailable
 
 CONTROLLER_LOG = Path("logs", "controller.log")
@@ -163,6 +172,28 @@ class RunClient:
             RunError: The run has its own learner, or has ended.
         """
         return await self._call("POST", "take", GroupsTaken)
+
+    async def generate(self, asked: GroupsAsked) -> list[GroupGiven]:
+        """Have groups generated, and return the first of them once they are there (`learner.kind = "driven"`).
+
+        What is not returned yet is generated all the same; asking for the same again gives the same groups.
+        """
+        return await self._call("POST", "generate", list[GroupGiven], asked)
+
+    async def release(self, released: Released) -> None:
+        """Give the places of groups back that will not be trained (`learner.kind = "driven"`)."""
+        await self._call("POST", "release", NoneType, released)
+
+    async def take_these(self, group_ids: Sequence[int]) -> int:
+        """Take exactly these groups for the next step (`learner.kind = "driven"`); a repeat changes nothing.
+
+        Returns:
+            Tokens of a version under this one are not to be trained (`buffer.policy = "mask"`).
+
+        Raises:
+            RunError: A group is too old, over or not ready, or they are not as many as a step trains.
+        """
+        return await self._call("POST", "lease", int, {"groups": tuple(group_ids)})
 
     async def trained(self, step: int, metrics: dict[str, float] | None = None) -> None:
         """Say that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""

@@ -2,10 +2,11 @@
 
 The learner lives in the caller's process, so a loss or a reward may be any function of the caller's. Everything else is a run's
 own processes. Generation goes on while the caller trains, as far as `buffer.max_staleness` lets it: no token that is older is
-handed out.
+trained.
 
-Invariants: steps are trained in order; training the step that was trained last again gives the same answer and trains nothing,
-so a call whose answer was lost may be repeated; a version is announced only once it can be fetched.
+Invariants: steps are trained in order, each by exactly the groups that the run's ledger has for it; training the groups that were
+trained last again gives the same answer and trains nothing, so a call whose answer was lost may be repeated; what changes weights
+is done whole, also where its caller is cancelled; a version is announced only once it can be fetched.
 """
 
 from __future__ import annotations
@@ -13,39 +14,45 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import json
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 import msgspec
 import torch
 
-from asyncrl.algorithms.losses import LOSSES, Loss
+from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.screening import Screen
+from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
 from asyncrl.client import Run
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import Overrides, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.errors import ConfigError, LearnerError, RunError
+from asyncrl.groups import GroupStream, PromptLike, StreamTerms, check_by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import prepare
-from asyncrl.learner.step.train_step import StepResult, division_of, train_step
+from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Prompt, ScoredGroup
+from asyncrl.schema.status import Released
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.weights.publisher import Publisher
 
 Reward = Callable[[Prompt, str], float | Awaitable[float]]
+LogprobLoss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
+"""(logprobs [N], inputs) to a scalar: this micro-batch's share of the step's loss. Its first argument is called `logprobs`."""
+Numbers = Sequence[Sequence[float]]
+"""By group and member."""
 T = TypeVar("T")
 
 
@@ -58,16 +65,16 @@ class Session:
         config: A `RunConfig`, nested dicts, or the path of a TOML file or name of a shipped one; as `Run`.
         overrides: Laid over it.
         resume: The folder of a session that has ended.
-        prompts: What to train on in place of the config's task: `{"prompt": ..., "answer": ...}` each.
         reward: (prompt, text) to a reward, in this process, plain or async; the config's reward functions are not used then.
+        sync: `auto`: each version goes to the generators by itself; `manual`: `sync_weights` sends the newest.
 
     Raises:
         ConfigError: As `Run`; or something that only a learner process of its own can do.
 
     Example:
         >>> async with asyncrl.Session("quickstart") as session:  # doctest: +SKIP
-        ...     async for taken in session.batches():
-        ...         step = await session.train_step(taken, loss="gspo")
+        ...     async for groups in session.batches():
+        ...         step = await session.train_step(groups, loss="gspo")
         ...         print(step.version, step.metrics["reward/mean"])
     """
 
@@ -77,8 +84,8 @@ class Session:
         *,
         overrides: Overrides = (),
         resume: str | Path | None = None,
-        prompts: Sequence[Mapping[str, str]] | None = None,
         reward: Reward | None = None,
+        sync: Literal["auto", "manual"] = "auto",
     ) -> None:
         if config is None and resume is None:
             raise ConfigError("Session takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
@@ -91,21 +98,33 @@ class Session:
         raw["eval"] = {**raw["eval"], "at_start": False, "at_end": False, "every_steps": 0}
         if reward is not None:
             raw["reward"]["functions"] = [{"kind": "format_check", "pattern": ""}]
-        if prompts is not None:
-            raw["task"] = _written(prompts, Path(resolved.folder), resolved.name)
+            raw["algorithm"]["dynamic_sampling"] = False  # the run does not see these rewards
         self.config = resolve_config(raw)
         """As the learner here reads it."""
-        self.run = Run(resolve_config({**raw, "learner": {**raw["learner"], "kind": "external"}}), resume=resume)
+        self.run = Run(resolve_config({**raw, "learner": {**raw["learner"], "kind": "driven"}}), resume=resume)
         """The run that feeds this session: `status`, `pause`, ..."""
         self.version = -1
         """Of the policy as it is now."""
-        self._reward = reward
+        self._reward, self._is_manual = reward, sync == "manual"
         self._thread = ThreadPoolExecutor(1, "asyncrl-session", torch.set_num_threads, (self.config.learner.num_threads,))
         self._published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
+        self._synced = -1
+        """The version that the generators were told about last."""
         self._policy: InitialState | None = None
         self._publisher: Publisher | None = None
-        self._last: StepResult | None = None
         self._training = asyncio.Lock()
+        self._open: OpenStep | None = None
+        """The step that has gradients and no new weights yet."""
+        self._group_ids: tuple[int, ...] = ()
+        """Of the newest step, open or done."""
+        self._last: StepResult | None = None
+        self._is_told = True
+        """Whether the run knows of the newest step."""
+        self._own: GroupStream | None = None
+        """Of the config's task."""
+        self._taking: list[ScoredGroup] = []
+        self._taken: tuple[int, ...] = ()
+        """What `take` gave last."""
 
     async def __aenter__(self) -> Self:
         await self.run.__aenter__()
@@ -142,64 +161,163 @@ class Session:
 
         self._publisher = Publisher(self.run.config.broadcast, folder, available, SystemClock())
         self._policy, self.version = policy, policy.version
-        await self._publish()
+        prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
+        ordered = (prompts[index] for index in itertools.count(self.version * size))
+        self._own = GroupStream(self.run, ordered, self._terms(at_least=size))
+        await self.sync_weights()
 
-    # -- the loop --------------------------------------------------------------------------------------------------------
+    # -- groups ----------------------------------------------------------------------------------------------------------
 
-    async def take(self) -> GroupsTaken:
-        """Return the next step's groups, oldest first, waiting until they are scored.
+    def stream(self, prompts: Iterable[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None) -> GroupStream:
+        """Return groups of these prompts, in this order, generated ahead as far as the staleness bound has places.
+
+        Use as an async context manager: leaving it releases the groups that are not trained, and stops what is being generated.
+        It ends with the prompts, or once `num_steps` are trained.
+
+        Args:
+            prompts: Texts, `{"prompt": ..., "answer": ...}` or Prompts; read as they are needed, so there may be no last one.
+            n: Members of each group; None: `algorithm.group_size`.
+            max_new_tokens: Of each member, at most the config's; None: the config's.
+        """
+        return GroupStream(self.run, prompts, self._terms(n, max_new_tokens))
+
+    async def generate(
+        self, prompts: Sequence[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None
+    ) -> list[ScoredGroup]:
+        """Return one group a prompt. Each holds a place under the staleness bound until it is trained, released or too old.
+
+        Args:
+            prompts: As in `stream`.
+            n: The same.
+            max_new_tokens: The same.
 
         Raises:
-            RunError: All steps are trained, the step before is taken and not trained, or the run has ended.
+            ConfigError: There are more prompts than places.
+            RunError: A group could not be generated, or the run has ended; nothing of this call is left then.
         """
-        taken = await self.run.take()
-        if self._reward is None:
-            return taken
-        rewards = await self._scored(taken.groups)
-        return with_rewards(taken, rewards)
+        places = (self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
+        if len(prompts) > places:
+            raise ConfigError(
+                f"{len(prompts)} prompts were given, and buffer.max_staleness and algorithm.groups_per_step have places for "
+                f"{places}: give fewer at once, or take `stream`"
+            )
+        stream = GroupStream(self.run, prompts, self._terms(n, max_new_tokens, at_least=len(prompts)))
+        try:
+            return await stream.all()
+        except BaseException:
+            await stream.close()
+            raise
 
-    async def batches(self) -> AsyncIterator[GroupsTaken]:
-        """Yield each step's groups until `num_steps` are trained; train one before asking for the next."""
+    async def release(self, groups: Sequence[ScoredGroup]) -> None:
+        """Give the places of groups back that will not be trained."""
+        await self.run.release(Released(groups=tuple(group.group_id for group in groups)))
+
+    async def take(self) -> list[ScoredGroup]:
+        """Return the next step's groups of the config's task, waiting until they are scored.
+
+        Raises:
+            RunError: All steps are trained, what was taken before is not trained, or the run has ended.
+        """
+        if self.version >= self.config.num_steps:
+            raise RunError(f"all {self.config.num_steps} steps are trained")
+        if self._taken and self._taken != self._group_ids:
+            raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
+        assert self._own is not None
+        while len(self._taking) < self.config.algorithm.groups_per_step:
+            self._taking.append(await anext(self._own))
+        groups, self._taking = self._taking, []
+        self._taken = _ids_of(groups)
+        return groups
+
+    async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
+        """Yield each step's groups of the config's task until `num_steps` are trained; train some before asking for more."""
         while self.version < self.config.num_steps:
             yield await self.take()
 
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
     async def train_step(
         self,
-        taken: GroupsTaken,
+        groups: Sequence[ScoredGroup],
         *,
-        loss: str | Loss | None = None,
-        rewards: Sequence[Sequence[float]] | None = None,
+        loss: str | Loss | LogprobLoss | None = None,
+        rewards: Numbers | None = None,
+        advantages: Numbers | None = None,
         learning_rate: float | None = None,
     ) -> StepResult:
-        """Train a step's groups, publish the version that comes of it, and have the run count them as trained.
+        """Train a step: the gradients of these groups, then the optimizer. The new version goes to the generators.
 
         Args:
-            taken: From `take`.
-            loss: A name, or a function (LossInputs, LossConfig) -> LossOutputs; None: the config's.
+            groups: `algorithm.groups_per_step` of them, of `take`, `stream` or `generate`.
+            loss: A name, a function (LossInputs, LossConfig) -> LossOutputs, or one of (logprobs, LossInputs) to the scalar that
+                is the micro-batch's share; None: the config's.
             rewards: By group and member, in place of those that came; None: those.
+            advantages: By group and member, in place of `algorithm.advantage` of the rewards; None: that.
             learning_rate: The peak of the schedule from this step on; None: as before.
 
         Returns:
-            The new version and its metrics; of the step that was trained last, those of then.
+            The new version and its metrics; of the groups that were trained last, those of then.
 
         Raises:
-            LearnerError: The step is not the next one, or could not be trained; the weights are those of before.
+            LearnerError: The step could not be trained; the weights are those of before.
             ConfigError: There is no such loss.
-            RunError: The run has ended.
+            RunError: A group is too old or over (the message names it), there are not as many as a step trains, or the run has
+                ended.
         """
-        async with self._training:
-            if self._last is not None and taken.step == self._last.version - 1:
-                return self._last
-            if taken.step != self.version:
-                raise LearnerError(f"step {taken.step} was given and the policy is at version {self.version}: steps go in order")
-            taken = taken if rewards is None else with_rewards(taken, rewards)
-            config = self._with(loss, learning_rate)
-            result = await self._on_thread(lambda: self._train(taken, config))
-            self.version, self._last = result.version, result
-            await self._publish()
-            metrics = {name: value for name, value in (result.metrics | result.timings_s).items() if abs(value) < float("inf")}
-            await self.run.trained(taken.step, metrics)
-            return result
+
+        async def step() -> StepResult:
+            async with self._training:
+                if self._last is None or self._open is not None or self._group_ids != _ids_of(groups):
+                    await self._backward(groups, loss, rewards, advantages)
+                return await self._optimize(learning_rate)
+
+        return await to_its_end(step())
+
+    async def forward_backward(
+        self,
+        groups: Sequence[ScoredGroup],
+        *,
+        loss: str | Loss | LogprobLoss | None = None,
+        rewards: Numbers | None = None,
+        advantages: Numbers | None = None,
+    ) -> float:
+        """Compute the gradients of a step, for `optim_step`; arguments and errors are those of `train_step`.
+
+        The same groups again add nothing to the gradients.
+
+        Returns:
+            The loss.
+        """
+
+        async def backward() -> float:
+            async with self._training:
+                if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
+                    return self._last.metrics["policy/loss"]
+                return (await self._backward(groups, loss, rewards, advantages)).loss
+
+        return await to_its_end(backward())
+
+    async def optim_step(self, *, learning_rate: float | None = None) -> StepResult:
+        """Change the weights by the gradients of `forward_backward`; without new gradients, return what the last step was like.
+
+        Raises:
+            LearnerError: There are no gradients, or they are not finite; the weights are those of before.
+        """
+
+        async def optimize() -> StepResult:
+            async with self._training:
+                return await self._optimize(learning_rate)
+
+        return await to_its_end(optimize())
+
+    async def sync_weights(self) -> None:
+        """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only."""
+
+        async def publish() -> None:
+            async with self._training:
+                await self._publish()
+
+        await to_its_end(publish())
 
     async def save(self) -> Path:
         """Write a checkpoint of the policy as it is now, and return its folder."""
@@ -214,7 +332,7 @@ class Session:
         model: torch.nn.Module = self._ready.train_state.model
         return model
 
-    # -- small things ----------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------------------
 
     @property
     def _ready(self) -> InitialState:
@@ -222,31 +340,115 @@ class Session:
             raise RunError("this session is not open; use it inside `async with`")
         return self._policy
 
-    def _with(self, loss: str | Loss | None, learning_rate: float | None) -> RunConfig:
-        """Return the config that a step is trained by; a new learning rate stays."""
-        if learning_rate is not None:
-            self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
-            self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
-        if loss is None:
-            return self.config
-        if isinstance(loss, str):
-            return resolve_config(self.config, {"algorithm.loss": loss})
-        name = next((name for name, known in LOSSES.items() if known is loss), f"session-{uuid.uuid4().hex}")
-        LOSSES[name] = loss
-        return msgspec.structs.replace(self.config, algorithm=msgspec.structs.replace(self.config.algorithm, loss=name))
+    def _terms(self, n: int | None = None, max_new_tokens: int | None = None, at_least: int = 1) -> StreamTerms:
+        for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
+        return StreamTerms(n or 0, max_new_tokens or 0, window, at_least, self._judged, self._is_over)
 
-    def _train(self, taken: GroupsTaken, config: RunConfig) -> StepResult:
+    def _is_over(self) -> bool:
+        return self.version >= self.config.num_steps
+
+    async def _judged(self, group: ScoredGroup) -> ScoredGroup:
+        """Return a group with the rewards of the caller's function, where there is one."""
+        if self._reward is None:
+            return group
+        answers = [self._reward(group.prompt, member.sample.text) for member in group.members]
+        rewards = [float(await answer if inspect.isawaitable(answer) else answer) for answer in answers]
+        return with_rewards([group], [rewards])[0]
+
+    async def _backward(
+        self,
+        groups: Sequence[ScoredGroup],
+        loss: str | Loss | LogprobLoss | None,
+        rewards: Numbers | None,
+        advantages: Numbers | None,
+    ) -> OpenStep:
+        """Return the step with the gradients of these groups; the caller holds the lock."""
+        group_ids = _ids_of(groups)
+        if self._open is not None:
+            if group_ids == self._group_ids:
+                return self._open
+            raise LearnerError(f"step {self.version} has the gradients of other groups; `optim_step` comes first")
+        await self._tell()
+        groups = list(groups) if rewards is None else with_rewards(groups, rewards)
+        given: dict[tuple[int, int], float] | None = None
+        if advantages is not None:
+            check_by_member("advantages", groups, advantages)
+            given = {
+                (group.group_id, member.sample.index): float(value)
+                for group, row in zip(groups, advantages, strict=True)
+                for member, value in zip(group.members, row, strict=True)
+            }
+        config = self.config if not isinstance(loss, str) else resolve_config(self.config, {"algorithm.loss": loss})
+        own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
+        mask_below = await self.run.take_these(group_ids)
+        ordered = sorted(groups, key=lambda group: group.group_id)
+        self._open = await self._on_thread(lambda: self._gradients(ordered, mask_below, config, own_loss, given))
+        self._group_ids = group_ids
+        return self._open
+
+    def _gradients(
+        self,
+        groups: Sequence[ScoredGroup],
+        mask_below: int,
+        config: RunConfig,
+        loss: Loss | None,
+        advantages: Mapping[tuple[int, int], float] | None,
+    ) -> OpenStep:
         state = self._ready.train_state
         batch = pack_step(
-            taken.step, taken.groups,
+            self.version, groups,
             tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
-            mask_below=taken.mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
+            mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
             screen=Screen.of(config.algorithm),
         )  # fmt: skip
-        prepared = prepare(batch, division_of(state, config))
-        return train_step(state, prepared, config, failed_folder=self.run.run_folder / "failed")
+        prepared, failed = prepare(batch, division_of(state, config)), self.run.run_folder / "failed"
+        step = OpenStep(state, prepared, config, failed_folder=failed, loss=loss, advantages=advantages)
+        try:
+            step.backward(0)
+        except BaseException:
+            step.abandon()
+            raise
+        return step
+
+    async def _optimize(self, learning_rate: float | None) -> StepResult:
+        """Change the weights, and have run and generators know of it; the caller holds the lock."""
+        if (step := self._open) is not None:
+            if learning_rate is not None:
+                self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
+                self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
+            self._open, group_ids, self._group_ids = None, self._group_ids, ()
+            self._last = await self._on_thread(lambda: self._updated(step))
+            self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
+        if self._last is None:
+            raise LearnerError("there are no gradients; `forward_backward` comes first")
+        await self._tell()
+        return self._last
+
+    def _updated(self, step: OpenStep) -> StepResult:
+        """Make every update of a step whose first one has its gradients."""
+        updates = len(step.plan.prepared.updates)
+        for number in range(step.plan.num_updates):
+            if number > 0:
+                step.backward(number % updates)
+            step.update()
+        return step.result()
+
+    async def _tell(self) -> None:
+        """Have the run know of the newest step, and the generators of its version, if they do not yet."""
+        if self._is_told or self._last is None:
+            return
+        if not self._is_manual:
+            await self._publish()
+        figures = self._last.metrics | self._last.timings_s
+        await self.run.trained(self.version - 1, {name: value for name, value in figures.items() if abs(value) < float("inf")})
+        self._is_told = True
 
     async def _publish(self) -> None:
+        if self._synced == self.version:
+            return
         publisher, model = self._publisher, self._ready.train_state.model
         assert publisher is not None
         length = self.config.generate.engine.max_sequence_tokens
@@ -254,52 +456,29 @@ class Session:
         while (available := await self._published.get()).version < self.version:
             pass
         await self.run.announce_weights(available, str(self._ready.model_folder))
-
-    async def _scored(self, groups: Sequence[ScoredGroup]) -> list[list[float]]:
-        assert self._reward is not None
-        scored = []
-        for group in groups:
-            answers = [self._reward(group.prompt, member.sample.text) for member in group.members]
-            scored.append([float(await answer if inspect.isawaitable(answer) else answer) for answer in answers])
-        return scored
+        self._synced = self.version
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         """Work on the session's own thread; a caller that is cancelled leaves once the work is done."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+
+        async def working() -> T:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+        return await to_its_end(working())
 
 
-def with_rewards(taken: GroupsTaken, rewards: Sequence[Sequence[float]]) -> GroupsTaken:
-    """Return a step's groups with other rewards, by group and member.
-
-    Raises:
-        LearnerError: There are not as many as members, or one is not finite.
-    """
-    sizes, given = [len(group.members) for group in taken.groups], [len(row) for row in rewards]
-    if sizes != given:
-        raise LearnerError(f"rewards must be given for each member of each group, {sizes}, got {given}")
-    if not all(abs(reward) < float("inf") for row in rewards for reward in row):
-        raise LearnerError("rewards must be finite numbers")
-    replace = msgspec.structs.replace
-    groups = tuple(
-        replace(group, members=tuple(replace(one, reward=float(reward)) for one, reward in zip(group.members, row, strict=True)))
-        for group, row in zip(taken.groups, rewards, strict=True)
-    )
-    return replace(taken, groups=groups)
+def _ids_of(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:
+    return tuple(sorted(group.group_id for group in groups))
 
 
-def _written(prompts: Sequence[Mapping[str, str]], folder: Path, name: str) -> dict[str, Any]:
-    """Write prompts beside the run's folder, and return the task that reads them."""
-    for number, prompt in enumerate(prompts):
-        if not isinstance(prompt.get("prompt"), str) or not isinstance(prompt.get("answer", ""), str):
-            raise ConfigError(f"prompts[{number}] must have a text `prompt`, and may have a text `answer`; got {dict(prompt)!r}")
-    if not prompts:
-        raise ConfigError("prompts is empty: give at least one")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = (folder / f"{name}.prompts.jsonl").resolve()
-    path.write_text("".join(json.dumps({"answer": "", **prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-    return {"kind": "jsonl", "path": str(path), "prompt_field": "prompt", "answer_field": "answer", "held_out": 0, "chat": False}
+def _as_loss(function: Loss | LogprobLoss) -> Loss:
+    """Return a caller's loss as the learner calls it."""
+    if next(iter(inspect.signature(function).parameters), "") != "logprobs":
+        return cast("Loss", function)
+    of_logprobs = cast("LogprobLoss", function)
+
+    def loss(inputs: LossInputs, _: LossConfig) -> LossOutputs:
+        nowhere = torch.zeros_like(inputs.mask)
+        return LossOutputs(of_logprobs(inputs.logprobs, inputs), torch.ones_like(inputs.logprobs.detach()), nowhere, nowhere)
+
+    return loss

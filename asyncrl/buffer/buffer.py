@@ -292,6 +292,10 @@ class Buffer:
         samples = self._held[group_id].samples
         return [samples[index] for index in indices]
 
+    def scored_group(self, group_id: int) -> ScoredGroup:
+        """Return a group that is ready."""
+        return self._held[group_id].as_scored(group_id)
+
     def score_request(self, group_id: int, indices: Sequence[int]) -> ScoreRequest:
         """Return the message that asks a reward worker for members' scores."""
         return ScoreRequest.of(self._held[group_id].prompt, self.samples(group_id, indices))
@@ -330,18 +334,21 @@ class Buffer:
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
-    def take(self, step: int, now: float, on_committed: OnCommitted | None = None) -> TakenStep | Waiting:
+    def take(
+        self, step: int, now: float, on_committed: OnCommitted | None = None, group_ids: tuple[int, ...] = ()
+    ) -> TakenStep | Waiting:
         """Take the groups of `step`, or say what it waits for.
 
         Args:
             step: The next one, or one of `learner_restarted`'s, which gives the very same groups again.
             now: Clock seconds.
             on_committed: Send the batch to the learner only from here: a step that is trained must be in the books.
+            group_ids: Exactly these, ascending; empty: as the policy chooses.
 
         Raises:
             LedgerError: A step to be repeated has lost its payloads.
         """
-        *dropped, decision = self.state.handle(ev.TakeStep(step), now)
+        *dropped, decision = self.state.handle(ev.TakeStep(step, group_ids), now)
         if isinstance(decision, ev.TakeGroups):
             if decision.repeat:
                 taken = self._repeated(decision)

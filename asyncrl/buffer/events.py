@@ -149,6 +149,8 @@ class TakeStep(Value, frozen=True):
     """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
 
     step: int
+    group_ids: tuple[int, ...] = ()
+    """Exactly these, ascending; empty: as the policy chooses."""
 
 
 class StepTrained(Value, frozen=True):

@@ -87,7 +87,8 @@ def limits_of(config: RunConfig) -> BufferLimits:
         policy=config.buffer.policy,
         min_group_members=config.buffer.min_group_members,
         max_group_retries=config.buffer.max_group_retries,
-        reissue_dropped=config.buffer.reissue_dropped,
+        # The caller of a driven run is told, and asks again or not.
+        reissue_dropped=config.buffer.reissue_dropped and config.learner.kind != "driven",
         screen=Screen.of(algorithm),
         max_resamples=algorithm.max_resamples,
         group_size=algorithm.members_per_group,

@@ -169,7 +169,7 @@ class ReadyGroups:
         So is a group without a pair, which became ready before a resume that asks for preferences.
         """
         unexamined = self._unexamined if step == self._examined_step else self._ready
-        unfit = [group for group in unexamined.values() if group.group_id in self._ready and not self._is_fit(group, step)]
+        unfit = [group for group in unexamined.values() if group.group_id in self._ready and not self.is_fit(group, step)]
         self._unexamined, self._examined_step = {}, step
         return unfit
 
@@ -202,7 +202,7 @@ class ReadyGroups:
         assert self._ready.keys() == {group.group_id for group in live.values() if group.state == "ready"}, "ready is not"
         if self._answered_step != next_step or self._missing <= 0:
             return
-        fit = [group for group in self._ready.values() if self._is_fit(group, next_step)]
+        fit = [group for group in self._ready.values() if self.is_fit(group, next_step)]
         choice = self._choice(next_step, fit, live)
         assert not choice.take, f"step {next_step} could take {choice.take} and is told to wait for {self._missing} groups"
 
@@ -215,7 +215,8 @@ class ReadyGroups:
             step, aged, unfinished, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
         )
 
-    def _is_fit(self, group: Group, step: int) -> bool:
+    def is_fit(self, group: Group, step: int) -> bool:
+        """Return whether a group has something to train at a step that the bound allows."""
         age = group.newest if self._limits.policy == "mask" else group.oldest
         return bool(group.trained) and age >= step - self._limits.max_staleness
 

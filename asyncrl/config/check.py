@@ -57,7 +57,7 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield f"nobody generates evaluation samples without a generator that holds a model: {NO_EVALUATION}"
     if not config.reward.functions and not config.inference.reward_models:
         yield "reward.functions is empty: name at least one reward, as [[reward.functions]] kind = 'answer_match'"
-    all_outside = config.learner.kind == "external" and config.generate.num_workers == 0
+    all_outside = config.learner.kind != "builtin" and config.generate.num_workers == 0
     if all_outside and config.needs_inference and isinstance(model, ScratchModel):
         yield "inference workers wait for a model that nobody makes: set model.kind = 'pretrained' and model.path"
     medium, takes = config.broadcast.medium, "take shared_memory, files or zeromq, or leave broadcast.delta out"
@@ -197,8 +197,8 @@ def _turns(config: RunConfig) -> Iterator[str]:
     if ranks > 1 and gpu_of(device) is not None:
         instead = 'set learner.ranks = 1, or placement.kind = "disaggregated"'
         yield f"{where} takes turns on one device and learner.ranks = {ranks} on {device!r} has {ranks}: {instead}"
-    if learner.kind == "external":
-        yield f"{where} takes turns with the learner, and learner.kind 'external' knows none: set 'builtin'"
+    if learner.kind != "builtin":
+        yield f"{where} takes turns with the learner, and learner.kind {learner.kind!r} knows none: set 'builtin'"
     if config.generate.num_workers == 0:
         yield f"{where} takes turns with generators and generate.num_workers is 0: set it to at least 1"
     if not config.generate.in_flight_updates:

@@ -73,7 +73,8 @@ class LoRAConfig(_Stage, frozen=True):
 class LearnerConfig(_Stage, frozen=True):
     """Optimizer and precision. One `kind` owns the step: ours, or outside code that takes scored groups."""
 
-    kind: Literal["builtin", "external"] = "builtin"
+    kind: Literal["builtin", "external", "driven"] = "builtin"
+    """`driven`: outside code gives the prompts too, while the run goes on; what a `Session` sets."""
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Cosine decay ends at this share of the learning rate; 1: constant."""

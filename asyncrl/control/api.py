@@ -27,8 +27,19 @@ from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.status import ENDED, ApiEndpoint, ExternalGroup, ProcessStatus, RunStatus, SubmitResult
+from asyncrl.schema.status import (
+    ENDED,
+    ApiEndpoint,
+    ExternalGroup,
+    GroupGiven,
+    GroupsAsked,
+    ProcessStatus,
+    Released,
+    RunStatus,
+    SubmitResult,
+)
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.tasks.asked import AskedPrompts
 
 MOST_BODY_BYTES = 1 << 20
 """Of a request, unpacked, unless its route needs more."""
@@ -48,6 +59,13 @@ class ExternalStep(msgspec.Struct, frozen=True):
 
     step: int
     metrics: dict[str, float] = {}
+
+
+class StepAsked(msgspec.Struct, frozen=True):
+    """Body of /lease."""
+
+    groups: tuple[int, ...]
+    """To be trained by the next step."""
 
 
 class ExternalWeights(msgspec.Struct, frozen=True):
@@ -124,6 +142,9 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         web.get("/metrics", metrics),
         web.get("/steps", steps),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
+        web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
+        web.post("/release", answers(control.release, Released)),
+        web.post("/lease", answers(control.take_these, StepAsked)),
         web.post("/trained", answers(control.trained, ExternalStep)),
         web.post("/change", answers(control.change, ConfigChange)),
         web.post("/weights", answers(control.announce_weights, ExternalWeights, MOST_MANIFEST_BYTES)),
@@ -321,6 +342,45 @@ class RunApi:
                 raise
             raise RunError(f"{error}: {self._run.lifecycle.reason}") from error
 
+    async def take_these(self, asked: StepAsked) -> int:
+        """Take exactly these groups for the next step; return the version under which their tokens are masked."""
+        source, group_ids = self._asked(), tuple(sorted(set(asked.groups)))
+        for group_id in group_ids:
+            if (one := source.of(group_id)) is not None and one.why_over:
+                raise RunError(f"group {group_id} cannot be trained any more, it was {one.why_over}")
+        taken = await self._run.feeder.take_outside(self._run.ending, group_ids)
+        source.trained(group_ids)
+        return taken.mask_below
+
+    async def generate(self, asked: GroupsAsked) -> list[GroupGiven]:
+        """Have groups generated; return the first of them once they are ready, or over."""
+        source, run = self._asked(), self._run
+        source.enter(asked)
+        run.dispatcher.changed()
+        source.num_waiting += 1
+        try:
+            while not (settled := source.settled(asked)):
+                if run.ending.is_set():
+                    raise RunError(f"the run has ended: {run.lifecycle.reason}")
+                await source.moved.wait()
+        finally:
+            source.num_waiting -= 1
+        return [
+            GroupGiven(None, one.why_over) if one.why_over else GroupGiven(run.buffer.scored_group(one.group_id))
+            for one in settled
+        ]  # fmt: skip
+
+    def release(self, released: Released) -> None:
+        """Let go of groups that will not be trained: their places are free."""
+        issued = self._asked().close(released.stream) if released.stream else []
+        if not self._run.lifecycle.over:
+            self._run.dispatcher.release([*issued, *released.groups])
+
+    def _asked(self) -> AskedPrompts:
+        if self._run.dispatcher.asked is None:
+            raise RunError('this run has prompts of its own; set learner.kind = "driven", or use a Session')
+        return self._run.dispatcher.asked
+
     def trained(self, done: ExternalStep) -> None:
         """Note that an outside learner has done a step."""
         self._only_external()
@@ -341,5 +401,5 @@ class RunApi:
         self._run.spread(made.available)
 
     def _only_external(self) -> None:
-        if self._run.config.learner.kind != "external":
+        if self._run.config.learner.kind == "builtin":
             raise RunError('this run has its own learner; set learner.kind = "external" to train outside')

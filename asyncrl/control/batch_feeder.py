@@ -69,7 +69,7 @@ class BatchFeeder:
         """Of learners, by the step they had in hand."""
         self._outside_started_s = 0.0
         self._outside_turn = asyncio.Lock()
-        if config.learner.kind == "external":
+        if config.learner.kind != "builtin":
             state = self._buffer.state
             self.version = self.next_step = min(state.steps_to_repeat(), default=state.next_step)
 
@@ -170,10 +170,10 @@ class BatchFeeder:
         finally:
             self._sending = False
 
-    async def _take(self, step: int) -> TakenStep | None:
+    async def _take(self, step: int, group_ids: tuple[int, ...] = ()) -> TakenStep | None:
         """Take a step's groups and wait until the ledger has that on disk; None when it must wait, with `waiting` set."""
         committed = asyncio.Event()
-        taken = self._buffer.take(step, self._clock.now(), committed.set)
+        taken = self._buffer.take(step, self._clock.now(), committed.set, group_ids)
         self._dispatcher.follow(taken.instructions)
         if isinstance(taken, Waiting):
             if not self.waiting:
@@ -187,27 +187,44 @@ class BatchFeeder:
 
     # -- an outside learner ----------------------------------------------------------------------------------------------
 
-    async def take_outside(self, ending: asyncio.Event) -> GroupsTaken:
+    async def take_outside(self, ending: asyncio.Event, group_ids: tuple[int, ...] = ()) -> GroupsTaken:
         """Take the next step's groups for outside code, waiting until there are enough.
 
+        Args:
+            ending: Of the run.
+            group_ids: Exactly these, which must be ready; of a step that was taken with others and is not trained, those others
+                are set aside. Empty: as the buffer's policy chooses.
+
         Raises:
-            RunError: The run ended, reached its last step, or the step before is not reported as trained.
+            RunError: The run ended, reached its last step, the step before is not reported as trained, or a group that was named
+                cannot be trained.
         """
         async with self._outside_turn:
-            if self.next_step > self.version:
+            if group_ids:
+                self._let_go_of_others(group_ids)
+            elif self.next_step > self.version:
                 raise RunError(f"step {self.next_step - 1} is taken and not trained yet; report it with `trained` first")
             if self.next_step >= self._config.num_steps:
                 raise RunError(f"all {self._config.num_steps} steps are trained")
             while not ending.is_set():
-                if not self._held and (taken := await self._take(self.next_step)) is not None:
+                if not self._held and (taken := await self._take(self.next_step, group_ids)) is not None:
                     self.next_step = taken.step + 1
                     self._outside_started_s = self._clock.now()
                     return GroupsTaken(taken.step, taken.groups, taken.params.mask_below)
+                if group_ids and not self._held:
+                    reason, self.waiting = self.waiting, ""
+                    raise RunError(reason)
                 self.woken.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.25):
                         await self.woken.wait()
             raise RunError("the run has ended")
+
+    def _let_go_of_others(self, group_ids: tuple[int, ...]) -> None:
+        """Make the step after the newest version the next one, whatever was taken for it before."""
+        self.next_step = self.version
+        if (record := self._buffer.state.steps.get(self.version)) is not None and record.group_ids != group_ids:
+            self._buffer.set_aside(self.version, "another batch was trained in its place", self._clock.now())
 
     def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:
         """Turn an outside learner's report into the learner's own form.

@@ -142,7 +142,7 @@ class Controller:
         self.weights: WeightsAvailable | None = None
         """The version that was announced last."""
         self.model_folder = ""
-        if config.learner.kind == "external" and hasattr(config.model, "path"):
+        if config.learner.kind != "builtin" and hasattr(config.model, "path"):
             self.know_model(config.model.path)
         self.ending, self.over = asyncio.Event(), asyncio.Event()
         self.moved = asyncio.Event()
@@ -342,9 +342,11 @@ class Controller:
                 if (silent := self.peers.get(name)) is not None:
                     log.warning("%s: its connection is closed", reason)
                     await silent.connection.close()
-            learner_is_there = self.config.learner.kind == "external" or bool(self.peers.of("learner"))
+            learner_is_there = self.config.learner.kind != "builtin" or bool(self.peers.of("learner"))
             self.autoscaler.tick(now, running=running, learner_idle=self.feeder.idle and learner_is_there)
             self.reporter.tick()
+            if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:
+                self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
             counts, scores = self.buffer.counts(), self.dispatcher.scores
             queues = {
@@ -628,6 +630,8 @@ class Controller:
         waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
         waits += switching.waits() if switching is not None else ()
         held = (switching is not None and switching.why_nothing_goes_out) or self.buffer.state.why_nothing_is_issued()
+        if not held and (asked := self.dispatcher.asked) is not None and not asked.has_queued:
+            held = "prompts of its caller"
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
         for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
@@ -687,7 +691,7 @@ class Controller:
             self._reach_goal()
         elif phase == "evaluating":
             self._start_evaluation(self.feeder.version)
-        elif phase == "draining" and (self.config.learner.kind == "external" or self.feeder.version < 0):
+        elif phase == "draining" and (self.config.learner.kind != "builtin" or self.feeder.version < 0):
             # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
             self.post(ev.Drained())
 
@@ -695,3 +699,5 @@ class Controller:
         self._ended_well = ok
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
+        if self.dispatcher.asked is not None:
+            self.dispatcher.asked.wake()

@@ -14,6 +14,8 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.clock import Clock
@@ -32,11 +34,13 @@ from asyncrl.schema.samples import (
     Sample,
     SampleFailure,
     Samples,
+    SamplingParams,
     Score,
     ScoreRequest,
     Scores,
 )
 from asyncrl.schema.status import ExternalGroup, SubmitResult
+from asyncrl.tasks.asked import AskedPrompts
 from asyncrl.tasks.sampler import PromptSequence
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,8 @@ class Dispatcher:
         self.state = buffer.state
         self.evaluation: Evaluation | None = None
         """The one that is going on; its prompts go out beside whatever else does."""
+        self.asked = AskedPrompts() if config.learner.kind == "driven" else None
+        """What is issued in place of the task's prompts, where a caller gives them."""
         self.scores = ScoreDispatcher({model.name: model.weight for model in config.inference.reward_models})
         self.failures = FailureWatch(config.supervision.max_failed_share)
         self.refused_samples = 0
@@ -91,20 +97,28 @@ class Dispatcher:
         """Hand out evaluation prompts and groups while there are places, and send what the windows take."""
         self._place_evaluation()
         while (issue := self.state.next_issue()) is not None:
-            now = self._clock.now()
+            now, size = self._clock.now(), self._config.algorithm.members_per_group
             if isinstance(issue, ev.ReissueGroup):
                 order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
+            elif self.asked is not None:
+                if (asked := self.asked.next()) is None:
+                    break
+                order = self.buffer.issue(
+                    asked.prompt, issue.generator, version=issue.version, group_size=asked.size or size, now=now
+                )  # fmt: skip
+                self.asked.issued(asked, order.group_id, issue.version)
             else:
                 returned = self.buffer.returned_prompt()
                 prompt, cursor = (returned.prompt, self.buffer.cursor) if returned else self._next_prompt(self.buffer.cursor)
                 order = self.buffer.issue(
-                    prompt, issue.generator, version=issue.version, group_size=self._config.algorithm.members_per_group,
+                    prompt, issue.generator, version=issue.version, group_size=size,
                     now=now, cursor=cursor, replaces=returned.replaces if returned else None,
                 )  # fmt: skip
             self._hand_out(
                 issue.generator,
                 GroupWork(
-                    order.group_id, order.attempt, order.prompt, order.indices, self._sampling, self._config.seed,
+                    order.group_id, order.attempt, order.prompt, order.indices, self._sampling_of(order.group_id),
+                    self._config.seed,
                     greedy_index=self.state.limits.screen.greedy_index,
                 ),
             )  # fmt: skip
@@ -114,6 +128,13 @@ class Dispatcher:
                 outbox.popleft()
             if not outbox:
                 del self._outboxes[name]
+
+    def _sampling_of(self, group_id: int) -> SamplingParams:
+        asked = self.asked.of(group_id) if self.asked is not None else None
+        if asked is None or not asked.max_new_tokens:
+            return self._sampling
+        most = min(asked.max_new_tokens, self._sampling.max_new_tokens)
+        return msgspec.structs.replace(self._sampling, max_new_tokens=most)
 
     def _place_evaluation(self) -> None:
         evaluation = self.evaluation
@@ -299,8 +320,17 @@ class Dispatcher:
         self.changed()
         return SubmitResult(group_id=receipt.group_id)
 
+    def release(self, group_ids: Iterable[int]) -> None:
+        """Drop those of these groups that are not taken yet: their caller will not train them."""
+        for group_id in group_ids:
+            if group_id in self.state.groups:
+                self.follow(self.buffer.drop_group(group_id, "released by its caller", self._clock.now()))
+        self.changed()
+
     def pick_up(self) -> None:
-        """After a resume: ask again for every score that had not come."""
+        """After a resume: ask again for every score that had not come; what the callers of before asked for is dropped."""
+        if self.asked is not None:
+            self.release(list(self.state.groups))
         self.follow(self.buffer.state.unscored())
 
     # -- what the buffer wants -------------------------------------------------------------------------------------------
@@ -312,11 +342,15 @@ class Dispatcher:
                 case ev.ScoreMembers(group_id, indices):
                     self._ask_scores(self.buffer.score_request(group_id, indices), self.buffer.samples(group_id, indices))
                 case ev.GroupMoved(after="ready"):
+                    if self.asked is not None and (group := self.state.groups.get(item.group_id)) is not None:
+                        self.asked.ready(item.group_id, group.oldest)
                     self._spoiled.discard(item.group_id)
                     self.fruitless = ""
                     self.failures.group_completed()
                 case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
                     log.debug("group %d %s: %s", group_id, item.after, item.reason)
+                    if self.asked is not None:
+                        self.asked.over(group_id, f"{item.after}: {item.reason}")
                     if item.after == "dropped":
                         self.failures.group_completed()
                     elif group_id in self._spoiled:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.schema.samples import Prompt, Sample
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup
 
 Phase = Literal["starting", "warming", "evaluating", "running", "paused", "draining", "stopped", "failed"]
 
@@ -125,6 +125,44 @@ class SubmitResult(msgspec.Struct, frozen=True):
     """-1 where it was refused."""
     refused: str = ""
     """Empty, or why."""
+
+
+class GroupAsked(msgspec.Struct, frozen=True):
+    """One group that a caller asks for."""
+
+    number: int
+    """Within its stream; the same number is the same group."""
+    prompt: Prompt | None = None
+    """None: as it was said before."""
+    size: int = 0
+    """Members; 0: as the config says."""
+    max_new_tokens: int = 0
+    """Of each; 0: the config's."""
+
+
+class GroupsAsked(msgspec.Struct, frozen=True):
+    """What a caller waits for: groups of a stream of its own, in the order in which it wants them."""
+
+    stream: str
+    """The caller's own name for it, never used twice."""
+    groups: tuple[GroupAsked, ...]
+    at_least: int = 1
+    """How many of the first to wait for."""
+
+
+class GroupGiven(msgspec.Struct, frozen=True):
+    """What became of a group that was asked for."""
+
+    group: ScoredGroup | None
+    why_over: str = ""
+    """Why there is none."""
+
+
+class Released(msgspec.Struct, frozen=True):
+    """What a caller will not train: a stream with all its groups, or single groups."""
+
+    stream: str = ""
+    groups: tuple[int, ...] = ()
 
 
 class ApiEndpoint(msgspec.Struct, frozen=True):

@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, FloatArray
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
 from asyncrl.algorithms.advantages import load_advantage
 from asyncrl.algorithms.corrections import combined, correct
 from asyncrl.algorithms.diagnostics import explained_variance
 from asyncrl.algorithms.kl import interpolated_proximal, kl_for_rewards
 from asyncrl.algorithms.loss_terms import count_denominators
-from asyncrl.algorithms.losses import ValueInputs, load_loss, value_loss
+from asyncrl.algorithms.losses import Loss, ValueInputs, load_loss, value_loss
 from asyncrl.algorithms.returns import rewards_on_last_tokens
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
@@ -63,15 +64,34 @@ class Update:
 class PolicyObjective:
     """One step's policy and value losses, row by row."""
 
-    def __init__(self, state: TrainState, plan: StepPlan, passes: Passes) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        plan: StepPlan,
+        passes: Passes,
+        loss: Loss | None = None,
+        given: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
         """Work out what every row is trained towards.
+
+        Args:
+            state: What is trained.
+            plan: Of the step.
+            passes: That were made.
+            loss: In place of the algorithm's.
+            given: Advantages by group id and member index, in place of the algorithm's.
 
         Raises:
             LearnerError: The advantage gives no returns and there is a critic to train.
         """
         self._state, self._plan, self._passes = state, plan, passes
         inputs, self._figures = advantage_inputs(plan, passes, state.ranks)
-        outputs = load_advantage_once(plan.algorithm.advantage)(inputs, AdvantageConfig.of(plan.algorithm))
+        self._loss = load_loss_once(plan.algorithm.loss) if loss is None else loss
+        if given is None:
+            outputs = load_advantage_once(plan.algorithm.advantage)(inputs, AdvantageConfig.of(plan.algorithm))
+        else:
+            advantages = np.array([given[sample.group_id, sample.index] for sample in plan.batch.samples])
+            outputs = AdvantageOutputs(np.where(inputs.mask, advantages[:, None], 0.0))
         self._advantages, self._returns = outputs.advantages, outputs.returns
         if inputs.values is not None:
             if outputs.returns is None:
@@ -168,7 +188,7 @@ class PolicyObjective:
             weights = row.part_of(whole.weights.numpy()).to(row.behaviour_logprobs.dtype)
             planned = replace(whole, weights=weights, kept=row.part_of(whole.kept.numpy()))
             inputs = replace(inputs, corrections=combined(planned, correct(inputs, plan.corrections_of_rows)))
-        return inputs, load_loss_once(plan.algorithm.loss)(inputs, plan.loss_config)
+        return inputs, self._loss(inputs, plan.loss_config)
 
     def _value_loss(self, row: Row, place: int, update: Update, values: torch.Tensor) -> torch.Tensor:
         algorithm, before = self._plan.algorithm, self._passes.values

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ import torch
 
 from asyncrl.algorithms.auto import signals_of
 from asyncrl.algorithms.kl import next_coefficient
+from asyncrl.algorithms.losses import Loss
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import batch_metrics, token_rows
@@ -81,40 +82,118 @@ def train_step(
         LearnerError: Nothing to train, something needed is missing, the device is out of memory, or a loss or gradient is not
             finite (the weights are those before the update).
     """
-    plan = make_plan(_on_device(state, batch, config), config, state.memory)
-    try:
-        passes = run_passes(state, plan)
-        build = PreferenceObjective if plan.algorithm.kind == "dpo" else PolicyObjective
-        objective: Objective = build(state, plan, passes)
+    step = OpenStep(state, batch, config, failed_folder=failed_folder)
+    for _ in range(config.learner.epochs):
+        for number in range(len(step.plan.prepared.updates)):
+            step.backward(number)
+            step.update()
+    return step.result()
+
+
+class OpenStep:
+    """A step that is under way: its passes are made, its updates follow one by one, each `backward`, then `update`.
+
+    Args:
+        state: As in `train_step`.
+        batch: The same.
+        config: The same.
+        failed_folder: The same.
+        loss: In place of the config's.
+        advantages: By group id and member index, in place of the config's.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        batch: StepBatch | PreparedBatch,
+        config: RunConfig,
+        *,
+        failed_folder: Path | None = None,
+        loss: Loss | None = None,
+        advantages: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
+        """Make the forward-only passes.
+
+        Raises:
+            LearnerError: As `train_step`; or a loss or advantages are given where pairs are trained.
+        """
+        self._state, self._failed_folder = state, failed_folder
+        self.plan = make_plan(_on_device(state, batch, config), config, state.memory)
+        self._updates: list[dict[str, float]] = []
+        self._shares = torch.zeros(2, dtype=torch.float64)
+        """Of this rank: policy and value loss of the newest `backward`."""
+        self._update_s = 0.0
+        with self._out_of_memory_is_said():
+            self._passes = run_passes(state, self.plan)
+            self._objective: Objective
+            if self.plan.algorithm.kind != "dpo":
+                self._objective = PolicyObjective(state, self.plan, self._passes, loss, advantages)
+            elif loss is not None or advantages is not None:
+                raise LearnerError('algorithm.kind = "dpo" trains pairs: it takes neither a loss nor advantages')
+            else:
+                self._objective = PreferenceObjective(state, self.plan, self._passes)
+
+    def backward(self, number: int) -> None:
+        """Add up the gradients of an update."""
         started_s = time.perf_counter()
-        updates: list[dict[str, float]] = []
-        for _ in range(config.learner.epochs):
-            for number in range(len(plan.prepared.updates)):
-                updates.append(_train_update(state, plan, objective, number, not updates, failed_folder))
-        update_s = time.perf_counter() - started_s
-    except torch.OutOfMemoryError as error:
-        held = "all the learner has" if state.offload is None else state.offload.describe()
-        raise LearnerError(
-            f"step {plan.batch.step} is out of device memory: {error}; on the device: {held}; {OUT_OF_MEMORY_ADVICE}"
-        ) from error
-    metrics = _metrics(plan, objective, updates)
-    reason = ""
-    if plan.choice is not None:
-        reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
-        state.memory.recipe = plan.choice.recipe
-        state.memory.measured = signals_of(metrics) or state.memory.measured
-    kl = plan.algorithm.kl
-    if kl is not None and kl.target is not None and plan.trains_policy:
-        state.memory.kl_coefficient = next_coefficient(
-            plan.kl_coefficient,
-            measured_kl=metrics["kl/penalty_mean"],
-            target=kl.target,
-            horizon=kl.horizon,
-            num_samples=len(plan.batch.samples),
-        )
-    timings_s = passes.timings_s | {"time/update_s": update_s}
-    tokens = token_rows(plan.batch, objective.tokens.first, plan.kept_samples)
-    return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason, tokens)
+        offload, places = self._state.offload, range(len(self.plan.prepared.updates[number]))
+        with self._out_of_memory_is_said(), contextlib.nullcontext() if offload is None else offload.watch():
+            shares = [self._objective.train_row(number, place, is_first_update=not self._updates) for place in places]
+        self._shares = torch.stack(shares).sum(dim=0)
+        self._update_s += time.perf_counter() - started_s
+
+    @property
+    def loss(self) -> float:
+        """Return the policy loss of the newest `backward`, over all ranks."""
+        return float(self._state.ranks.sum(self._shares.clone())[0])
+
+    def update(self) -> None:
+        """Change the weights by the gradients of `backward`.
+
+        Raises:
+            LearnerError: As `train_step`.
+        """
+        started_s = time.perf_counter()
+        with self._out_of_memory_is_said():
+            self._updates.append(_update(self._state, self.plan, self._shares, self._failed_folder))
+        self._update_s += time.perf_counter() - started_s
+
+    def abandon(self) -> None:
+        """Forget the gradients that `backward` has added up."""
+        for own in (self._state.optimizer, self._state.critic_optimizer):
+            if own is not None:
+                own.zero_grad()
+
+    def result(self) -> StepResult:
+        """Return what the step was like, once all its updates are made; what is remembered for the next step is set."""
+        state, plan = self._state, self.plan
+        metrics, reason = _metrics(plan, self._objective, self._updates), ""
+        if plan.choice is not None:
+            reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
+            state.memory.recipe = plan.choice.recipe
+            state.memory.measured = signals_of(metrics) or state.memory.measured
+        kl = plan.algorithm.kl
+        if kl is not None and kl.target is not None and plan.trains_policy:
+            state.memory.kl_coefficient = next_coefficient(
+                plan.kl_coefficient,
+                measured_kl=metrics["kl/penalty_mean"],
+                target=kl.target,
+                horizon=kl.horizon,
+                num_samples=len(plan.batch.samples),
+            )
+        timings_s = self._passes.timings_s | {"time/update_s": self._update_s}
+        tokens = token_rows(plan.batch, self._objective.tokens.first, plan.kept_samples)
+        return StepResult(plan.batch.step + 1, plan.batch.num_trained_tokens, metrics, timings_s, reason, tokens)
+
+    @contextlib.contextmanager
+    def _out_of_memory_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = "all the learner has" if self._state.offload is None else self._state.offload.describe()
+            raise LearnerError(
+                f"step {self.plan.batch.step} is out of device memory: {error}; on the device: {held}; {OUT_OF_MEMORY_ADVICE}"
+            ) from error
 
 
 def division_of(state: TrainState, config: RunConfig) -> Division:
@@ -138,10 +217,8 @@ def _on_device(state: TrainState, batch: StepBatch | PreparedBatch, config: RunC
     return replace(prepared, updates=tuple(tuple(row.to(device) for row in update) for update in prepared.updates))
 
 
-def _train_update(
-    state: TrainState, plan: StepPlan, objective: Objective, number: int, is_first: bool, failed_folder: Path | None
-) -> dict[str, float]:
-    """Train one update of a pass over the batch: all of it, or nothing where a loss or gradient is not finite.
+def _update(state: TrainState, plan: StepPlan, shares: torch.Tensor, failed_folder: Path | None) -> dict[str, float]:
+    """Change the weights by the gradients that are there: all of them, or nothing where a loss or gradient is not finite.
 
     Returns:
         What it was like, by metric. Where float16 gradients overflowed no weights changed, the loss scale is halved and the
@@ -150,9 +227,6 @@ def _train_update(
     Raises:
         LearnerError: It is not finite; gradients are dropped and the batch is saved.
     """
-    with contextlib.nullcontext() if state.offload is None else state.offload.watch():
-        places = range(len(plan.prepared.updates[number]))
-        shares = torch.stack([objective.train_row(number, place, is_first_update=is_first) for place in places]).sum(dim=0)
     loss, value_loss = state.ranks.sum(shares).tolist()
     policy = state.optimizer if plan.trains_policy else None
     norms = {own: own.clip() for own in (policy, state.critic_optimizer) if own is not None}

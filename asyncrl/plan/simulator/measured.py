@@ -49,7 +49,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     members = itertools.product(range(int(max(group for group, _ in tokens)) + 1), range(group_size))
     # From the start of one step to that of the next, without the wait for its batch. An outside learner does not say how long it
     # waited: there it is from taking a batch to reporting it as trained.
-    is_outside = config.learner.kind == "external"
+    is_outside = config.learner.kind != "builtin"
     waited = {item.attributes["step"]: item.end_s - item.start_s for item in spans[WAIT]}
     step_s = (
         [step.end_s - step.start_s for step in steps]

@@ -1,0 +1,204 @@
+"""Groups of samples in a caller's hands: asked for from a run, judged, normalised and put together to steps.
+
+Invariant of a stream: its groups come in the order of its prompts, each once. So batches of `algorithm.groups_per_step` groups,
+trained in that order, are never too old: a group starts only while there is a place for it under the staleness bound. Nothing is
+lost to a cancelled wait: the next one gives the same group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import uuid
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from asyncrl.client import RunClient
+from asyncrl.errors import ConfigError, LearnerError, RunError
+from asyncrl.schema.samples import Prompt, ScoredGroup
+from asyncrl.schema.status import GroupAsked, GroupGiven, GroupsAsked, Released
+
+log = logging.getLogger(__name__)
+
+PromptLike = str | Mapping[str, str] | Prompt
+"""A text, `{"prompt": ..., "answer": ...}`, or a Prompt."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTerms:
+    """What groups a stream asks for, and when it ends."""
+
+    size: int
+    """Members of each; 0: the config's."""
+    max_new_tokens: int
+    """0: the config's."""
+    window: int
+    """Groups asked for and not given yet."""
+    at_least: int
+    """How many to wait for at once."""
+    judged: Callable[[ScoredGroup], Awaitable[ScoredGroup]]
+    is_over: Callable[[], bool]
+
+
+class GroupStream:
+    """Groups of a caller's prompts, in the order of the prompts; use as an async context manager, which releases what is left.
+
+    A group that failed, or that the run has dropped (the reason is in its ledger and in the log), is left out.
+    """
+
+    def __init__(self, run: RunClient, prompts: Iterable[PromptLike], terms: StreamTerms) -> None:
+        self._run, self._terms = run, terms
+        self._name = uuid.uuid4().hex
+        self._prompts = enumerate(prompts)
+        self._waiting: deque[GroupAsked] = deque()
+        """Asked for and not given yet."""
+        self._unsaid: set[int] = set()
+        """Of those, the numbers that the run may not know yet."""
+        self._given: deque[GroupGiven] = deque()
+        """Of the first of those."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncIterator[ScoredGroup]:
+        return self
+
+    async def __anext__(self) -> ScoredGroup:
+        while True:
+            if self._terms.is_over():
+                raise StopAsyncIteration
+            given = await self._next()
+            if given is None:
+                raise StopAsyncIteration
+            if given.group is not None:
+                # It is the next one still while it is judged: a caller that is cancelled then gets it again.
+                group = await self._terms.judged(given.group)
+                self._pass()
+                return group
+            log.warning("the group of prompt %d of a stream is left out: %s", self._waiting[0].number, given.why_over)
+            self._pass()
+
+    async def all(self) -> list[ScoredGroup]:
+        """Return every group.
+
+        Raises:
+            RunError: One failed.
+        """
+        groups = list[ScoredGroup]()
+        while (given := await self._next()) is not None:
+            if given.group is None:
+                raise RunError(f"there is no group of prompt {self._waiting[0].number}: {given.why_over}")
+            groups.append(await self._terms.judged(given.group))
+            self._pass()
+        return groups
+
+    async def close(self) -> None:
+        """Release every group of the stream that is not trained; it is done also where the caller is cancelled meanwhile."""
+        try:
+            await to_its_end(self._run.release(Released(self._name)))
+        except RunError as error:
+            log.debug("a stream's groups are not released: %s", error)  # the run is over, and all of them with it
+
+    async def _next(self) -> GroupGiven | None:
+        """Return what became of the next group, waiting for it; None: there are no more prompts."""
+        if not self._given:
+            for number, prompt in itertools.islice(self._prompts, self._terms.window - len(self._waiting)):
+                one = _as_prompt(prompt, f"{self._name}/{number}")
+                self._waiting.append(GroupAsked(number, one, self._terms.size, self._terms.max_new_tokens))
+                self._unsaid.add(number)
+            if not self._waiting:
+                return None
+            said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
+            self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self._terms.at_least)))
+            self._unsaid.clear()
+        return self._given[0]
+
+    def _pass(self) -> None:
+        self._given.popleft()
+        self._waiting.popleft()
+
+
+async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:
+    """Yield lists of `n` in order; what is left at the end and is fewer is not given."""
+    batch = list[T]()
+    async for group in groups:
+        batch.append(group)
+        if len(batch) == n:
+            yield batch
+            batch = []
+
+
+def group_norm(rewards: Sequence[Sequence[float]], epsilon: float = 1e-6) -> list[list[float]]:
+    """Return (R - group mean) / (unbiased group standard deviation + epsilon), by group and member.
+
+    Source: DeepSeekMath (arXiv 2402.03300), section 4.1; the same as `algorithm.advantage = "grpo"`.
+    """
+    advantages = []
+    for row in rewards:
+        mean = math.fsum(row) / len(row)
+        deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in row) / max(len(row) - 1, 1))
+        advantages.append([(reward - mean) / (deviation + epsilon) for reward in row])
+    return advantages
+
+
+def with_rewards(groups: Sequence[ScoredGroup], rewards: Sequence[Sequence[float]]) -> list[ScoredGroup]:
+    """Return groups with other rewards, by group and member.
+
+    Raises:
+        LearnerError: There are not as many as members, or one is not finite.
+    """
+    check_by_member("rewards", groups, rewards)
+    replace = msgspec.structs.replace
+    return [
+        replace(group, members=tuple(replace(one, reward=float(reward)) for one, reward in zip(group.members, row, strict=True)))
+        for group, row in zip(groups, rewards, strict=True)
+    ]
+
+
+def check_by_member(what: str, groups: Sequence[ScoredGroup], values: Sequence[Sequence[float]]) -> None:
+    """Refuse numbers that are not one for each member of each group.
+
+    Raises:
+        LearnerError: There are not as many as members, or one is not finite.
+    """
+    sizes, given = [len(group.members) for group in groups], [len(row) for row in values]
+    if sizes != given:
+        raise LearnerError(f"{what} must be given for each member of each group, {sizes}, got {given}")
+    if not all(math.isfinite(value) for row in values for value in row):
+        raise LearnerError(f"{what} must be finite numbers")
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do a piece of work whole: a caller that is cancelled meanwhile is cancelled once it is done."""
+    task, is_cancelled = asyncio.get_running_loop().create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        if not task.cancelled():
+            task.exception()  # so that nobody is told that it was never looked at
+        raise asyncio.CancelledError
+    return task.result()
+
+
+def _as_prompt(given: PromptLike, name: str) -> Prompt:
+    if isinstance(given, Prompt):
+        return given
+    if isinstance(given, str):
+        return Prompt(name, text=given)
+    if not isinstance(given.get("prompt"), str) or not isinstance(given.get("answer", ""), str):
+        raise ConfigError(f"a prompt must have a text `prompt`, and may have a text `answer`; got {dict(given)!r}")
+    return Prompt(name, text=given["prompt"], answer=given.get("answer", ""))

@@ -1,0 +1,139 @@
+"""Prompts that a caller asks groups for while the run goes on, in place of the task's (`learner.kind = "driven"`).
+
+A caller numbers what it asks for within streams of its own, so asking for the same again changes nothing. Groups are issued in
+the order in which they were asked for. Invariant: what is asked for is queued, issued, ready or over (with the reason), until its
+group is trained or its stream is closed; nothing of a closed stream is taken in any more, so a request that was cancelled and
+comes late leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncrl.errors import RunError
+from asyncrl.schema.samples import Prompt
+from asyncrl.schema.status import GroupsAsked
+
+MOST_QUEUED = 1 << 16
+"""Prompts that wait to be issued."""
+MOST_CLOSED = 1024
+"""Closed streams that are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One group that is asked for."""
+
+    prompt: Prompt
+    size: int
+    max_new_tokens: int
+    """0: the config's."""
+    group_id: int = -1
+    """-1: not issued yet."""
+    oldest: int = -1
+    """Version of its oldest token, as far as it is known."""
+    is_ready: bool = False
+    why_over: str = ""
+    """Empty while it can still be trained."""
+
+
+class AskedPrompts:
+    """What is asked for, by stream and number."""
+
+    def __init__(self) -> None:
+        self.moved = asyncio.Event()
+        """Set, and replaced by another, whenever a group is ready or over."""
+        self.num_waiting = 0
+        """Callers that wait for groups; while there is none, it is the callers' turn."""
+        self._queue: deque[Asked] = deque()
+        self._streams: dict[str, dict[int, Asked]] = {}
+        self._by_group: dict[int, Asked] = {}
+        self._closed: deque[str] = deque(maxlen=MOST_CLOSED)
+
+    def enter(self, asked: GroupsAsked) -> None:
+        """Queue what is not known yet.
+
+        Raises:
+            RunError: The stream is closed, too much is queued, or a prompt that is not known is left out.
+        """
+        if asked.stream in self._closed:
+            raise RunError("this stream is closed; open another")
+        stream = self._streams.setdefault(asked.stream, {})
+        for one in asked.groups:
+            if one.number in stream:
+                continue
+            if one.prompt is None:
+                raise RunError(f"group {one.number} of stream {asked.stream} is over; ask for another")
+            if len(self._queue) >= MOST_QUEUED:
+                raise RunError(f"{MOST_QUEUED} prompts wait to be issued, which is the most that may")
+            stream[one.number] = Asked(one.prompt, one.size, one.max_new_tokens)
+            self._queue.append(stream[one.number])
+
+    def next(self) -> Asked | None:
+        """Take the oldest that is queued."""
+        return self._queue.popleft() if self._queue else None
+
+    @property
+    def has_queued(self) -> bool:
+        """Return whether a prompt waits to be issued."""
+        return bool(self._queue)
+
+    def issued(self, asked: Asked, group_id: int, version: int) -> None:
+        """Note that a group was issued, under this version."""
+        asked.group_id, asked.oldest = group_id, version
+        self._by_group[group_id] = asked
+
+    def of(self, group_id: int) -> Asked | None:
+        """Return what a group was issued for."""
+        return self._by_group.get(group_id)
+
+    def ready(self, group_id: int, oldest: int) -> None:
+        """Note that a group is ready to be trained."""
+        if asked := self._by_group.get(group_id):
+            asked.is_ready, asked.oldest = True, oldest
+            self.wake()
+
+    def over(self, group_id: int, reason: str) -> None:
+        """Note that a group will never be trained."""
+        if asked := self._by_group.get(group_id):
+            asked.why_over = f"{reason}; its oldest token is of version {asked.oldest}"
+            self.wake()
+
+    def wake(self) -> None:
+        """Have everyone who waits look again."""
+        self.moved.set()
+        self.moved = asyncio.Event()
+
+    def settled(self, asked: GroupsAsked) -> list[Asked]:
+        """Return the first of these that are ready or over; none while there are fewer than are wanted at least."""
+        stream, first = self._streams.get(asked.stream, {}), list[Asked]()
+        for one in asked.groups:
+            known = stream.get(one.number)
+            if known is None or not (known.is_ready or known.why_over):
+                break
+            first.append(known)
+        return first if len(first) >= min(asked.at_least, len(asked.groups)) else []
+
+    def trained(self, group_ids: Iterable[int]) -> None:
+        """Let go of groups that a step has taken."""
+        taken = {id(one) for group_id in group_ids if (one := self._by_group.pop(group_id, None)) is not None}
+        for name, stream in list(self._streams.items()):
+            kept = {number: one for number, one in stream.items() if id(one) not in taken}
+            if len(kept) < len(stream):
+                self._streams[name] = kept
+            if not kept:
+                del self._streams[name]
+
+    def close(self, stream: str) -> list[int]:
+        """Let go of a stream; return the groups that were issued for it."""
+        self._closed.append(stream)
+        mine = list(self._streams.pop(stream, {}).values())
+        queued = {id(one) for one in mine if one.group_id < 0}
+        self._queue = deque(one for one in self._queue if id(one) not in queued)
+        groups = [one.group_id for one in mine if one.group_id >= 0]
+        for group_id in groups:
+            self._by_group.pop(group_id, None)
+        return groups

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import asyncrl
+from asyncrl.models.number_format import hardware_format
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
@@ -85,7 +86,7 @@ def main() -> None:
             loss_type="dr_grpo" if algorithm.advantage == "dr_grpo" else "dapo",
             scale_rewards="none" if algorithm.advantage == "dr_grpo" else "group",
             beta=0.0,
-            bf16=learner.dtype == "bfloat16",
+            bf16=(hardware_format("cpu")[0] if learner.dtype == "auto" else learner.dtype) == "bfloat16",
             logging_steps=1,
             save_strategy="no",
             report_to="none",

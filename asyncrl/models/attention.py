@@ -1,15 +1,16 @@
 """Attention over packed rows: linear layers see one row without padding, attention sees whole samples and nothing across them.
 
-A row's distinct tokens (N) are stored once, samples' common prompts included; a `SequenceLayout` says which tokens make up
+A row's distinct tokens (N) are stored once, samples' common prefixes included; a `SequenceLayout` says which tokens make up
 each sample's sequence. Sequences of similar length are gathered into right-padded buckets and run through torch's fused
 causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
 padding to its right.
 
-Where most of the slots would be copies of shared prompts, a prompt's attention is computed once too (on a CPU): each part, prompt
-or remainder, attends to itself, the remainders attend to their prompt as well, and the two are joined by their log-sum-exp.
+Where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too (on a CPU). The sequences
+are a tree then: what all begin with, what a group's members begin with, and remainders. Each run of it attends to itself, what
+follows a run attends to it as well, and the parts are joined by their log-sum-exp.
 
 Invariants: the output at a token depends on the tokens of its own sample up to it, and on nothing else; padding and second
-copies of a shared prompt have gradient 0 at their queries, and the gradients of their keys and values are added up in the one
+copies of a shared prefix have gradient 0 at their queries, and the gradients of their keys and values are added up in the one
 stored token.
 
 Registered with transformers under `PACKED_ATTENTION`; causal.py asks for it by that name; a forward passes `packed_layout`.
@@ -37,7 +38,7 @@ BUCKET_GROWTH = 1.25
 SMALLEST_BUCKET = 16
 """Lengths up to this share a bucket: calling the kernel costs more than their padding."""
 LEAST_COPIES = 0.6
-"""Share of the slots that must be copies of shared prompts for two kernels to be quicker than one."""
+"""Share of the slots that must be copies of shared prefixes for two kernels to be quicker than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Bucket:
     real: torch.Tensor
     """int64, the slots of `queries` that are no padding."""
     is_causal: bool
-    """True: a run attends to itself, `keys` are `queries`. False: to a prompt, all of it."""
+    """True: a run attends to itself, `keys` are `queries`. False: to a run before them, all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ class SequenceLayout:
     is_owner: torch.Tensor
     """bool [M]."""
     copies: torch.Tensor
-    """int64 [C], slots that hold a token another slot owns (shared prompts)."""
+    """int64 [C], slots that hold a token another slot owns (shared prefixes)."""
     shapes: tuple[tuple[int, int], ...]
     """(n, T) of each bucket; their slots follow each other."""
     shared: tuple[Bucket, ...] = ()
-    """The same attention with each shared prompt computed once; empty where that saves too little."""
+    """The same attention with each shared prefix computed once; empty where that saves too little."""
 
     def to(self, device: torch.device) -> SequenceLayout:
         """Return the same layout on another device."""
@@ -91,8 +92,7 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
 
     Args:
         sequences: For each sample the indices of its tokens, in order; a token may be part of several as long as everything
-            before it is common to them too. Every token is part of at least one. Sequences with a common first token share the
-            same prompt, and no more.
+            before it is common to them too. Every token is part of at least one.
         num_tokens: N.
 
     Returns:
@@ -128,29 +128,32 @@ def _padded(runs: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _shared_buckets(sequences: list[NDArray[np.int64]], num_tokens: int) -> tuple[Bucket, ...]:
-    """Return prompts and remainders, each attending to itself, and then the remainders of each prompt attending to it."""
-    is_shared = np.bincount(np.concatenate(sequences), minlength=num_tokens) > 1
-    prompts: dict[int, NDArray[np.int64]] = {}
-    remainders: dict[int, list[NDArray[np.int64]]] = {}
-    runs = []
+    """Return the runs of a tree of prefixes, each attending to itself, and then what follows each run attending to it."""
+    num_uses = np.bincount(np.concatenate(sequences), minlength=num_tokens)
+    runs: dict[int, NDArray[np.int64]] = {}
+    followers: dict[int, dict[int, list[NDArray[np.int64]]]] = {}
     for sequence in sequences:
-        prompt, remainder = np.split(sequence, [int(is_shared[sequence].sum())])
-        runs.append(remainder)
-        if len(prompt):
-            prompts[int(prompt[0])] = prompt
-            remainders.setdefault(int(prompt[0]), []).append(remainder)
-    runs = [run for run in [*prompts.values(), *runs] if len(run)]
+        path: list[int] = []
+        for run in np.split(sequence, np.flatnonzero(np.diff(num_uses[sequence])) + 1):
+            first = int(run[0])
+            if first not in runs:
+                runs[first] = run
+                for depth, before in enumerate(path):
+                    followers.setdefault(depth, {}).setdefault(before, []).append(run)
+            path.append(first)
     buckets = []
-    for members in _bucket([len(run) for run in runs]):
-        slots, is_real = _padded([runs[member] for member in members])
+    causal = list(runs.values())
+    for members in _bucket([len(run) for run in causal]):
+        slots, is_real = _padded([causal[member] for member in members])
         buckets.append((slots, slots, is_real, True))
-    queries = {first: np.concatenate(parts) for first, parts in remainders.items()}
-    # Equal numbers of keys, because nothing would hide the padding of keys.
-    for num_keys in sorted({len(prompt) for prompt in prompts.values()}):
-        firsts = [first for first, prompt in prompts.items() if len(prompt) == num_keys and len(queries[first])]
-        for members in _bucket([len(queries[first]) for first in firsts]):
-            slots, is_real = _padded([queries[firsts[member]] for member in members])
-            buckets.append((slots, np.stack([prompts[firsts[member]] for member in members]), is_real, False))
+    for of_depth in followers.values():  # a token follows at most one run of each depth
+        queries = {first: np.concatenate(parts) for first, parts in of_depth.items()}
+        # Equal numbers of keys, because nothing would hide the padding of keys.
+        for num_keys in sorted({len(runs[first]) for first in queries}):
+            firsts = [first for first in queries if len(runs[first]) == num_keys]
+            for members in _bucket([len(queries[first]) for first in firsts]):
+                slots, is_real = _padded([queries[firsts[member]] for member in members])
+                buckets.append((slots, np.stack([runs[firsts[member]] for member in members]), is_real, False))
     return tuple(
         Bucket(torch.from_numpy(slots), torch.from_numpy(keys), torch.from_numpy(np.flatnonzero(is_real)), is_causal)
         for slots, keys, is_real, is_causal in buckets
@@ -285,8 +288,8 @@ class _FromSlots(torch.autograd.Function):
 class _SharedAttention(torch.autograd.Function):
     """Query [N, H, D], key and value [N, H or fewer, D] to [N, H, D], by `layout.shared`.
 
-    A token's scores may be split over two buckets. Softmax over both follows from each one's output and log-sum-exp; backward
-    runs each bucket's own kernel on the joined output and log-sum-exp, which makes its probabilities those over both.
+    A token's scores may be split over several buckets. Softmax over all follows from each one's output and log-sum-exp; backward
+    runs each bucket's own kernel on the joined output and log-sum-exp, which makes its probabilities those over all.
 
     Source: the merge of J. Juravsky et al., Hydragen (2024), section 3.2; backward as in ring attention (H. Liu et al., 2023).
     """

@@ -6,7 +6,8 @@ whole batch and trains the rows with its number. A rank with fewer rows in an up
 effect, because ranks that share a model's weights must call it equally often.
 
 A forward runs only what the loss needs: each sample up to the token before its last trained one. A prompt that several members
-of a group in one row begin with is run once; its hidden states are the same for all of them.
+of a group in one row begin with is run once, and so is what all prompts of a row begin with (a system prompt, worked examples);
+its hidden states are the same for all of them.
 
 What rows compute token by token is collected in a table: one line a sample, one column a response token. What looks at the
 whole step (advantages, corrections) reads and makes such tables, and rows take their part again. Lines follow
@@ -33,7 +34,7 @@ from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
 from asyncrl.errors import LearnerError
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.models.attention import SequenceLayout, build_layout
+from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
@@ -241,19 +242,24 @@ def _own_rows(batch: StepBatch, arrays: list[_RowArrays], pieces: _Pieces, divis
 
 def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
     """Lay out samples that each have a trained token; a prompt that several of a group share lies there once."""
+    lengths = [int(member.trained[-1]) for member in members]
+    keys = [
+        (sample.group_id, arrays.token_ids[sample.start : sample.start + min(sample.prompt_tokens, length)].tobytes())
+        for (_, sample, _), length in zip(members, lengths, strict=True)
+    ]
+    common = _common_prefix([prompt for _, prompt in set(keys)])
     prompts: dict[tuple[int, bytes], NDArray[np.int64]] = {}
     sources, positions, sequences = [], [], []
     num_tokens = 0
-    for _, sample, places in members:
-        length = int(places[-1])
-        num_prompt = min(sample.prompt_tokens, length)
-        key = (sample.group_id, arrays.token_ids[sample.start : sample.start + num_prompt].tobytes())
-        new = np.arange(num_prompt if key in prompts else 0, length)
-        laid = np.arange(num_tokens, num_tokens + len(new))
-        prompt = prompts.setdefault(key, laid[:num_prompt])
+    for (_, sample, _), length, key in zip(members, lengths, keys, strict=True):
+        num_prompt = len(key[1]) // 4
+        shared = prompts[key] if key in prompts else sequences[0][:common] if sequences else np.arange(0)
+        new = np.arange(len(shared), length)
+        sequence = np.concatenate([shared, np.arange(num_tokens, num_tokens + len(new))])
+        prompts.setdefault(key, sequence[:num_prompt])
         sources.append(sample.start + new)
         positions.append(new)
-        sequences.append(np.concatenate([prompt, laid[len(new) - (length - num_prompt) :]]))
+        sequences.append(sequence)
         num_tokens += len(new)
     counts, indices = [len(member.trained) for member in members], np.array([member.number for member in members])
     token_ids, reference = arrays.token_ids.astype(np.int64), arrays.reference_logprobs
@@ -273,3 +279,11 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
         target_offsets=np.concatenate([member.trained - member.sample.prompt_tokens for member in members]),
         reference_logprobs=None if reference is None else torch.from_numpy(reference[targets].copy()),
     )
+
+
+def _common_prefix(prompts: Sequence[bytes]) -> int:
+    """Return how many tokens all prompts (int32 ids) begin with; 0 where that is too few to be worth a run of its own."""
+    first, last = (np.frombuffer(prompt, np.int32) for prompt in (min(prompts), max(prompts)))
+    shorter = min(len(first), len(last))
+    common = int(np.argmin(np.append(first[:shorter] == last[:shorter], False)))
+    return common if len(prompts) > 1 and common >= SMALLEST_BUCKET else 0

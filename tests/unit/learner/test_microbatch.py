@@ -110,11 +110,17 @@ def plain_logprobs(kit, model, samples, temperature=1.0):
 
 
 @pytest.mark.parametrize("tokens_per_row", [40, 10_000])
-@pytest.mark.parametrize("sizes", [{"response": (1, 40)}, {"prompt": (30, 33), "response": (1, 9)}], ids=["own", "shared"])
-def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, sizes, tokens_per_row):
-    model, samples = kit.model(), kit.samples(groups=5, **sizes)
+@pytest.mark.parametrize(
+    ("common", "sizes"),
+    [(0, {"response": (1, 40)}), (0, {"prompt": (30, 33), "response": (1, 9)}), (20, {"response": (1, 9)}),
+     (20, {"group_size": 1, "response": (20, 50)})],
+    ids=["own", "of a group", "of all", "of all, one member each"],
+)  # fmt: skip
+def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, common, sizes, tokens_per_row):
+    model, samples = kit.model(), with_common_prefix(kit.samples(groups=5, **sizes), common)
     batch = kit.batch(samples, tokens_per_row)
-    assert ("prompt" in sizes and tokens_per_row > 40) == any(row.layout.shared for row in prepare(batch).rows)
+    is_tree = tokens_per_row > 40 and ("prompt" in sizes or (common > 0 and "group_size" not in sizes))
+    assert is_tree == any(row.layout.shared for row in prepare(batch).rows)
     packed = gradients(model, batch)
     model.zero_grad()
     sum(logprobs.sum() * (index + 1) for index, logprobs in enumerate(plain_logprobs(kit, model, samples))).backward()
@@ -166,6 +172,40 @@ def test_a_shared_prompt_is_computed_once(kit):
     (row,) = prepare(kit.batch(samples)).rows
     assert len(row.input_ids) == 2 * (6 + 4 * 2)
     assert len(row.target_ids) == 2 * 4 * 3
+
+
+def with_common_prefix(samples, num_tokens):
+    """The same, each prompt after so many tokens that are alike."""
+    prefix = np.arange(num_tokens) % 19 + 2
+    return [sample | {"prompt": np.concatenate([prefix, sample["prompt"]])} for sample in samples]
+
+
+@pytest.mark.parametrize(("common", "times"), [(16, 1), (15, 3)])
+def test_what_all_prompts_of_a_row_begin_with_is_computed_once_where_that_is_16_tokens(kit, common, times):
+    samples = with_common_prefix(kit.samples(groups=3, group_size=2, prompt=(6, 7), response=(3, 4)), common)
+    for number, sample in enumerate(samples):
+        sample["mask"][:] = 1
+        sample["prompt"][common] = 2 + number // 2
+    (row,) = prepare(kit.batch(samples)).rows
+    assert len(row.input_ids) == times * common + 3 * (6 + 2 * 2)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.tuples(st.sampled_from([0, 1, 15, 16, 17, 30]), st.integers(1, 4)), min_size=1, max_size=4),
+    group_size=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_logprobs_do_not_depend_on_which_prompts_share_a_row(kit, prompts, group_size, seed):
+    """Prompts of which one may begin with another, or be the same in two groups."""
+    samples = kit.samples(seed=seed, groups=len(prompts), group_size=group_size, response=(1, 6))
+    for sample in samples:
+        common, own = prompts[sample["group_id"]]
+        sample["prompt"] = np.concatenate([np.arange(common) % 19 + 2, np.full(own, 2 + common % 19)])
+    model = kit.model()
+    (row,) = prepare(kit.batch(samples)).rows
+    got = run_row(model, row, temperature=1.0, chunk_tokens=64).logprobs
+    torch.testing.assert_close(got, torch.cat(plain_logprobs(kit, model, samples)), rtol=1e-5, atol=1e-5)
 
 
 def test_members_of_a_group_with_other_prompts_do_not_share(kit):

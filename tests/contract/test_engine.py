@@ -145,6 +145,16 @@ async def test_prompts_of_one_length_that_begin_together_lose_no_bit_by_it(engin
     assert_same(engine, await collect_all(engine, requests), alone)
 
 
+async def test_prompts_that_begin_alike_lose_no_bit_by_it(engine: Engine) -> None:
+    """Of several lengths, some of one group, more than there are slots: the beginning is computed once and copied."""
+    begin = tuple((7 * j) % VOCABULARY for j in range(150))
+    prompts = [(*begin[: 150 - 30 * (i % 3)], *range(i % 20 + 1)) for i in range(3 * SLOTS)]
+    requests = [make_request(f"r{i}", i, prompt, f"g{i % 4}", max_new_tokens=4 + 3 * i % 20) for i, prompt in enumerate(prompts)]
+    alone = [await collect(engine.submit(request)) for request in requests[:: SLOTS - 1]]
+    together = await collect_all(engine, requests)
+    assert_same(engine, together[:: SLOTS - 1], alone)
+
+
 async def test_slots_are_refilled_until_every_request_is_done(engine: Engine) -> None:
     requests = crowd(5 * SLOTS)
     completions = await collect_all(engine, requests)

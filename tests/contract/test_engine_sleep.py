@@ -40,7 +40,7 @@ class CountingModel(SlotModel):
 
     def prefill(self, sequences):
         sequences = list(sequences)
-        CountingModel.num_prefilled += sum(len(ids) for _, ids in sequences)
+        CountingModel.num_prefilled += sum(len(ids) - shared for _, ids, shared in sequences)
         super().prefill(sequences)
 
 

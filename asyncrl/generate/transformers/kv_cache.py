@@ -218,10 +218,10 @@ class PrefillPlan:
         self._places = (torch.from_numpy(rows).to(cache.device), torch.from_numpy(positions).to(cache.device))
         self._index: dict[int, torch.Tensor] = {}
         self._runs: list[tuple[int, list[Piece]]] = []
-        """Place of the first token, and pieces that attend together: fresh ones of one length, or one with tokens before it."""
+        """Place of the first token, and pieces that attend together: of one length, after equally many tokens."""
         for piece, length, end in zip(pieces, lengths, ends.tolist(), strict=True):
             last = self._runs[-1][1] if self._runs else []
-            if last and not (piece.start or last[0].start) and length == len(last[0].token_ids):
+            if last and (piece.start, length) == (last[0].start, len(last[0].token_ids)):
                 last.append(piece)
             else:
                 self._runs.append((end - length, [piece]))
@@ -244,12 +244,12 @@ class PrefillPlan:
             query_N, key_N, value_N = (
                 t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value)
             )
-            if pieces[0].start:  # everything of the row up to the piece's end, [1, H, end, D]
+            if pieces[0].start:  # everything of the rows up to the pieces' end, [N, H, end, D]
                 end = pieces[0].start + tokens
-                rows = [
-                    storage[: -(-end // self.cache.block_tokens), pieces[0].row].transpose(0, 1) for storage in (keys, values)
-                ]
-                key_N, value_N = (row.reshape(1, row.shape[0], -1, row.shape[3])[:, :, :end] for row in rows)
+                blocks, rows = -(-end // self.cache.block_tokens), [piece.row for piece in pieces]
+                key_N, value_N = (
+                    storage[:blocks, rows].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end] for storage in (keys, values)
+                )
             mixed_N = causal_attention(query_N, key_N, value_N, scale)
             output[0, here].view(num, tokens, *output.shape[2:]).copy_(mixed_N.transpose(1, 2))
         return output

@@ -49,11 +49,12 @@ _ANY_SEED: Final = 0
 """Of adapters' values, all of which the first version replaces."""
 LEAST_ROWS: Final = 32
 """Fewer are not run where there are more."""
-_PIECE_TOKENS: Final = 256
-"""A prompt longer than this is prefilled in several forwards."""
+_PIECE_TOKENS: Final = 64
+"""A prompt longer than this is prefilled in several forwards on a CPU: prompts share whole pieces that they begin with."""
+_GPU_PIECE_TOKENS: Final = 256
 ForwardTokens = tuple[tuple[int, int], ...]
 """(longest piece, length of the forward that pieces up to that long share)."""
-_GPU_FORWARD_TOKENS: Final[ForwardTokens] = ((_PIECE_TOKENS, 2048),)
+_GPU_FORWARD_TOKENS: Final[ForwardTokens] = ((_GPU_PIECE_TOKENS, 2048),)
 """On a GPU a forward of 2,048 tokens takes little more time than one of 64."""
 
 
@@ -99,8 +100,8 @@ def rows_for(num_slots: int) -> int:
 
 def forward_tokens(num_slots: int) -> ForwardTokens:
     """Return the lengths of prefill forwards on a CPU. More slots are refilled with more prompts at once: half a token a slot."""
-    least = min(_PIECE_TOKENS, 1 << max(5, (num_slots // 2).bit_length() - 1))
-    return tuple((longest, max(longest, least)) for longest in (16, 64, 128, _PIECE_TOKENS))
+    least = min(256, 1 << max(5, (num_slots // 2).bit_length() - 1))
+    return tuple((longest, max(longest, least)) for longest in (16, _PIECE_TOKENS))
 
 
 class SlotModel:
@@ -128,6 +129,8 @@ class SlotModel:
         self.row_counts: tuple[int, ...] = (self.num_rows,)
         """How many rows `decode` may run, ascending."""
         self._forward_tokens = forward_tokens(num_slots) if self._graphs is None else _GPU_FORWARD_TOKENS
+        self.piece_tokens = self._forward_tokens[-1][0]
+        """A prefill runs so many tokens of a sequence at once; a piece's bits do not depend on what computed those before it."""
         self._has_adopted = False
         """The weights are the learner's own; they do not leave with the engine's sleep."""
 
@@ -238,11 +241,12 @@ class SlotModel:
         ), self.num_rows
 
     @torch.inference_mode()
-    def prefill(self, sequences: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Fill rows' caches with sequences from position 0 on.
+    def prefill(self, sequences: Iterable[tuple[int, Sequence[int], int]]) -> None:
+        """Fill rows' caches with sequences.
 
         Args:
-            sequences: Row and token ids; empty sequences are fine.
+            sequences: Row, token ids, and how many of the first are in the row already, a multiple of `piece_tokens`; empty
+                sequences are fine.
         """
         for pieces, num_tokens in _forwards(sequences, self._forward_tokens):
             plan = PrefillPlan(self.cache, pieces, num_tokens)
@@ -333,22 +337,23 @@ class DecodeGraphs:
 
 
 def _forwards(
-    sequences: Iterable[tuple[int, Sequence[int]]], forward_tokens: ForwardTokens
+    sequences: Iterable[tuple[int, Sequence[int], int]], forward_tokens: ForwardTokens
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
     forwards: list[tuple[tuple[Piece, ...], int]] = []
     tails: dict[int, list[Piece]] = {num_tokens: [] for _, num_tokens in forward_tokens}
-    for row, token_ids in sequences:
-        for start in range(0, len(token_ids), _PIECE_TOKENS):
-            piece = Piece(row, start, tuple(token_ids[start : start + _PIECE_TOKENS]))
-            if len(piece.token_ids) == _PIECE_TOKENS:
-                forwards.append(((piece,), _PIECE_TOKENS))
+    most = forward_tokens[-1][0]
+    for row, token_ids, begin in sequences:
+        for start in range(begin, len(token_ids), most):
+            piece = Piece(row, start, tuple(token_ids[start : start + most]))
+            if len(piece.token_ids) == most:
+                forwards.append(((piece,), most))
             else:
                 tails[next(num for longest, num in forward_tokens if len(piece.token_ids) <= longest)].append(piece)
     for num_tokens, pieces in tails.items():
         pack: list[Piece] = []
         room = num_tokens
-        for piece in sorted(pieces, key=lambda piece: (piece.start > 0, len(piece.token_ids))):
+        for piece in sorted(pieces, key=lambda piece: (piece.start, len(piece.token_ids))):
             if len(piece.token_ids) > room:
                 forwards.append((tuple(pack), num_tokens))
                 pack, room = [], num_tokens

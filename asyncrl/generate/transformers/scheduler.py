@@ -6,14 +6,16 @@ its last token. Synchronous, no threads, no clocks: the thread in engine.py runs
 Invariants:
 - A free slot is refilled before the next step whenever a request waits; requests start in the order they came.
 - A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
-- Prompt keys and values are shared inside a group only if they were computed under the current weights and nobody has
-  overwritten them.
+- Keys and values are shared only if they were computed under the current weights and nobody has overwritten them: a whole
+  prompt's inside a group, and among all prompts the whole pieces (`SlotModel.piece_tokens`) that they begin with. Sharing
+  changes no bit.
 - Where few rows are left, their requests move to the first ones, so that fewer are run.
 - A row is free or holds one request. Its position is that of the token it feeds next, -1 while it is free.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Mapping
@@ -82,6 +84,8 @@ class SlotDecoder:
         self._prompts: dict[int, _Prompt] = {}
         """Whose keys and values each row holds, computed under the current weights."""
         self._donors: dict[_Prompt, int] = {}
+        self._prefixes: dict[bytes, int] = {}
+        """The row that begins with the whole pieces of this digest, computed under the current weights."""
         self._sampling: SamplingBatch | None = None
         self._is_torn = False
         """The last load was overtaken half-way, or sleep gave the weights up: no step until a load succeeds."""
@@ -210,7 +214,7 @@ class SlotDecoder:
         """Compute running requests' keys and values under the current weights: all but of the last token, which is fed next."""
         ordinals_R = self._rows_R["ordinal"]
         self.model.prefill(
-            (row, (*flight.request.prompt_ids, *self._ids_RT[row, : ordinals_R[row]].tolist())[:-1])
+            (row, (*flight.request.prompt_ids, *self._ids_RT[row, : ordinals_R[row]].tolist())[:-1], 0)
             for row, flight in self._occupants.items()
         )
         for row, flight in self._occupants.items():
@@ -218,24 +222,29 @@ class SlotDecoder:
         self._has_kv = True
 
     def _refill(self) -> None:
-        """Place waiting requests; prefill each distinct prompt once and copy it to the others of its group."""
+        """Place waiting requests; of each prompt prefill what no running or just placed request begins with."""
         placed: list[InFlight] = []
-        fresh: list[tuple[int, tuple[int, ...]]] = []
-        copies: list[tuple[int, int, int]] = []
+        waves: list[list[tuple[int, tuple[int, ...], int, int]]] = []
+        """Row, what to prefill, and from which row to copy how many tokens of it; each wave copies from those before it."""
+        wave_of: dict[int, int] = {}
         while self._waiting and self._free:
             flight = self._waiting.popleft()
-            prompt = (flight.request.group_key, flight.request.prompt_ids)
-            source = self._donors.get(prompt) if flight.request.group_key else None
-            if source is None or source in self._occupants:
-                row = heapq.heappop(self._free)
-            else:
-                row = source
+            prompt_ids = flight.request.prompt_ids
+            prompt = (flight.request.group_key, prompt_ids)
+            donor = self._donors.get(prompt, -1) if flight.request.group_key else -1
+            num_shared = len(prompt_ids) - 1
+            if donor >= 0 and donor not in self._occupants:
+                row = donor
                 self._free.remove(row)
                 heapq.heapify(self._free)
-            if source is None:
-                fresh.append((row, flight.request.prompt_ids[:-1]))
-            elif source != row:
-                copies.append((source, row, len(flight.request.prompt_ids) - 1))
+            else:
+                if donor < 0:
+                    donor, num_shared = self._longest_prefix(prompt_ids)
+                row = heapq.heappop(self._free)
+                wave = wave_of[row] = wave_of.get(donor, -1) + 1
+                if wave == len(waves):
+                    waves.append([])
+                waves[wave].append((row, prompt_ids[:-1], donor, num_shared))
             flight.row, self._occupants[row] = row, flight
             self._note_prompt(row, prompt)
             placed.append(flight)
@@ -248,9 +257,27 @@ class SlotDecoder:
             states.append((prompt_ids[-1], len(prompt_ids) - 1, 0, 0, params.max_new_tokens, *draws))
         self._rows_R[[flight.row for flight in placed]] = np.array(states, dtype=_ROW)
         self._stops_S = np.array(sorted({*self._stops_S.tolist()}.union(*(flight.stop_ids for flight in placed))), dtype=np.int64)
-        self.model.prefill(fresh)
-        self.model.cache.copy_rows(copies)
+        for wave_rows in waves:
+            self.model.cache.copy_rows((donor, row, num_shared) for row, _, donor, num_shared in wave_rows if num_shared)
+            self.model.prefill((row, ids, num_shared) for row, ids, _, num_shared in wave_rows)
         self._sampling = None
+
+    def _longest_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
+        """Return the running row that begins with most of the prompt's whole pieces, and their tokens; (-1, 0): there is none."""
+        digests = self._digests(prompt_ids)
+        for count in range(len(digests), 0, -1):
+            if (row := self._prefixes.get(digests[count - 1], -1)) in self._occupants:
+                return row, count * self.model.piece_tokens
+        return -1, 0
+
+    def _digests(self, prompt_ids: tuple[int, ...]) -> list[bytes]:
+        """Return a digest of the prompt's first whole piece, of its first two, and so on; its last token is never prefilled."""
+        piece, state = self.model.piece_tokens, hashlib.blake2b(digest_size=16)
+        digests = []
+        for end in range(piece, len(prompt_ids), piece):
+            state.update(np.array(prompt_ids[end - piece : end], np.int32).tobytes())
+            digests.append(state.digest())
+        return digests
 
     def _move_below(self, limit: int) -> None:
         """Move the requests of rows from `limit` on to free ones below it."""
@@ -294,12 +321,18 @@ class SlotDecoder:
     def _note_prompt(self, row: int, prompt: _Prompt) -> None:
         """Note whose keys and values a row holds from now on."""
         before = self._prompts.get(row)
-        if before is not None and self._donors.get(before) == row:
-            del self._donors[before]
+        if before is not None:
+            if self._donors.get(before) == row:
+                del self._donors[before]
+            self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}
         self._prompts[row] = prompt
         self._donors.setdefault(prompt, row)
+        for digest in self._digests(prompt[1]):
+            if self._prefixes.get(digest, -1) not in self._occupants:
+                self._prefixes[digest] = row
 
     def _forget_prompts(self) -> None:
         """Share nothing that was computed under other weights."""
         self._prompts.clear()
         self._donors.clear()
+        self._prefixes.clear()

@@ -21,7 +21,7 @@ LENGTHS = forward_tokens(32)
 
 @given(st.lists(st.integers(0, 700), max_size=12), st.sampled_from([1, 32, 256, 2000]))
 def test_every_token_is_prefilled_once_in_order_and_within_the_forward(lengths: list[int], num_slots: int) -> None:
-    forwards = _forwards(((row, list(range(length))) for row, length in enumerate(lengths)), forward_tokens(num_slots))
+    forwards = _forwards(((row, list(range(length)), 0) for row, length in enumerate(lengths)), forward_tokens(num_slots))
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     for pieces, num_tokens in forwards:
         assert sum(len(piece.token_ids) for piece in pieces) <= num_tokens
@@ -37,8 +37,8 @@ def test_a_sequences_forward_lengths_do_not_depend_on_its_company(length: int, c
         found = [(p.start, len(p.token_ids), num) for pieces, num in _forwards(sequences, LENGTHS) for p in pieces if p.row == 0]
         return sorted(found)
 
-    mine = (0, list(range(length)))
-    others = [(row + 1, list(range(other))) for row, other in enumerate(company)]
+    mine = (0, list(range(length)), 0)
+    others = [(row + 1, list(range(other)), 0) for row, other in enumerate(company)]
     assert own([mine]) == own([*others, mine])
 
 
@@ -52,17 +52,19 @@ class CountingModel(SlotModel):
 
     def prefill(self, sequences) -> None:
         sequences = list(sequences)
-        self.prefilled = {row: len(ids) for row, ids in sequences}
+        self.prefilled |= {row: len(ids) - shared for row, ids, shared in sequences if len(ids) > shared}
         super().prefill(sequences)
 
     @classmethod
     def made(cls, folder: Path) -> CountingModel:
-        model = cls.load(folder, TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=64))
+        model = cls.load(folder, TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=256))
         copy_rows = model.cache.copy_rows
+        model.prefilled, model.copied = {}, []
 
         def counted(copies) -> None:
-            model.copied = list(copies)
-            copy_rows(model.copied)
+            copies = list(copies)
+            model.copied += copies
+            copy_rows(copies)
 
         model.cache.copy_rows = counted
         return model
@@ -74,6 +76,13 @@ def decoder(tmp_path: Path) -> SlotDecoder:
     return SlotDecoder(CountingModel.made(tmp_path), SLOTS)
 
 
+def step(decoder: SlotDecoder) -> tuple[dict[int, int], list[tuple[int, int, int]]]:
+    """Tokens that were prefilled by row, and copies."""
+    decoder.model.prefilled, decoder.model.copied = {}, []
+    decoder.step()
+    return decoder.model.prefilled, decoder.model.copied
+
+
 def submit(decoder: SlotDecoder, *names: str, group_key: str = "g", prompt: tuple[int, ...] = (4, 5, 6), most: int = 5) -> None:
     for name in names:
         decoder.submit(InFlight(EngineRequest(name, prompt, SamplingParams(max_new_tokens=most), 0, group_key), frozenset()))
@@ -83,9 +92,7 @@ def test_a_prompt_is_prefilled_once_a_group_and_copied_to_the_others(decoder: Sl
     submit(decoder, "a", "b")
     submit(decoder, "c", group_key="other")
     submit(decoder, "d", prompt=(4, 5, 7))
-    decoder.step()
-    assert decoder.model.prefilled == {0: 2, 2: 2, 3: 2}
-    assert decoder.model.copied == [(0, 1, 2)]
+    assert step(decoder) == ({0: 2, 2: 2, 3: 2}, [(0, 1, 2)])
 
 
 def test_a_freed_row_is_taken_itself_by_the_next_of_its_group_and_lends_to_others(decoder: SlotDecoder) -> None:
@@ -94,9 +101,7 @@ def test_a_freed_row_is_taken_itself_by_the_next_of_its_group_and_lends_to_other
     decoder.step()
     decoder.step()
     submit(decoder, "b", "c")
-    decoder.step()
-    assert decoder.model.prefilled == {}
-    assert decoder.model.copied == [(0, 2, 2)]
+    assert step(decoder) == ({}, [(0, 2, 2)])
 
 
 def test_other_weights_lend_nothing_until_prompts_are_computed_again(decoder: SlotDecoder) -> None:
@@ -104,14 +109,36 @@ def test_other_weights_lend_nothing_until_prompts_are_computed_again(decoder: Sl
     submit(decoder, "b", group_key="here", most=30)
     decoder.step()
     decoder.step()
+    decoder.model.prefilled = {}
     decoder.load_weights(1, tensors_of(make_model(1)), "recompute")
     assert decoder.model.prefilled == {1: 4}
     submit(decoder, "c", group_key="gone")
     submit(decoder, "d", group_key="here")
-    decoder.step()
-    assert decoder.model.prefilled == {0: 2}
-    assert decoder.model.copied == [(1, 2, 2)]
+    assert step(decoder) == ({0: 2}, [(1, 2, 2)])
     decoder.load_weights(2, tensors_of(make_model(0)), "keep")
     submit(decoder, "e", group_key="here")
+    assert step(decoder) == ({3: 2}, [])
+
+
+def test_prompts_take_the_whole_pieces_that_they_begin_with_from_a_running_request(decoder: SlotDecoder) -> None:
+    piece = decoder.model.piece_tokens
+    system = tuple(2 + i % 50 for i in range(2 * piece))
+    submit(decoder, "a", "b", prompt=(*system, 3, 4))
+    submit(decoder, "c", group_key="other", prompt=(*system, 5, 6, 7))
+    submit(decoder, "d", group_key="half", prompt=(*system[: piece + 9], 1, 1), most=1)
+    prefilled, copied = step(decoder)
+    assert prefilled == {0: 2 * piece + 1, 2: 2, 3: 10}
+    assert sorted(copied) == [(0, 1, 2 * piece + 1), (0, 2, 2 * piece), (0, 3, piece)]
+    submit(decoder, "e", group_key="more", prompt=(*system, 9))
+    assert step(decoder) == ({}, [(0, 3, 2 * piece)])
+
+
+def test_a_prefix_that_was_computed_under_other_weights_is_not_taken(decoder: SlotDecoder) -> None:
+    system = tuple(2 + i % 50 for i in range(decoder.model.piece_tokens))
+    submit(decoder, "a", prompt=(*system, 3, 4), most=30)
     decoder.step()
-    assert decoder.model.prefilled == {3: 2}
+    decoder.load_weights(1, tensors_of(make_model(1)), "keep")
+    submit(decoder, "b", prompt=(*system, 5, 6))
+    assert step(decoder) == ({1: len(system) + 1}, [])
+    submit(decoder, "c", prompt=(*system, 7, 8))
+    assert step(decoder) == ({2: 1}, [(1, 2, len(system))])

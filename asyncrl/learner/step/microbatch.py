@@ -249,7 +249,8 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
     ]
     common = _common_prefix([prompt for _, prompt in set(keys)])
     prompts: dict[tuple[int, bytes], NDArray[np.int64]] = {}
-    sources, positions, sequences = [], [], []
+    sequences: list[NDArray[np.int64]] = []
+    sources, positions = [], []
     num_tokens = 0
     for (_, sample, _), length, key in zip(members, lengths, keys, strict=True):
         num_prompt = len(key[1]) // 4

@@ -258,13 +258,16 @@ def inspect(
 def replay(
     folder: RunArgument = None,
     until: Annotated[int | None, typer.Option(help="Stop behind this optimizer step.", metavar="STEP", min=0)] = None,
+    instead: Annotated[
+        list[str],
+        typer.Option("--with", metavar="A.B=VALUE", help="Of the batch of STEP: its gradient, had the config been so."),
+    ] = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Replay a run that was recorded (observe.record): the same events again, and the first that is decided otherwise."""
-    from asyncrl.replay.decisions import replay_decisions
+    """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps."""
+    from asyncrl.replay.report import replay_run
 
-    lives = replay_decisions(_newest(folder), until)
-    print("\n".join(life.text for life in lives))
-    if any(life.difference for life in lives):
+    same = replay_run(_newest(folder), until, instead, print)
+    if not same:
         sys.exit(FAILED)
 
 

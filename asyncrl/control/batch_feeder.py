@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import zstandard
 
+from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.buffer.payloads import TakenStep, Waiting
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
@@ -25,8 +27,10 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.control.peers import Peers
 from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.observe.decisions.journal import STEPS_FOLDER
+from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.batches import GroupsTaken, StepDone
+from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone
 from asyncrl.schema.samples import ScoredGroup
 from asyncrl.transport.protocol import Connection
@@ -53,6 +57,8 @@ class BatchFeeder:
         """What the next step still needs, in words; empty when nothing is missing."""
         self.waiting_since_s = 0.0
         self.on_taken: Callable[[TakenStep], None] = lambda _: None
+        self.record: Callable[[TakenStep], None] | None = None
+        """Keeps a step, on a thread, before it is sent; None: none is kept."""
         self.woken = asyncio.Event()
         """Set when a step may be possible now."""
         self._config = config
@@ -148,20 +154,11 @@ class BatchFeeder:
                 incarnation, taken = self._incarnation, await self._take(self.next_step)
                 if taken is None:
                     return
-                batch = await asyncio.to_thread(
-                    pack_step,
-                    taken.step,
-                    taken.groups,
-                    tokens_per_row=taken.params.tokens_per_row,
-                    temperature=taken.params.temperature,
-                    mask_below=taken.params.mask_below,
-                    replay=taken.replay,
-                    ranks=replace(self._ranks, minibatches=taken.params.minibatches),
-                    screen=taken.params.screen,
-                )
+                batch = await asyncio.to_thread(pack_taken, taken.step, taken.groups, taken.params, self._ranks, taken.replay)
+                if self.record is not None:
+                    await asyncio.to_thread(self.record, taken)
                 if incarnation != self._incarnation or (self._held and not self._finishes_taken):
                     continue
-                batch = msgspec.structs.replace(batch, settings=taken.params.settings)
                 self.next_step = batch.step + 1
                 try:
                     await learner.send(batch)
@@ -235,6 +232,41 @@ class BatchFeeder:
         if step != self.version or self.next_step != step + 1:
             raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self.next_step}")
         return StepDone(step, step + 1, metrics, self._outside_started_s, now)
+
+
+def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ranks: RankPlan, replay: bool = False) -> StepBatch:
+    """Return a step's batch, built by what it was taken with."""
+    batch = pack_step(
+        step, groups, tokens_per_row=params.tokens_per_row, temperature=params.temperature, mask_below=params.mask_below,
+        replay=replay, ranks=replace(ranks, minibatches=params.minibatches), screen=params.screen,
+    )  # fmt: skip
+    return msgspec.structs.replace(batch, settings=params.settings)
+
+
+class RecordedStep(msgspec.Struct, frozen=True):
+    """What a step was trained with."""
+
+    step: int
+    life: int
+    """Number of the controller's life, whose recording has the config."""
+    groups: tuple[ScoredGroup, ...]
+    params: StepParams
+
+    @staticmethod
+    def path(folder: Path, step: int) -> Path:
+        """Return where it is kept in the folder of a recording."""
+        return folder / STEPS_FOLDER / f"step-{step:06}.bin"
+
+    def write(self, folder: Path) -> None:
+        """Keep it, in place of one of that number that was taken before and never trained."""
+        path = self.path(folder, self.step)
+        partial = path.with_suffix(".partial")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            partial.write_bytes(zstandard.compress(msgspec.msgpack.encode(self), 3))
+            partial.replace(path)
+        except OSError as error:
+            log.error("step %d is not recorded, and the run goes on: %s", self.step, error)  # noqa: TRY400
 
 
 class Checkpoints:

@@ -30,13 +30,14 @@ import msgspec
 
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
-from asyncrl.control.batch_feeder import BatchFeeder, Checkpoints
+from asyncrl.control.batch_feeder import BatchFeeder, Checkpoints, RecordedStep
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.edge import Edge, vocabulary_of
 from asyncrl.control.evaluation import Evaluation
@@ -119,6 +120,7 @@ class Controller:
         self.recorder = parts.recorder
         if self.recorder is not None:
             self.lifecycle.watch = self.recorder.note
+            self.feeder.record = self._record_step if config.observe.record == "batches" else None
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
             self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
         callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_leave)
@@ -659,6 +661,10 @@ class Controller:
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
             self.switching.leave(name, kind)
+
+    def _record_step(self, taken: TakenStep) -> None:
+        assert self.recorder is not None
+        RecordedStep(taken.step, self.recorder.life, taken.groups, taken.params).write(self.recorder.folder)
 
     def _set_aside_what_kills(self) -> None:
         """Stop feeding; keep the batch that the learner died over, where that is now dropped, in the run's folder."""

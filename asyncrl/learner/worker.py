@@ -42,7 +42,10 @@ from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.learner.train_state import Offload
+from asyncrl.learner.versions import VERSIONS_FILE, VersionRecord, record_of
+from asyncrl.observe.decisions.journal import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
+from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import (
     Checkpoint,
@@ -147,6 +150,8 @@ class LearnerWorker:
         """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
         self._room = asyncio.Event()
         """The next batch may be decoded."""
+        self._versions: JsonLines[VersionRecord] | None = None
+        """Where the batches are recorded, the weights they make are too."""
         self._done: dict[int, StepDone] = {}
         self._num_tokens = 0
         self._token_file = TokenFile(
@@ -176,6 +181,8 @@ class LearnerWorker:
             self._token_file.close()
             if self._offload is not None:
                 self._offload.close()
+            if self._versions is not None:
+                self._versions.close()
         finally:
             # Shielded: a cancelled future that no thread has begun yet is never run, and the other ranks would live on.
             closing = asyncio.get_running_loop().run_in_executor(None, lambda: self._launcher.close(all_well=all_well))
@@ -189,6 +196,9 @@ class LearnerWorker:
             lambda: load_or_make(self._config, self._run_folder, examples, alphabet, self._launcher, lambda: self._is_ending)
         )
         self._initial = initial
+        if self._config.observe.record == "batches" and initial.train_state.ranks.size == 1:
+            (self._run_folder / RECORD_FOLDER).mkdir(exist_ok=True)
+            self._versions = JsonLines(self._run_folder / RECORD_FOLDER / VERSIONS_FILE)
         await self._on_thread(self._publish_version)
         if needs_offload(self._config):
 
@@ -304,6 +314,8 @@ class LearnerWorker:
             log.info("step %d trains by %s", result.version - 1, result.recipe_reason)
         self._token_file.write(result.tokens)
         policy.version = result.version
+        if self._versions is not None:
+            self._versions.write(record_of(result.version, policy.train_state.model))
         return result
 
     def _publish_version(self) -> float:

@@ -8,11 +8,17 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+import zstandard
 
 import asyncrl
+from asyncrl.control.batch_feeder import RecordedStep
 from asyncrl.replay.decisions import replay_decisions
+from asyncrl.replay.learner import LearnerReplay, WhatIf
+from asyncrl.replay.report import replay_run
 from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,3 +55,41 @@ async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_th
     assert process.returncode == 0
     assert "it ends here: it was cut off" in told
     assert "up to step 19" in told
+
+
+async def test_the_learner_replays_every_version_over_its_death_a_change_and_checkpoints_that_went(tiny, recorded_pids):
+    config = tiny(
+        num_steps=14, **QUIET, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
+        generate__engine=NO_MODEL, learner__minibatches=2, algorithm__loss="cispo",
+    )  # fmt: skip
+    async with asyncrl.Run(config) as run:
+        async for report in run.steps():
+            if report.version == 4:
+                await run.change({"learner.learning_rate": 5e-4})
+            if report.version == 8:
+                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+    folder, said = run.run_folder, list[str]()
+    assert await asyncio.to_thread(replay_run, folder, None, (), said.append)
+    assert said[-1] == "learner: 14 versions from their batches: the same weights as in the run"
+    said.clear()
+    assert await asyncio.to_thread(replay_run, folder, 9, ("algorithm.loss=gspo",), said.append)
+    assert said[-2].startswith("learner: 9 versions")
+    assert "step 9 with algorithm.loss=gspo: cosine of the gradients " in said[-1]
+    assert "not another run" in said[-1]
+    same = await asyncio.to_thread(gradients, folder, {"algorithm.loss": "cispo"})
+    assert (same.cosine, same.norms[0]) == (pytest.approx(1.0), same.norms[1])
+    other = await asyncio.to_thread(gradients, folder, {"algorithm.entropy_coefficient": 5.0})
+    assert other.cosine < 0.99
+    swapped = RecordedStep.path(folder / "record", 5)
+    recorded = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(swapped.read_bytes()), type=RecordedStep)
+    msgspec.structs.replace(recorded, groups=recorded.groups[::-1][:3]).write(folder / "record")
+    said.clear()
+    assert not await asyncio.to_thread(replay_run, folder, None, (), said.append)
+    assert "version 6 has other weights than in the run: step 5 is the first" in said[-1]
+
+
+def gradients(folder: Path, values: dict[str, object]) -> WhatIf:
+    """Ask for the gradient of step 2 under other values."""
+    replay = LearnerReplay(folder)
+    assert replay.run(until=1).num_equal == 2
+    return replay.whatif(values)

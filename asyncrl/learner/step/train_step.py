@@ -158,6 +158,18 @@ class OpenStep:
             self._updates.append(_update(self._state, self.plan, self._shares, self._failed_folder))
         self._update_s += time.perf_counter() - started_s
 
+    def gradient(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the policy's gradient of all updates added up, unclipped (float64, [trained parameters]), and its figures.
+
+        Nothing is trained, and the gradients are forgotten.
+        """
+        for number in range(len(self.plan.prepared.updates)):
+            self.backward(number)
+        trained = [parameter for parameter in self._state.model.parameters() if parameter.requires_grad]
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in trained]
+        self.abandon()
+        return torch.cat([part.detach().double().flatten() for part in parts]), self._objective.metrics()
+
     def abandon(self) -> None:
         """Forget the gradients that `backward` has added up."""
         for own in (self._state.optimizer, self._state.critic_optimizer):

@@ -22,6 +22,8 @@ from asyncrl.config.run import RunConfig
 log = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
+STEPS_FOLDER = "steps"
+"""In it, with `observe.record = "batches"`: the groups of each step."""
 MOST_EVENTS = 8192
 """Of a chunk: what a long step brings is written in several."""
 MOST_CHUNK_BYTES = 1 << 30

@@ -82,7 +82,9 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
     assert other.cosine < 0.99
     swapped = RecordedStep.path(folder / "record", 5)
     recorded = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(swapped.read_bytes()), type=RecordedStep)
-    msgspec.structs.replace(recorded, groups=recorded.groups[::-1][:3]).write(folder / "record")
+    members = [msgspec.structs.replace(scored, reward=1.0 - scored.reward) for scored in recorded.groups[0].members[:2]]
+    first = msgspec.structs.replace(recorded.groups[0], members=(*members, *recorded.groups[0].members[2:]))
+    msgspec.structs.replace(recorded, groups=(first, *recorded.groups[1:])).write(folder / "record")
     said.clear()
     assert not await asyncio.to_thread(replay_run, folder, None, (), said.append)
     assert "version 6 has other weights than in the run: step 5 is the first" in said[-1]

@@ -346,7 +346,8 @@ class Controller:
                     await silent.connection.close()
             learner_is_there = self.config.learner.kind != "builtin" or bool(self.peers.of("learner"))
             self.autoscaler.tick(now, running=running, learner_idle=self.feeder.idle and learner_is_there)
-            self.reporter.tick()
+            waits = self.waits(now)
+            self.reporter.tick(waits)
             if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:
                 self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
@@ -356,7 +357,7 @@ class Controller:
                 **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
             }  # fmt: skip
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
-            stall = self.stall_detector.check(now, self.waits(now), queues, working)
+            stall = self.stall_detector.check(now, waits, queues, working)
             if stall or self.dispatcher.failures.verdict:
                 self.post(ev.Stalled(stall or self.dispatcher.failures.verdict))
             limit_s = self.config.max_run_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
+from asyncrl.control.stall_detector import Wait
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.metrics import finite
@@ -86,6 +88,8 @@ class Reporter:
         self._last_generated = 0
         self._idle: dict[str, tuple[float, float, float]] = {}
         """Of each generator: when its last heartbeat was sent, the idle seconds it told, its idle share between the last two."""
+        self._waiting: dict[str, tuple[str, float]] = {}
+        """Who waits, for what and since when."""
         self._sums: defaultdict[str, float] = defaultdict(float)
         """Since the run began, by name: samples, tokens and rewards, of what was generated, scored and trained."""
 
@@ -304,8 +308,15 @@ class Reporter:
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Let what was recorded reach the files."""
+    def tick(self, waits: Iterable[Wait]) -> None:
+        """Note who waits (the learner tells its own waits with each step), and let what was recorded reach the files."""
+        now = {wait.who: (re.sub(r"[0-9]+ ", "", wait.what.partition(":")[0]), wait.since_s) for wait in waits}
+        for name, (why, since_s) in self._waiting.items():
+            if now.get(name, ("", 0.0))[0] != why:
+                self.note_spans(sp.span(sp.IDLE, since_s, self._clock.now(), name, why=why))
+            elif name in now:
+                now[name] = (why, since_s)
+        self._waiting = {name: wait for name, wait in now.items() if name.partition("-")[0] not in {"learner", "controller"}}
         self._spans_file.flush()
 
     async def close(self, run_folder: Path) -> None:

@@ -149,7 +149,7 @@ MOST_TRACKS = 200
 MAX_BINS = 4000
 
 Rows = NDArray[np.float64]
-"""Spans, a line each: start and end in seconds since the run's first, oldest and newest version, group, samples; -1: none."""
+"""[6, spans]: start and end in seconds since the run's first, oldest and newest version, group, samples; -1: none."""
 
 
 class Track(msgspec.Struct, frozen=True):
@@ -166,7 +166,7 @@ class Track(msgspec.Struct, frozen=True):
     newest: int
     """Version; -1 where they have none."""
     each: list[list[float]] | None
-    """`Rows`, where they are few."""
+    """Where they are few: a list for each, in the order of `Rows`."""
     busy: list[float] | None
     """Else how many samples (of what has none: spans) were open, a mean for each bin."""
     version: list[int] | None
@@ -190,7 +190,7 @@ class Timeline:
         """Return what happened in a window: `from_s` and `to_s`, `end_s` of the whole run, and tracks, the longest first."""
         with self._lock:
             self._follow()
-            end_s = max((float(rows[:, 1].max()) for rows in self._read.values()), default=0.0)
+            end_s = max((float(rows[1].max()) for rows in self._read.values()), default=0.0)
             from_s, to_s = max(from_s, 0.0), min(to_s, end_s)
             tracks = (
                 [self._track(key, from_s, max(to_s, from_s + 1e-6), num_bins) for key in self._read] if from_s < end_s else []
@@ -200,19 +200,19 @@ class Timeline:
 
     def _track(self, key: tuple[str, str, str], from_s: float, to_s: float, num_bins: int) -> Track:
         whole = self._read[key]
-        rows = whole[(whole[:, 1] >= from_s) & (whole[:, 0] <= to_s)]
-        starts, ends = rows[:, 0].clip(from_s), rows[:, 1].clip(max=to_s)
-        oldest, newest = rows[rows[:, 2] >= 0, 2], rows[:, 3]
-        told = (*key, len(rows), float((ends - starts).sum()), int(oldest.min(initial=1e9)) if len(oldest) else -1)
+        inside = (whole[1] >= from_s) & (whole[0] <= to_s)
+        starts, ends, oldest, newest = (row[inside] for row in whole[:4])
+        starts, ends, oldest = starts.clip(from_s), ends.clip(max=to_s), oldest[oldest >= 0]
+        told = (*key, len(starts), float(ends.sum() - starts.sum()), int(oldest.min()) if len(oldest) else -1)
         newest_version = int(newest.max(initial=-1))
-        if len(rows) <= MOST_SHOWN_SPANS:
-            return Track(*told, newest_version, rows.tolist(), None, None)
-        weights, bin_s = rows[:, 5].clip(1), (to_s - from_s) / num_bins
+        if len(starts) <= MOST_SHOWN_SPANS:
+            return Track(*told, newest_version, whole[:, inside].T.tolist(), None, None)
+        weights, bin_s = whole[5][inside].clip(1), (to_s - from_s) / num_bins
         area = _area(starts - from_s, weights, bin_s, num_bins) - _area(ends - from_s, weights, bin_s, num_bins)
         swaps = self._read.get((key[0], SWAP, ""), whole)
         middles = from_s + bin_s * (np.arange(num_bins) + 0.5)
-        live = np.searchsorted(swaps[:, 1], middles, side="right") - 1
-        versions = np.where(live >= 0, swaps[live, 3], -1).astype(int).tolist()
+        live = np.searchsorted(swaps[1], middles, side="right") - 1
+        versions = np.where(live >= 0, swaps[3][live], -1).astype(int).tolist()
         return Track(*told, newest_version, None, (np.diff(area) / bin_s).tolist(), versions)
 
     def _follow(self) -> None:
@@ -230,8 +230,8 @@ class Timeline:
                 self._inode, self._offset = inode, file.tell() - len(text) + len(whole)
                 self._take(whole, found)
         for key, rows in found.items():
-            before = self._read.get(key, np.empty((0, 6)))
-            self._read[key] = np.concatenate([before, np.array(rows)])
+            before = self._read.get(key, np.empty((6, 0)))
+            self._read[key] = np.concatenate([before, np.array(rows).T], axis=1)
 
     def _take(self, lines: bytes, found: dict[tuple[str, str, str], list[tuple[float, ...]]]) -> None:
         decoder = msgspec.json.Decoder(_Line)
@@ -252,7 +252,7 @@ class Timeline:
 
 def _area(times_N: NDArray[np.float64], weights_N: NDArray[np.float64], bin_s: float, num_bins: int) -> NDArray[np.float64]:
     """Return [bins + 1], for each edge: the seconds since those times that lie before it, weighted and added up."""
-    places = np.ceil(times_N / bin_s).astype(np.int64).clip(0, num_bins + 1)
+    places = np.ceil(times_N / bin_s).astype(np.intp)
     count, total = (np.bincount(places, of, num_bins + 2)[: num_bins + 1].cumsum() for of in (weights_N, weights_N * times_N))
     area: NDArray[np.float64] = count * bin_s * np.arange(num_bins + 1) - total
     return area

@@ -43,6 +43,7 @@ from asyncrl.observe.samples import (
     read_samples,
     read_tokens,
 )
+from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import (
     EVAL_FILE,
     EVENTS_FILE,
@@ -73,7 +74,13 @@ HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.
 HOSTILE_SHOWN = HOSTILE.replace("\0", "⟨U+0000⟩").replace("\u202e", "⟨U+202E⟩").replace("\u2066", "⟨U+2066⟩")
 REACHABLE = "a, button:enabled, input, select, summary, [tabindex='0']"
 NUM_STEPS = 10_000
-HEADINGS = {"/run/tiny": "tiny", "/run/tiny/samples": "tiny: samples", "/run/tiny/logs": "tiny: logs", "/": "Runs"}
+HEADINGS = {
+    "/run/tiny": "tiny",
+    "/run/tiny/timeline": "tiny: timeline",
+    "/run/tiny/samples": "tiny: samples",
+    "/run/tiny/logs": "tiny: logs",
+    "/": "Runs",
+}
 
 
 async def accept(dialog) -> None:
@@ -313,6 +320,75 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         await page.get_by_role("heading", name="Compare 2 runs").wait_for()
         assert (await numbers(page))["Reward: tiny"] == newest.reward_mean
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+async def test_the_timeline_tells_what_the_spans_tell_and_moves_by_keyboard(page, real):
+    spans = list(read_spans(real))
+    first, last = spans[0].start_s, max(span.end_s for span in spans)
+    async with viewed(page, real) as url:
+        await page.goto(url)
+        await page.get_by_role("link", name="tiny").click()
+        await page.get_by_role("link", name="timeline").click()
+        told = {}
+        for process, what, _why, times, seconds, versions in await rows_of_table(page, "What is in the window"):
+            before = told.setdefault((process, what), [0, 0.0, set()])
+            told[process, what] = [before[0] + int(times), before[1] + float(seconds), before[2] | {versions}]
+        for process, name, what in (
+            ("generator-0", "generate", "generates"), ("learner", "step", "trains"), ("generator-0", "swap", "swaps weights"),
+            ("learner", "wait", "waits"), ("generator-0", "idle", "waits"),
+        ):  # fmt: skip
+            own = [span for span in spans if (span.process, span.name) == (process, name)]
+            assert told[process, what][0] == len(own)
+            assert told[process, what][1] == pytest.approx(sum(span.end_s - span.start_s for span in own), rel=1e-6)
+        assert told["generator-0", "swaps weights"][2] == {"0 to 6"}
+        await page.get_by_text("Every one of").click()
+        every = await rows_of_table(page, "Every span of the window")
+        assert len(every) == len(spans)
+        assert [float(row[3]) for row in every] == sorted(span.start_s - first for span in spans)
+        canvas, said = page.get_by_role("application"), page.locator("#said")
+        await expect(said).to_have_text(f"Seconds 0.000 to {last - first:.3f} of {last - first:.3f}.")
+        await canvas.focus()
+        for key, fewer in (("+", True), ("+", True), ("ArrowRight", True), ("-", True), ("Home", False)):
+            before = await said.text_content()
+            await page.keyboard.press(key)
+            await expect(said).not_to_have_text(before)
+            assert (len(await rows_of_table(page, "Every span of the window")) < len(spans)) == fewer
+        await page.mouse.move(700, 500)
+        await page.mouse.wheel(0, -400)
+        await expect(said).not_to_have_text(before)
+
+
+async def test_a_million_spans_do_not_hold_the_timeline(page, recorded):
+    with (recorded / SPANS_FILE).open("wb") as file:
+        for i in range(1_000_000):
+            file.write(b'{"name":"generate","start_s":%d.%02d,"end_s":%d.%02d,"process":"generator-%d","attributes":{"newest_version":%d}}\n'
+                       % (1000 + i // 100, i % 100, 1000 + (i + 50) // 100, (i + 50) % 100, i % 4, i // 100_000))  # fmt: skip
+        for i in range(10):
+            file.write(b'{"name":"swap","start_s":%d,"end_s":%d,"process":"generator-0","attributes":{"version":%d}}\n'
+                       % (1000 + 1000 * i, 1001 + 1000 * i, i))  # fmt: skip
+    async with viewed(page, recorded) as url:
+        await page.goto(url)
+        await page.get_by_role("link", name="tiny").click()
+        await page.get_by_role("link", name="timeline").click()
+        found = {(row[0], row[1]): row[3:] for row in await rows_of_table(page, "What is in the window")}
+        assert found["generator-2", "generates"][0] == "250000"
+        assert float(found["generator-2", "generates"][1]) == pytest.approx(125_000)
+        assert found["generator-0", "swaps weights"] == ["10", "10", "0 to 9"]
+        frames = await page.evaluate("""async () => {
+            const times = [];
+            for (let i = 0; i < 9; i += 1) {
+                const began = performance.now();
+                const answer = await fetch(`/v1/runs/tiny/timeline?from=${i * 900}&to=9999&bins=900`);
+                times.push([performance.now() - began, (await answer.text()).length]);
+            }
+            return times;
+        }""")
+        print("1,000,000 spans: ms and bytes a frame", frames)  # noqa: T201
+        assert max(size for _, size in frames) < 1 << 17
+        await page.get_by_role("application").focus()
+        for _ in range(13):
+            await page.keyboard.press("+")
+        await page.get_by_text("Every one of").wait_for()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import { compare, runs } from "./runs.js";
 import { run } from "./run.js";
 import { config, events, ledger, logs } from "./files.js";
 import { samples } from "./samples.js";
+import { timeline } from "./timeline.js";
 
-const VIEWS = { run, events, samples, ledger, config, logs };
+const VIEWS = { run, timeline, samples, events, ledger, config, logs };
 const content = document.getElementById("content");
 const logout = document.getElementById("logout");
 let me = null;

@@ -42,7 +42,7 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
     for tick in range(10):
         for index in range(50):
             reporter.note_answers([score_of(tick, index, worker="w" * (MOST_SPANS_BYTES // 200))], [])
-        reporter.tick()
+        reporter.tick([])
         sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
     await reporter.close(tmp_path)
     assert (tmp_path / "spans.old.jsonl").exists()

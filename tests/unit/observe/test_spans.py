@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
-from asyncrl.observe.spans import read_spans, spans_of, write_trace
+import msgspec
+import pytest
+
+from asyncrl.observe.spans import SPANS_FILE, Timeline, read_spans, span, spans_of, write_trace
+from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.samples import Samples
 from tests.builders import make_sample
 
@@ -31,3 +36,35 @@ def test_trace_is_valid_json_with_named_processes(run_folder: Path) -> None:
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == len(list(read_spans(run_folder)))
     assert min(event.get("ts", 0.0) for event in complete) == 0.0
+
+
+def test_a_window_tells_many_spans_as_bins_that_add_up_to_the_same(tmp_path):
+    source, spans = random.Random(0), []
+    for number in range(1000):
+        start = source.uniform(0, 100)
+        spans.append(span("generate", start, start + source.uniform(0, 5), "generator-0", samples=number % 3 + 1))
+    spans.sort(key=lambda one: one.start_s)
+    spans += [span("swap", at, at + 1, "generator-0", version=at // 10) for at in range(0, 100, 10)]
+    file = JsonLines(tmp_path / SPANS_FILE)
+    file.write(*spans)
+    first, timeline = spans[0].start_s, Timeline(tmp_path)
+    window = timeline.window(20.0, 60.0, num_bins=40)
+    tracks = {track.name: track for track in window["tracks"]}
+    open_s = [0.0] * 40
+    for one in spans[:1000]:
+        for number in range(40):
+            overlap = min(one.end_s - first, 21.0 + number) - max(one.start_s - first, 20.0 + number)
+            open_s[number] += max(overlap, 0.0) * one.attributes["samples"]
+    assert tracks["generate"].busy == pytest.approx(open_s, abs=1e-6)
+    swaps = [one for one in spans if one.name == "swap"]
+    live = [max((one.attributes["version"] for one in swaps if one.end_s - first <= 20.5 + n), default=-1) for n in range(40)]
+    assert tracks["generate"].version == live
+    inside = [one for one in swaps if one.end_s - first >= 20.0 and one.start_s - first <= 60.0]
+    assert [row[0] for row in tracks["swap"].each] == [one.start_s - first for one in inside]
+    file.write(span("step", first + 200, first + 201, "learner", version=3))
+    file.close()
+    (tmp_path / SPANS_FILE).rename(tmp_path / "spans.old.jsonl")  # as a full file is set behind
+    with (tmp_path / SPANS_FILE).open("wb") as newer:
+        newer.write(msgspec.json.encode(span("step", first + 300, first + 302, "learner", version=4)) + b'\n{"name":"st')
+    (track,) = timeline.window(150.0)["tracks"]
+    assert (track.each, track.seconds) == ([[200.0, 201.0, 3, 3, -1, -1], [300.0, 302.0, 4, 4, -1, -1]], pytest.approx(3.0))

@@ -42,8 +42,6 @@ class StreamTerms:
     """0: the config's."""
     window: int
     """Groups asked for and not given yet."""
-    at_least: int
-    """How many to wait for at once."""
     judged: Callable[[ScoredGroup], Awaitable[ScoredGroup]]
     is_over: Callable[[], bool]
 
@@ -64,6 +62,8 @@ class GroupStream:
         """Of those, the numbers that the run may not know yet."""
         self._given: deque[GroupGiven] = deque()
         """Of the first of those."""
+        self.wanted = 1
+        """How many its reader needs now: they are waited for at once. More than there are places for never come."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,7 +95,7 @@ class GroupStream:
         Raises:
             RunError: One failed.
         """
-        groups = list[ScoredGroup]()
+        groups, self.wanted = list[ScoredGroup](), self._terms.window
         while (given := await self._next()) is not None:
             if given.group is None:
                 raise RunError(f"there is no group of prompt {self._waiting[0].number}: {given.why_over}")
@@ -120,7 +120,7 @@ class GroupStream:
             if not self._waiting:
                 return None
             said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
-            self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self._terms.at_least)))
+            self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self.wanted)))
             self._unsaid.clear()
         return self._given[0]
 

@@ -163,7 +163,7 @@ class Session:
         self._policy, self.version = policy, policy.version
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
-        self._own = GroupStream(self.run, ordered, self._terms(at_least=size))
+        self._own = GroupStream(self.run, ordered, self._terms())
         await self.sync_weights()
 
     # -- groups ----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Session:
                 f"{len(prompts)} prompts were given, and buffer.max_staleness and algorithm.groups_per_step have places for "
                 f"{places}: give fewer at once, or take `stream`"
             )
-        stream = GroupStream(self.run, prompts, self._terms(n, max_new_tokens, at_least=len(prompts)))
+        stream = GroupStream(self.run, prompts, self._terms(n, max_new_tokens))
         try:
             return await stream.all()
         except BaseException:
@@ -223,7 +223,8 @@ class Session:
         if self._taken and self._taken != self._group_ids:
             raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
         assert self._own is not None
-        while len(self._taking) < self.config.algorithm.groups_per_step:
+        while (missing := self.config.algorithm.groups_per_step - len(self._taking)) > 0:
+            self._own.wanted = missing
             self._taking.append(await anext(self._own))
         groups, self._taking = self._taking, []
         self._taken = _ids_of(groups)
@@ -340,12 +341,12 @@ class Session:
             raise RunError("this session is not open; use it inside `async with`")
         return self._policy
 
-    def _terms(self, n: int | None = None, max_new_tokens: int | None = None, at_least: int = 1) -> StreamTerms:
+    def _terms(self, n: int | None = None, max_new_tokens: int | None = None) -> StreamTerms:
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
-        return StreamTerms(n or 0, max_new_tokens or 0, window, at_least, self._judged, self._is_over)
+        return StreamTerms(n or 0, max_new_tokens or 0, window, self._judged, self._is_over)
 
     def _is_over(self) -> bool:
         return self.version >= self.config.num_steps

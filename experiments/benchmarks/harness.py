@@ -30,6 +30,7 @@ BENCHMARKS = (
     "residency",
     "controller",
     "rewards",
+    "service",
 )
 OPTIONS: dict[str, frozenset[str]] = {
     "engine": frozenset({"engine"}),

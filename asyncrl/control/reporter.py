@@ -29,7 +29,7 @@ from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
-from asyncrl.observe.sinks import MetricSinks
+from asyncrl.observe.sinks import MetricSinks, Webhook
 from asyncrl.observe.steps import (
     EVAL_FILE,
     EVENTS_FILE,
@@ -77,6 +77,7 @@ class Reporter:
         self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
         self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
         self.alarms = Alarms(config.algorithm.groups_per_step)
+        self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
         self.follow(config)
         self._spans_file: JsonLines[sp.Span] = JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
         self._staleness: dict[int, dict[str, float]] = {}
@@ -268,6 +269,8 @@ class Reporter:
             self._steps_file.write(report)
             for alarm in self.alarms.take(report):
                 self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
+                if self._webhook is not None:
+                    self._webhook.tell({"run": self._config.name, "time_s": now, **msgspec.structs.asdict(alarm)})
                 log.log(ALARM_LEVELS[alarm.level], "alarm %s: %s", alarm.rule, alarm.text)
                 raised += [] if alarm.is_over else [alarm]
             if len(self.steps) > STEPS_WITH_METRICS:
@@ -324,6 +327,8 @@ class Reporter:
         with contextlib.ExitStack() as closing:
             for open_one in (self.sinks, self._spans_file, self._evals_file, self._steps_file, self._events_file):
                 closing.callback(open_one.close)
+        if self._webhook is not None:
+            await asyncio.to_thread(self._webhook.close)
         if self._config.observe.trace:
             await asyncio.to_thread(sp.write_trace, run_folder)
         if self.steps:

@@ -1,5 +1,7 @@
 """Where a step's metrics go: one `Sink` a destination, opened by config, fed once a step by the controller.
 
+Alarms go to a webhook, where there is one.
+
 Invariants: metrics.jsonl is always written; a heavy library (wandb, tensorboard) is imported only when its sink is asked for, in
 that sink's file; a missing one is a ConfigError that names the extra to install, raised before the run starts.
 """
@@ -7,8 +9,12 @@ that sink's file; a missing one is a ConfigError that names the extra to install
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
+import queue
 import re
+import threading
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +28,12 @@ from asyncrl.observe.samples import MOST_FILE_BYTES, SAMPLES_FILE, SampleRow
 from asyncrl.observe.steps import JsonLines
 
 log = logging.getLogger(__name__)
+
+MOST_WAITING = 100
+WEBHOOK_TRIES, WEBHOOK_TIMEOUT_S, WEBHOOK_PAUSE_S = 3, 5.0, 1.0
+"""The pause doubles from try to try."""
+WEBHOOK_CLOSE_S = 10.0
+"""For what waits to be told, as the run ends."""
 
 
 class Sink(Protocol):
@@ -85,6 +97,49 @@ class MetricSinks:
         with contextlib.ExitStack() as closing:
             for close in (self._metrics.close, self._samples.close, *(sink.close for sink in self._others)):
                 closing.callback(close)
+
+
+class Webhook:
+    """Posts JSON to a URL, on a thread of its own: who does not answer holds nothing up, and what does not fit is dropped."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._waiting: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._post_all, name="webhook", daemon=True)
+        self._thread.start()
+
+    def tell(self, value: object) -> None:
+        """Have a value posted."""
+        try:
+            self._waiting.put_nowait(msgspec.json.encode(value))
+        except queue.Full:
+            log.warning("observe.webhook: %d alarms wait to be told, and one more is dropped", MOST_WAITING)
+
+    def close(self) -> None:
+        """Wait until everything was tried, at most WEBHOOK_CLOSE_S."""
+        self._closing.set()
+        self._thread.join(WEBHOOK_CLOSE_S)
+
+    def _post_all(self) -> None:
+        while not (self._closing.is_set() and self._waiting.empty()):
+            with contextlib.suppress(queue.Empty):
+                self._post(self._waiting.get(timeout=0.2))
+
+    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, body, headers, method="POST")  # noqa: S310 - the config allows http(s) only
+        for tried in range(1, WEBHOOK_TRIES + 1):
+            try:
+                urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S).close()  # noqa: S310 - the same
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                # The URL may be a secret: neither it nor what the other side says of it is logged.
+                log.warning(
+                    "observe.webhook: an alarm could not be told, try %d of %d: %s", tried, WEBHOOK_TRIES, type(error).__name__
+                )
+                self._closing.wait(WEBHOOK_PAUSE_S * 2 ** (tried - 1))
+            else:
+                return
 
 
 def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.observe.sinks import MetricSinks, open_sinks
+from asyncrl.errors import ConfigError
+from asyncrl.observe.sinks import MOST_WAITING, MetricSinks, Webhook, open_sinks
 
 
 def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
@@ -43,3 +45,20 @@ def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) ->
     sinks.write(0, 1.0, {"reward/mean": 0.5})
     sinks.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_webhook_that_never_answers_holds_nobody_up_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        webhook = Webhook(f"http://127.0.0.1:{listening.getsockname()[1]}/secret")
+        with caplog.at_level(logging.WARNING):
+            for number in range(MOST_WAITING + 2):  # one of them is on its way
+                webhook.tell({"number": number})
+        assert any("one more is dropped" in record.message for record in caplog.records)
+    webhook.close()
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "http://", "x"])
+def test_what_is_no_address_of_a_webhook_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"observe\.webhook"):
+        parse_config({"observe": {"webhook": url}})

@@ -1,0 +1,51 @@
+"""deploy/*.yaml as Kubernetes' own schemas have them, and what the daemon's manifest must say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from asyncrl.config.run import SupervisionConfig
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+VERSION = "1.33"
+
+
+def documents() -> list[dict[str, Any]]:
+    """Every object; of a RayJob, whose schema Kubernetes does not have, its pod templates as pods."""
+    found = [one for path in sorted(DEPLOY.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text())]
+    for job in [one for one in found if one["kind"] == "RayJob"]:
+        found.remove(job)
+        cluster = job["spec"]["rayClusterSpec"]
+        pods = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+        found += [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **pod} for pod in pods]
+    return found
+
+
+def test_every_manifest_is_valid_and_a_wrong_one_is_not():
+    kinds = []
+    for one in documents():
+        kubernetes_validate.validate(one, VERSION, strict=True)
+        kinds.append(one["kind"])
+    assert {"StatefulSet", "Service", "PersistentVolumeClaim", "Pod"} <= set(kinds)
+    wrong = next(one for one in documents() if one["kind"] == "StatefulSet")
+    wrong["spec"]["template"]["spec"]["containers"][0]["image"] = 5
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSION, strict=True)
+
+
+def test_the_daemon_has_one_pod_that_may_drain_and_keeps_its_folder():
+    spec = next(one["spec"] for one in documents() if one["kind"] == "StatefulSet")
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["replicas"] == 1
+    assert "--drain" in container["args"]
+    assert pod["terminationGracePeriodSeconds"] > SupervisionConfig().drain_timeout_s
+    folder = container["args"][container["args"].index("--folder") + 1]
+    claims = [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]]
+    assert any(folder.startswith(mount["mountPath"]) for mount in container["volumeMounts"] if mount["name"] in claims)
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"

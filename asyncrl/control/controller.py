@@ -347,7 +347,7 @@ class Controller:
             learner_is_there = self.config.learner.kind != "builtin" or bool(self.peers.of("learner"))
             self.autoscaler.tick(now, running=running, learner_idle=self.feeder.idle and learner_is_there)
             waits = self.waits(now)
-            self.reporter.tick(waits)
+            self.reporter.tick(waits, self.heartbeats())
             if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:
                 self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)

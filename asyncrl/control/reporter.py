@@ -89,8 +89,8 @@ class Reporter:
         self._last_generated = 0
         self._idle: dict[str, tuple[float, float, float]] = {}
         """Of each generator: when its last heartbeat was sent, the idle seconds it told, its idle share between the last two."""
-        self._waiting: dict[str, tuple[str, float]] = {}
-        """Who waits, for what and since when."""
+        self._waiting: dict[str, sp.Span] = {}
+        """By process, the wait that goes on."""
         self._sums: defaultdict[str, float] = defaultdict(float)
         """Since the run began, by name: samples, tokens and rewards, of what was generated, scored and trained."""
 
@@ -311,15 +311,16 @@ class Reporter:
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
-    def tick(self, waits: Iterable[Wait]) -> None:
-        """Note who waits (the learner tells its own waits with each step), and let what was recorded reach the files."""
-        now = {wait.who: (re.sub(r"[0-9]+ ", "", wait.what.partition(":")[0]), wait.since_s) for wait in waits}
-        for name, (why, since_s) in self._waiting.items():
-            if now.get(name, ("", 0.0))[0] != why:
-                self.note_spans(sp.span(sp.IDLE, since_s, self._clock.now(), name, why=why))
-            elif name in now:
-                now[name] = (why, since_s)
-        self._waiting = {name: wait for name, wait in now.items() if name.partition("-")[0] not in {"learner", "controller"}}
+    def tick(self, waits: Iterable[Wait], heartbeats: Iterable[Heartbeat]) -> None:
+        """Note who waits, until it was last heard to (the learner tells its waits with each step); write out what is there."""
+        now, heard_s = self._clock.now(), {beat.name: beat.sent_s for beat in heartbeats}
+        told = {wait.who: wait for wait in waits if wait.who.partition("-")[0] not in {"learner", "controller"}}
+        reasons = {name: re.sub(r"[0-9]+ ", "", wait.what.partition(":")[0]) for name, wait in told.items()}
+        before, self._waiting = self._waiting, {}
+        for name, why in reasons.items():
+            since_s = before[name].start_s if name in before and before[name].attributes["why"] == why else told[name].since_s
+            self._waiting[name] = sp.span(sp.IDLE, since_s, heard_s.get(name, now), name, why=why)
+        self.note_spans(*(one for name, one in before.items() if reasons.get(name) != one.attributes["why"]))
         self._spans_file.flush()
 
     async def close(self, run_folder: Path) -> None:

@@ -7,8 +7,10 @@ import pytest
 from asyncrl.clock import VirtualClock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
+from asyncrl.control.stall_detector import Wait
 from asyncrl.observe.sinks import MetricSinks
-from asyncrl.observe.spans import SPANS_FILE
+from asyncrl.observe.spans import SPANS_FILE, read_spans
+from asyncrl.schema.control import Heartbeat
 from tests.builders import score_of
 
 
@@ -42,8 +44,23 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
     for tick in range(10):
         for index in range(50):
             reporter.note_answers([score_of(tick, index, worker="w" * (MOST_SPANS_BYTES // 200))], [])
-        reporter.tick([])
+        reporter.tick([], [])
         sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
     await reporter.close(tmp_path)
     assert (tmp_path / "spans.old.jsonl").exists()
     assert max(sizes) <= 3 * MOST_SPANS_BYTES  # two files, and what one tick adds
+
+
+async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_of(tmp_path):
+    clock = VirtualClock()
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
+    beat = Heartbeat("generator-0", 2.0, "a group", 1.5)
+    groups = [Wait("generator-0", "a group", 1.5), Wait("learner", "the batch of step 3", 1.0)]
+    reporter.tick([*groups, Wait("admission", "the staleness bound: 12 groups hold a place", 0.0)], [beat])
+    reporter.tick([*groups, Wait("admission", "the staleness bound: 16 groups hold a place", 0.0)], [beat])
+    reporter.tick([Wait("generator-0", "resume", 3.0)], [Heartbeat("generator-0", 3.0, "resume", 3.0)])
+    reporter.tick([], [])
+    await reporter.close(tmp_path)
+    assert [(one.process, one.attributes["why"], one.start_s, one.end_s) for one in read_spans(tmp_path)] == [
+        ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0)
+    ]  # fmt: skip

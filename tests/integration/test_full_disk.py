@@ -8,8 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 import asyncrl
+from asyncrl.clock import SystemClock
+from asyncrl.serve.guard import Guard, new_token
+from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.queue import Machine
+from asyncrl.serve.records import Records
+from asyncrl.serve.routes import Service
 from tests.integration.conftest import NO_MODEL, assert_balanced, tiny_settings, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
@@ -85,3 +92,28 @@ async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_s
         await until_it_fails(config, full=small_disk, once=lambda: any(small_disk.glob("step-*")))
     assert not list(small_disk.glob(".partial-*"))
     assert list(small_disk.glob("step-*/trainer/state.json"))
+
+
+async def test_a_daemon_on_a_full_disk_refuses_work_in_words_forgets_nothing_and_takes_it_once_there_is_room(small_disk):
+    with contextlib.closing(Records(small_disk)) as records:
+        keeper, clock = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), SystemClock()), SystemClock()
+        keeper.settled.set()
+        service = Service(records, keeper, Guard(records, {"127.0.0.1"}), clock)
+        admin = {"Authorization": f"Bearer {new_token(records, 'admin', 'admin', clock)}"}
+        async with TestClient(TestServer(service.app())) as client:
+            fill(small_disk)
+            assert (await client.get("/readyz")).status == 503
+            refused = await client.post("/v1/runs", headers=admin, json={"name": "one"})
+            assert (refused.status, "make room" in (await refused.json())["error"]) == (503, True)
+            for number in range(1000):  # the log of the database has some room of its own
+                answer = await client.post("/v1/tokens", headers=admin, json={"name": f"{number}-{'x' * 50}", "role": "viewer"})
+                if answer.status != 201:
+                    break
+            assert (answer.status, "cannot write its records" in (await answer.json())["error"]) == (507, True)
+            assert (await client.get("/v1/runs", headers=admin)).status == 200
+            filler_of(small_disk).unlink()
+            assert (await client.post("/v1/runs", headers=admin, json={"name": "one"})).status == 201
+            kept = dict(records.tokens)
+    with contextlib.closing(Records(small_disk)) as records:
+        assert records.tokens == kept
+        assert set(records.runs) == {"one"}

@@ -6,6 +6,7 @@ import sqlite3
 import pytest
 
 from asyncrl.errors import LaunchError
+from asyncrl.serve.queue import in_order
 from asyncrl.serve.records import DATABASE, Answered, Records, RunRecord, TokenRecord
 
 
@@ -63,4 +64,17 @@ def test_a_run_whose_record_is_damaged_too_is_named(folder, caplog):
     records = Records(folder)
     assert records.runs == {}
     assert "served.json" in caplog.text
+    records.close()
+
+
+def test_a_clock_that_is_set_back_changes_no_order(folder):
+    records = Records(folder)
+    before = [records.add_event(now, "phase", "one") for now in (1000.0, 10.0, 500.0)]
+    for number, now in ((1, 1000.0), (2, 10.0)):
+        records.put_run(RunRecord(id=f"r{number}", number=number, queued_s=now))
+    records.close()
+    records = Records(folder)
+    after = records.add_event(5.0, "phase", "one")
+    assert records.events(before[0].seq - 1) == [*before, after]
+    assert [run.id for run in in_order(records.runs.values()) if run.id in {"r1", "r2"}] == ["r1", "r2"]
     records.close()

@@ -87,7 +87,8 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
         b"x" * 2000,
     ]
     routes = [route for route in service.routes() if route.least != OPEN]
-    for _ in range(800):
+
+    async def ask_one() -> None:
         route = source.choice(routes)
         path = (
             route.path
@@ -102,7 +103,13 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
         answer = await client.request(method, path + query, headers=bearer(token), data=source.choice(bodies))
         assert answer.status < 500, (method, path, query)
         answer.close()  # a stream of events has no end
+
+    for _ in range(500):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(20):
+                group.create_task(ask_one())
     assert set(service.records.runs) == {"r"}
+    assert not service.keeper.statuses
 
 
 async def test_bodies_have_a_limit_and_answers_say_what_is_wrong(client, tokens):

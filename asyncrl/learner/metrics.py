@@ -196,11 +196,14 @@ def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
     """
     if not (most and first):
         return []
-    order = np.argsort(first["samples"], kind="stable")
-    first = {name: values[order] for name, values in first.items()}
     log_ratios = first["learner"] - first["behaviour"]
     extremes = first["samples"][[int(log_ratios.argmin()), int(log_ratios.argmax())]].astype(int).tolist()
     chosen = kept_members([(sample.group_id, sample.index, sample.reward) for sample in batch.samples], most)
+    is_wanted = np.zeros(len(batch.samples), dtype=np.bool_)
+    is_wanted[[*chosen, *extremes]] = True
+    own = np.flatnonzero(is_wanted[first["samples"].astype(int)])
+    own = own[np.argsort(first["samples"][own], kind="stable")]
+    first = {name: values[own] for name, values in first.items()}
     rows = []
     for place in dict.fromkeys([*chosen, *extremes]):
         begin, end = np.searchsorted(first["samples"], [place, place + 1])

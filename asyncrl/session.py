@@ -210,7 +210,7 @@ class Session:
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """Give the places of groups back that will not be trained."""
-        await self.run.release(Released(groups=tuple(group.group_id for group in groups)))
+        await to_its_end(self.run.release(Released(groups=tuple(group.group_id for group in groups))))
 
     async def take(self) -> list[ScoredGroup]:
         """Return the next step's groups of the config's task, waiting until they are scored.

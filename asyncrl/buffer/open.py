@@ -49,7 +49,7 @@ def open_buffer(
     """
     algorithm = config.algorithm
     state = BufferState(limits_of(config))
-    state.watch = watch
+    state.watchers = () if watch is None else (watch,)
     ledger: Ledger
     restored = None
     if config.buffer.ledger == "memory":

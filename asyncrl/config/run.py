@@ -245,8 +245,8 @@ class OwnerConfig(_Stage, frozen=True):
 
 AlarmRule = Literal[
     "weights.mismatch", "weights.lag", "gradient.spike", "off_policy.ess", "off_policy.lost", "off_policy.ratio", "kl.reference",
-    "reward.equal", "reward.dead", "reward.collapse", "entropy.collapse", "length.truncated", "groups.lost", "generation.slow",
-    "generation.starved", "disk.full", "memory.full",
+    "reward.equal", "reward.dead", "reward.collapse", "entropy.collapse", "length.truncated", "groups.lost", "bias",
+    "generation.slow", "generation.starved", "disk.full", "memory.full",
 ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ class Controller:
         )
         self.recorder = parts.recorder
         if self.recorder is not None:
-            self.lifecycle.watch = self.recorder.note
+            self.lifecycle.watchers = (self.recorder.note,)
             self.feeder.record = self._record_step if config.observe.record == "batches" else None
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
             self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
@@ -140,7 +140,7 @@ class Controller:
             )  # fmt: skip
         for machine in (self.autoscaler.scaler, self.switching.phases if self.switching else None):
             if machine is not None and self.recorder is not None:
-                machine.watch = self.recorder.note
+                machine.watchers = (self.recorder.note,)
         self.weights: WeightsAvailable | None = None
         """The version that was announced last."""
         self.model_folder = ""
@@ -152,6 +152,7 @@ class Controller:
         self._ended_well = False
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.feeder.on_taken = self.reporter.note_taken
+        self.buffer.state.watchers += (self.reporter.note_decision,)
         self.dispatcher.changed = self._wake_all
 
     def _wake_all(self) -> None:
@@ -383,7 +384,8 @@ class Controller:
             for purpose in {samples.purpose for samples in awaited}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
         elif kind is Scores or kind is InferResult:
-            self.reporter.note_answers(messages, self.dispatcher.take_answers(messages))
+            self.dispatcher.take_answers(messages)
+            self.reporter.note_answers(messages)
             for purpose in {answer.purpose for answer in messages}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", now)
         elif kind is SampleFailure:

@@ -11,15 +11,17 @@ import contextlib
 import logging
 import re
 import shutil
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.payloads import TakenStep
+from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
@@ -27,6 +29,7 @@ from asyncrl.control.peers import Peers
 from asyncrl.control.stall_detector import Wait
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
+from asyncrl.observe.decisions.bias import SelectionBias
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
@@ -91,8 +94,7 @@ class Reporter:
         """Of each generator: when its last heartbeat was sent, the idle seconds it told, its idle share between the last two."""
         self._waiting: dict[str, sp.Span] = {}
         """By process, the wait that goes on."""
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        """Since the run began, by name: samples, tokens and rewards, of what was generated, scored and trained."""
+        self._bias = SelectionBias()
 
     # -- what is seen ----------------------------------------------------------------------------------------------------
 
@@ -111,17 +113,36 @@ class Reporter:
     def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""
         self.note_spans(*(one for samples in arrived for one in sp.spans_of(samples)))
-        trained = [samples.lengths for samples in arrived if samples.purpose == "train"]
-        self._sums["generated"] += sum(map(len, trained))
-        self._sums["generated tokens"] += sum(map(sum, trained))
 
-    def note_answers(self, answers: Iterable[Scores | InferResult], complete: Iterable[Scores]) -> None:
-        """Record what a worker did for samples' scores, and count the scores that are complete with that."""
+    def note_answers(self, answers: Iterable[Scores | InferResult]) -> None:
+        """Record what a worker did for samples' scores."""
         self.note_spans(*(one for answer in answers for one in sp.spans_of(answer)))
-        trained = [scores.scores for scores in complete if scores.purpose == "train"]
-        rewards = [score.reward for scores in trained for score in scores if not score.error]
-        self._sums["scored"] += len(rewards)
-        self._sums["scored reward"] += sum(rewards)
+
+    def note_decision(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
+        """Tell the monitor of selection bias what the buffer decided: a `Watch`."""
+        bias = self._bias
+        match event:
+            case ev.GroupIssued():
+                bias.issued(event.group_id, event.version, event.size, now)
+            case ev.ExternalGroupAdded(version_counts=counts):
+                bias.issued(event.group_id, min(each[0][0] for each in counts), len(counts), now)
+                bias.finished(event.group_id, range(len(counts)), _lengths(counts), now)
+            case ev.GroupPlaced():
+                bias.placed(event.group_id, now)
+            case ev.SamplesFinished(version_counts=counts):
+                bias.finished(event.group_id, event.indices, _lengths(counts), now)
+            case ev.SamplesScored():
+                bias.scored(event.group_id, event.indices, event.rewards)
+            case ev.SampleFailed():
+                bias.failed(event.group_id, event.index)
+            case _:
+                pass
+        for item in instructions:
+            if isinstance(item, ev.GroupMoved) and item.after in {"dropped", "failed"}:
+                bias.ended(item.group_id, item.reason if item.after == "dropped" else "failed", now)
+            elif isinstance(item, ev.TakeGroups):
+                for group_id in item.group_ids:
+                    bias.ended(group_id, "", now)
 
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""
@@ -227,7 +248,7 @@ class Reporter:
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
             },
             **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in generators if peer.num_slots},
-            **self._selection_bias(trained),
+            **self._bias.figures(now),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "idle/generators": sum(idle) / len(idle) if idle else 0.0,
             "time/step_s": elapsed_s,
@@ -285,20 +306,6 @@ class Reporter:
         )  # fmt: skip
         return raised
 
-    def _selection_bias(self, step: Mapping[str, float]) -> dict[str, float]:
-        """Add a step, and return how what was trained differs from what was generated, over the whole run."""
-        sums, samples = self._sums, step.get("data/samples", 0.0)
-        sums["trained"] += samples
-        sums["trained tokens"] += samples * step.get("data/response_tokens_mean", 0.0)
-        sums["trained reward"] += samples * step.get("reward/mean", 0.0)
-        if not (sums["trained"] and sums["generated"] and sums["scored"]):
-            return {}
-        lengths = sums["generated tokens"] / sums["generated"]
-        return {
-            "bias/length_ratio": sums["trained tokens"] / sums["trained"] / max(lengths, 1e-9),
-            "bias/reward_gap": sums["trained reward"] / sums["trained"] - sums["scored reward"] / sums["scored"],
-        }
-
     def _idle_share(self, beat: Heartbeat) -> float:
         """Return the share of the time between its last two heartbeats in which a generator had nothing to generate."""
         sent_s, before_s, share = self._idle.get(beat.name, (0.0, 0.0, 0.0))
@@ -335,3 +342,8 @@ class Reporter:
         if self.steps:
             report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
             await asyncio.to_thread(report.write_report, run_folder)
+
+
+def _lengths(counts: Iterable[VersionCounts]) -> list[int]:
+    """Return the trained tokens of each sample."""
+    return [sum(number for _, number in of_sample) for of_sample in counts]

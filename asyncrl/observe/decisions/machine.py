@@ -26,7 +26,7 @@ class Machine(Generic[Event, Instruction]):
 
     name: ClassVar[str]
     """In recordings."""
-    watch: Watch | None = None
+    watchers: tuple[Watch, ...] = ()
     """Told of every event, once it is decided."""
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -39,15 +39,16 @@ class Machine(Generic[Event, Instruction]):
         Raises:
             AssertionError: The event cannot follow what happened before: a bug of the caller.
         """
-        watch = self.watch
-        if watch is None:
+        if not self.watchers:
             return self._decide(event, now)
         try:
             instructions = self._decide(event, now)
         except AssertionError as error:
-            watch(self.name, event, now, str(error))
+            for watch in self.watchers:
+                watch(self.name, event, now, str(error))
             raise
-        watch(self.name, event, now, instructions)
+        for watch in self.watchers:
+            watch(self.name, event, now, instructions)
         return instructions
 
     def _decide(self, event: Event, now: float, /) -> list[Instruction]:

@@ -32,7 +32,7 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     (tmp_path / SPANS_FILE).symlink_to("/dev/full")
     sinks = [Destination(), Destination("no network"), Destination()]
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path, sinks), VirtualClock())
-    reporter.note_answers([score_of(0, 0)], [])
+    reporter.note_answers([score_of(0, 0)])
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
     assert all(sink.is_closed for sink in sinks)
@@ -43,7 +43,7 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
     sizes = []
     for tick in range(10):
         for index in range(50):
-            reporter.note_answers([score_of(tick, index, worker="w" * (MOST_SPANS_BYTES // 200))], [])
+            reporter.note_answers([score_of(tick, index, worker="w" * (MOST_SPANS_BYTES // 200))])
         reporter.tick([], [])
         sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
     await reporter.close(tmp_path)

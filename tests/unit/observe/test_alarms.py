@@ -17,7 +17,7 @@ HEALTHY = {
     "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
-    "disk/free_gb": 100.0, "memory/available_gb": 10.0,
+    "bias/flagged": 0.0, "disk/free_gb": 100.0, "memory/available_gb": 10.0,
 }  # fmt: skip
 
 
@@ -64,6 +64,7 @@ TROUBLE = {
     "entropy.collapse": lambda step: report(step, 0.4, **{"policy/entropy": 0.01}),
     "length.truncated": lambda step: report(step, **{"data/truncated_fraction": 0.5}),
     "groups.lost": lambda step: report(step, lost=4 * (step - 60)),
+    "bias": lambda step: report(step, **{"bias/flagged": 1.0}),
     "generation.slow": lambda step: report(step, **{"idle/learner": 0.7}),
     "generation.starved": lambda step: report(step, idle=0.8, ready=8),
 }
@@ -111,7 +112,7 @@ def test_steps_without_metrics_raise_nothing():
 def test_config_page_and_code_have_the_same_rules():
     assert list(get_args(AlarmRule)) == [rule.name for rule in RULES]
     rows = re.findall(
-        r"^\| `([a-z_]+\.[a-z_]+)` \| (\w+) \| (.*?) \| (\d+) of (\d+) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE
+        r"^\| `([a-z_.]+)` \| (\w+) \| (.*?) \| (\d+) of (\d+) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE
     )
     told = [(rule.name, rule.level, rule.meets, str(rule.needed), str(rule.of), rule.source, rule.advice) for rule in RULES]
     assert rows == told

@@ -39,7 +39,7 @@ def live(recorder: Recorder, seed: int = 0) -> None:
     """Have every machine decide what a small run brings, all of it recorded."""
     machines, chance, now = machines_of(BEGINNING), random.Random(seed), 0.0
     for machine in machines.values():
-        machine.watch = recorder.note
+        machine.watchers = (recorder.note,)
     buffer, life, phases, scaling = (machines[name] for name in ("buffer", "lifecycle", "phases", "scaling"))
     buffer.handle(GroupsRestored((), (), 0, {}, {}, {}, 0), now)
     recorder.begin(BEGINNING)

@@ -1,0 +1,260 @@
+"""Selection bias: how what is trained differs from what was generated, by cohorts of the version at issue.
+
+Long samples end late, so what has ended is short at every moment, biased or not. Hence cohorts: groups issued under one version
+are looked at together, once a newer version is out and every one of them has ended. A member that was given up before it had
+ended (its group was dropped) has a length that is only known to be more than what it had then: it is censored, and the mean is
+Kaplan and Meier's. The tokens that an unfinished member has are its age times a slow pace, that of the slowest tenth of those
+that ended.
+
+Groups that the algorithm's own screens dropped (no spread, no pair, truncated) are an intended selection and left out of both
+sides; what is lost otherwise (stale, failed) is not intended. Intervals are of 95 %, by a jackknife over blocks of groups.
+
+Invariant: nothing is held of closed cohorts beyond the window. Pure: `now` is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW_COHORTS, WINDOW_MEMBERS = 20, 4096
+"""Newest closed cohorts that figures are of: so many, and no more members than that."""
+BLOCKS, LEAST_BLOCKS = 20, 8
+T_95 = 2.09
+"""Student's quantile for as many blocks, in standard errors."""
+LOOK_S = 1.0
+"""The figures are worked out no more often."""
+PACES = 256
+"""Newest members whose pace is remembered."""
+LENGTH_BOUND, REWARD_BOUND = 0.05, 0.25
+"""Flagged: length off by more than this share, or reward by more than this part of the spread within groups."""
+INTENDED = frozenset({"no spread", "no pair", "truncated"})
+STALE = "stale"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class IssuedGroup:
+    """One group, from its issue to the end of its cohort."""
+
+    group_id: int
+    size: int
+    started_s: float
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Of members that were generated."""
+    censored: dict[int, float] = field(default_factory=dict)
+    """Tokens that members had when they were given up."""
+    rewards: dict[int, float] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    """Members that failed."""
+    outcome: str | None = None
+    """Empty: trained; else why not. None: it has not ended."""
+
+    @property
+    def pending(self) -> list[int]:
+        """Return the members that are still generated."""
+        return [index for index in range(self.size) if index not in self.lengths and index not in self.gone]
+
+
+class SelectionBias:
+    """The monitor of one run; groups that were issued before it began are unknown to it and left out.
+
+    Example:
+        >>> bias = SelectionBias()
+        >>> bias.issued(0, version=0, size=1, now=0.0)
+        >>> bias.finished(0, [0], [12], now=1.0)
+        >>> bias.ended(0, "", now=2.0)
+    """
+
+    def __init__(self) -> None:
+        self._cohorts: dict[int, list[IssuedGroup]] = {}
+        """Open ones, by version of issue."""
+        self._groups: dict[int, IssuedGroup] = {}
+        """Of open cohorts, those that have not ended."""
+        self._closed: deque[list[IssuedGroup]] = deque(maxlen=WINDOW_COHORTS)
+        self._paces: deque[float] = deque(maxlen=PACES)
+        """Tokens a second of members that ended."""
+        self._looked_s = -math.inf
+        self._figures: dict[str, float] = {}
+
+    def issued(self, group_id: int, version: int, size: int, now: float) -> None:
+        """Note a new group."""
+        group = self._groups[group_id] = IssuedGroup(group_id, size, now)
+        self._cohorts.setdefault(version, []).append(group)
+
+    def placed(self, group_id: int, now: float) -> None:
+        """Note that a group's missing members begin again."""
+        if (group := self._groups.get(group_id)) is not None:
+            group.started_s = now
+
+    def finished(self, group_id: int, indices: Sequence[int], lengths: Sequence[int], now: float) -> None:
+        """Note members that were generated, with their tokens."""
+        if (group := self._groups.get(group_id)) is not None:
+            group.lengths.update(zip(indices, lengths, strict=True))
+            if now > group.started_s:
+                self._paces.append(max(lengths) / (now - group.started_s))
+
+    def scored(self, group_id: int, indices: Sequence[int], rewards: Sequence[float]) -> None:
+        """Note members' rewards."""
+        if (group := self._groups.get(group_id)) is not None:
+            group.rewards.update(zip(indices, rewards, strict=True))
+
+    def failed(self, group_id: int, index: int) -> None:
+        """Note a member that will never be trained, though its group may."""
+        if (group := self._groups.get(group_id)) is not None:
+            group.gone.add(index)
+
+    def ended(self, group_id: int, outcome: str, now: float) -> None:
+        """Note that a group is trained (empty), or why it is not; members that are still generated are given up."""
+        if (group := self._groups.pop(group_id, None)) is not None:
+            group.outcome = outcome
+            if pending := group.pending:
+                group.censored = dict.fromkeys(pending, self._slow_pace() * (now - group.started_s))
+
+    def figures(self, now: float) -> dict[str, float]:
+        """Return the figures of the window, by metric name; none before a cohort is closed."""
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s = now
+            newest = max(self._cohorts, default=0)
+            for version in sorted(self._cohorts):
+                if version < newest and all(group.outcome is not None for group in self._cohorts[version]):
+                    self._closed.append(self._cohorts.pop(version))
+            while len(self._closed) > 1 and sum(each.size for cohort in self._closed for each in cohort) > WINDOW_MEMBERS:
+                self._closed.popleft()
+            if self._closed:
+                self._figures = self._look(now)
+        return self._figures
+
+    def _slow_pace(self) -> float:
+        return sorted(self._paces)[len(self._paces) // 10] if self._paces else 0.0
+
+    def _look(self, now: float) -> dict[str, float]:
+        closed = [group for cohort in self._closed for group in cohort]
+        outcomes = Counter("" if group.outcome is None else group.outcome for group in closed)
+        lost = {reason: count / len(closed) for reason, count in outcomes.items() if reason}
+        known = {reason: share for reason, share in lost.items() if reason in INTENDED or reason == STALE}
+        other = sum(lost.values()) - sum(known.values())
+        figures = {f"bias/lost/{reason.replace(' ', '_')}": share for reason, share in known.items()}
+        figures |= {"bias/lost/failed": other} if other else {}
+        open_ones, pace = [group for cohort in self._cohorts.values() for group in cohort], self._slow_pace()
+        for group in open_ones:
+            if group.outcome is None:
+                group.censored = dict.fromkeys(group.pending, pace * (now - group.started_s))
+        figures |= _named("length", mean_length(*_lengths([*closed, *open_ones])))
+        unscreened = [group for group in closed if group.outcome not in INTENDED]
+        figures |= compared(unscreened)
+        if len(unscreened) < len(closed):
+            kept = [length for group in unscreened for length in group.lengths.values()]
+            every = [length for group in closed for length in group.lengths.values()]
+            if any(kept):
+                figures["bias/screened_length_ratio"] = float(np.mean(kept) / np.mean(every))
+        return figures
+
+
+def mean_length(lengths: Sequence[float], is_seen: Sequence[bool], blocks: Sequence[int]) -> tuple[float, float, float] | None:
+    """Return the mean length and its interval, some lengths being only known to be at least so much.
+
+    The area under Kaplan and Meier's curve up to the largest length, seen or censored.
+
+    Args:
+        lengths: Of members, in tokens.
+        is_seen: Whether it is the whole length; False: censored there.
+        blocks: Number of the block that each belongs to: members of a group are not independent.
+
+    Returns:
+        Mean, low, high; None where there are too few blocks.
+
+    Source: Kaplan and Meier 1958; for the jackknife Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
+    """
+    weights = _left_out(np.asarray(blocks))
+    if weights is None or not any(is_seen):
+        return None
+    return _interval(_areas(np.asarray(lengths, float), np.asarray(is_seen), weights))
+
+
+def compared(groups: Sequence[IssuedGroup]) -> dict[str, float]:
+    """Return how the trained ones among ended groups differ from all of them, in length and reward, with intervals.
+
+    Returns:
+        `bias/length_ratio` and `bias/reward_gap`, each with `_low` and `_high`, and `bias/flagged`; nothing where there are too
+        few groups, or none was trained.
+    """
+    trained = [group for group in groups if group.outcome == ""]
+    lengths, is_seen, blocks = _lengths(groups)
+    weights = _left_out(np.asarray(blocks))
+    if not trained or weights is None or not any(is_seen):
+        return {}
+    length_ratio, reward_gap = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
+    if len(trained) < len(groups):
+        of_trained = np.array([seen and group.outcome == "" for group in groups for seen in _seen(group)])
+        of_all = _areas(np.asarray(lengths, float), np.asarray(is_seen), weights)
+        length_ratio = _interval(_means(np.asarray(lengths, float), weights * of_trained) / np.maximum(of_all, 1e-9))
+        pairs = [(reward, group.group_id % BLOCKS, group.outcome == "") for group in groups for reward in group.rewards.values()]
+        rewards, of_block, is_trained = (np.array(column) for column in zip(*pairs, strict=True))
+        of_rewards = _left_out(of_block, np.unique(np.asarray(blocks)))
+        assert of_rewards is not None, "the blocks are those of the lengths"
+        reward_gap = _interval(_means(rewards, of_rewards * is_trained) - _means(rewards, of_rewards))
+    within = [float(np.var(list(group.rewards.values()))) for group in groups if len(group.rewards) > 1]
+    spread = math.sqrt(sum(within) / len(within)) if within else 0.0
+    is_off = _outside(length_ratio, 1.0, LENGTH_BOUND) or (spread > 0 and _outside(reward_gap, 0.0, REWARD_BOUND * spread))
+    return _named("length_ratio", length_ratio) | _named("reward_gap", reward_gap) | {"bias/flagged": float(is_off)}
+
+
+def _outside(interval: tuple[float, float, float], middle: float, bound: float) -> bool:
+    return interval[1] > middle + bound or interval[2] < middle - bound
+
+
+def _named(name: str, interval: tuple[float, float, float] | None) -> dict[str, float]:
+    return dict(zip((f"bias/{name}", f"bias/{name}_low", f"bias/{name}_high"), interval, strict=True)) if interval else {}
+
+
+def _seen(group: IssuedGroup) -> list[bool]:
+    return [True] * len(group.lengths) + [False] * len(group.censored)
+
+
+def _lengths(groups: Sequence[IssuedGroup]) -> tuple[list[float], list[bool], list[int]]:
+    """Return lengths of members, whether each is whole, and its block."""
+    lengths, is_seen, blocks = list[float](), list[bool](), list[int]()
+    for group in groups:
+        lengths += [*group.lengths.values(), *group.censored.values()]
+        is_seen += _seen(group)
+        blocks += [group.group_id % BLOCKS] * (len(group.lengths) + len(group.censored))
+    return lengths, is_seen, blocks
+
+
+def _left_out(blocks: NDArray[np.int64], names: NDArray[np.int64] | None = None) -> Floats | None:
+    """Return weights [1 + blocks, members]: all of them, then with one block left out each; None where there are too few."""
+    names = np.unique(blocks) if names is None else names
+    if len(names) < LEAST_BLOCKS:
+        return None
+    weights: Floats = np.concatenate([np.ones((1, len(blocks))), blocks[None, :] != names[:, None]])
+    return weights
+
+
+def _areas(lengths: Floats, is_seen: NDArray[np.bool_], weights: Floats) -> Floats:
+    """Return the area under Kaplan and Meier's curve for each row of weights."""
+    order = np.lexsort((~is_seen, lengths))  # at a tie what ended comes before what is censored
+    lengths, is_seen, weights = lengths[order], is_seen[order], weights[:, order]
+    at_risk = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
+    survival = np.cumprod(1 - weights * is_seen / np.maximum(at_risk, 1), axis=1)
+    before = np.concatenate([np.ones((len(weights), 1)), survival[:, :-1]], axis=1)
+    areas: Floats = (before * np.diff(lengths, prepend=0.0)).sum(axis=1)
+    return areas
+
+
+def _means(values: Floats, weights: Floats) -> Floats:
+    means: Floats = (weights * values).sum(axis=1) / np.maximum(weights.sum(axis=1), 1)
+    return means
+
+
+def _interval(estimates: Floats) -> tuple[float, float, float]:
+    """Return the first estimate with its interval, from the others, each of which leaves one block out."""
+    whole, others = float(estimates[0]), estimates[1:]
+    error = math.sqrt((len(others) - 1) / len(others) * float(((others - others.mean()) ** 2).sum()))
+    return whole, whole - T_95 * error, whole + T_95 * error

@@ -307,9 +307,12 @@ class _SharedAttention(torch.autograd.Function):
         log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for part in layout.shared:
             inputs = (_slots_of(query, part.queries), *_keys_of(key, value, part.keys, query.shape[1]))
-            output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-                *inputs, 0.0, part.is_causal, scale=scale
-            )
+            if part.keys.shape[1] <= SMALLEST_BUCKET:
+                output, log_sum = _plain_attention(*inputs, is_causal=part.is_causal, scale=scale)
+            else:
+                output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                    *inputs, 0.0, part.is_causal, scale=scale
+                )
             tokens = part.queries.flatten()[part.real]
             output = output.transpose(1, 2).flatten(0, 1)[part.real]
             log_sum = log_sum.transpose(1, 2).flatten(0, 1)[part.real]
@@ -333,16 +336,19 @@ class _SharedAttention(torch.autograd.Function):
             grad_slots = query.new_zeros(num_runs * num_queries, *query.shape[1:])
             tokens = part.queries.flatten()[part.real]
             grad_slots[part.real] = grad_joined[tokens]
-            computed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+            inputs = (
                 grad_slots.view(num_runs, num_queries, *query.shape[1:]).transpose(1, 2),
                 _slots_of(query, part.queries),
                 *_keys_of(key, value, part.keys, query.shape[1]),
                 _slots_of(joined, part.queries),
                 log_sums[part.queries].transpose(1, 2),
-                0.0,
-                part.is_causal,
-                scale=ctx.scale,
             )
+            if part.keys.shape[1] <= SMALLEST_BUCKET:
+                computed = _plain_gradients(*inputs, is_causal=part.is_causal, scale=ctx.scale)
+            else:
+                computed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+                    *inputs, 0.0, part.is_causal, scale=ctx.scale
+                )
             for gradient, slots in zip(gradients, computed, strict=True):
                 own = slots.transpose(1, 2).flatten(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(2)
                 if part.is_causal or gradient is gradients[0]:
@@ -360,3 +366,39 @@ def _slots_of(tensor: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _keys_of(key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
     """Return both as the kernel wants them: with a head for each of the query's."""
     return [_slots_of(tensor, tokens).repeat_interleave(num_heads // tensor.shape[1], dim=1) for tensor in (key, value)]
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [n, H, Q, D] and log-sum-exp [n, H, Q] by plain products, faster than the kernel for few keys."""
+    scores = _scores(query, key, is_causal=is_causal, scale=scale)
+    log_sum = scores.logsumexp(-1)
+    return ((scores - log_sum[..., None]).exp() @ value.float()).to(query.dtype), log_sum
+
+
+def _plain_gradients(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    joined: torch.Tensor,
+    log_sum: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return those of query, key and value, the output and log-sum-exp being those over all keys."""
+    weights, grad = (_scores(query, key, is_causal=is_causal, scale=scale) - log_sum[..., None]).exp(), grad.float()
+    grad_weights = grad @ value.float().transpose(-1, -2) - (grad * joined).sum(-1, keepdim=True)
+    grad_scores = weights * grad_weights * scale
+    of_value = weights.transpose(-1, -2) @ grad
+    of_query, of_key = grad_scores @ key.float(), grad_scores.transpose(-1, -2) @ query.float()
+    return of_query.to(query.dtype), of_key.to(query.dtype), of_value.to(query.dtype)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool, scale: float) -> torch.Tensor:
+    """Return float32 [n, H, Q, K]."""
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill_(future, -torch.inf) if is_causal else scores

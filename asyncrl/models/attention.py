@@ -350,7 +350,8 @@ class _SharedAttention(torch.autograd.Function):
                     *inputs, 0.0, part.is_causal, scale=ctx.scale
                 )
             for gradient, slots in zip(gradients, computed, strict=True):
-                own = slots.transpose(1, 2).flatten(0, 1).unflatten(1, (gradient.shape[1], -1)).sum(2)
+                own = slots.transpose(1, 2).flatten(0, 1)
+                own = own.view(len(own), gradient.shape[1], -1, own.shape[2]).sum(2)
                 if part.is_causal or gradient is gradients[0]:
                     gradient.index_add_(0, tokens, own[part.real])
                 else:

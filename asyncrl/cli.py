@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from asyncrl.schema.status import RunStatus
 
 OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
+LEAVE_S = 2.0
+"""After which a terminal that leaves a run does not wait for its connection to close."""
 """Exit statuses: docs/running.md."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
@@ -129,13 +131,24 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
     folder = _newest(folder)
 
     async def follow() -> RunStatus | None:
+        loop, own = asyncio.get_running_loop(), asyncio.current_task()
+        assert own is not None
+
+        def leave() -> None:
+            print(
+                f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it",
+                file=sys.stderr,
+                flush=True,
+            )
+            own.cancel()
+            loop.call_later(LEAVE_S, os._exit, 0)  # nothing here is worth waiting for a connection to close
+
+        loop.add_signal_handler(signal.SIGINT, leave)
         async with connect(folder) as live:
             return await follow_run(live, plain=plain or not sys.stdout.isatty())
 
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         _exit_by(asyncio.run(follow()), folder)
-    except KeyboardInterrupt:
-        print(f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it", file=sys.stderr)
 
 
 @app.command()

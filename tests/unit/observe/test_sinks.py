@@ -13,6 +13,7 @@ import pytest
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.observe.samples import SampleRow
 from asyncrl.observe.sinks import MOST_WAITING, MetricSinks, Webhook, open_sinks
 
 
@@ -43,8 +44,13 @@ def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) ->
     pytest.importorskip("wandb")
     sinks = open_sinks(parse_config({"observe": {"wandb": "offline"}}), tmp_path)
     sinks.write(0, 1.0, {"reward/mean": 0.5})
+    sinks.write_samples(0, 1.0, [SampleRow(0, 7, 1, "p7", "1+1=", "2 | <b>\n", 0.5, {"exact": 1.0}, 3, 4, 5, "stop")])
     sinks.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    table = json.loads(path.read_text())
+    [row] = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert (row["prompt"], row["text"], row["reward"]) == ("1+1=", "2 | <b>\n", 0.5)
 
 
 def test_a_webhook_that_never_answers_holds_nobody_up_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -225,42 +225,9 @@ class Reporter:
             Alarms that it raises.
         """
         raised: list[Alarm] = []
-        trained, now = finite(done.metrics), self._clock.now()
-        num_samples = trained.get("data/samples", 0.0)
-        tokens = num_samples * (trained.get("data/prompt_tokens_mean", 0.0) + trained.get("data/response_tokens_mean", 0.0))
-        elapsed_s = max(now - self._last_step_s, 1e-9)
-        counts, failures, generators = dispatcher.buffer.counts(), dispatcher.failures, peers.of("generator")
-        beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
-        idle = [self._idle_share(beats[peer.name]) for peer in generators if peer.name in beats]
-        by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self._deaths}
-        metrics = finite({
-            **trained,
-            **self._staleness.pop(done.step, {}),
-            **self._weights_metrics,
-            **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
-            "throughput/tokens_per_sec": tokens / elapsed_s,
-            "throughput/learner_tokens_per_sec": tokens / max(done.finished_s - done.started_s, 1e-9),
-            "throughput/trained_tokens_per_sec": trained.get("data/trained_tokens", 0.0) / elapsed_s,
-            "throughput/samples_per_sec": num_samples / elapsed_s,
-            "throughput/generated_tokens_per_sec": (dispatcher.generated_tokens - self._last_generated) / elapsed_s,
-            **{f"{stage}/{name}": float(count) for stage, each in by_name.items() for name, count in each.items()},
-            **{
-                f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
-            },
-            **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in generators if peer.num_slots},
-            **self._bias.figures(now),
-            "idle/learner": min(done.waited_s / elapsed_s, 1.0),
-            "idle/generators": sum(idle) / len(idle) if idle else 0.0,
-            "time/step_s": elapsed_s,
-            "time/train_s": done.finished_s - done.started_s,
-            "time/wait_s": done.waited_s,
-            "queue/ready": float(counts.ready),
-            "queue/running": float(counts.running),
-            "queue/scoring": float(counts.scoring),
-            "refused/samples": float(dispatcher.refused_samples),
-            "disk/free_gb": shutil.disk_usage(self._run_folder).free / 1e9,
-            "memory/available_gb": psutil.virtual_memory().available / 1e9,
-        })
+        now = self._clock.now()
+        metrics = self._step_metrics(done, dispatcher, peers, now)
+        counts, failures = dispatcher.buffer.counts(), dispatcher.failures
         report = StepReport(
             step=done.step,
             version=done.version,
@@ -305,6 +272,45 @@ class Reporter:
             report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
         )  # fmt: skip
         return raised
+
+    def _step_metrics(self, done: StepDone, dispatcher: Dispatcher, peers: Peers, now: float) -> dict[str, float]:
+        """Return what the learner measured and what the controller knows, by the names of metrics.py; finite values only."""
+        trained = finite(done.metrics)
+        num_samples = trained.get("data/samples", 0.0)
+        tokens = num_samples * (trained.get("data/prompt_tokens_mean", 0.0) + trained.get("data/response_tokens_mean", 0.0))
+        elapsed_s = max(now - self._last_step_s, 1e-9)
+        counts, generators = dispatcher.buffer.counts(), peers.of("generator")
+        beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
+        idle = [self._idle_share(beats[peer.name]) for peer in generators if peer.name in beats]
+        by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self._deaths}
+        return finite({
+            **trained,
+            **self._staleness.pop(done.step, {}),
+            **self._weights_metrics,
+            **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
+            "throughput/tokens_per_sec": tokens / elapsed_s,
+            "throughput/learner_tokens_per_sec": tokens / max(done.finished_s - done.started_s, 1e-9),
+            "throughput/trained_tokens_per_sec": trained.get("data/trained_tokens", 0.0) / elapsed_s,
+            "throughput/samples_per_sec": num_samples / elapsed_s,
+            "throughput/generated_tokens_per_sec": (dispatcher.generated_tokens - self._last_generated) / elapsed_s,
+            **{f"{stage}/{name}": float(count) for stage, each in by_name.items() for name, count in each.items()},
+            **{
+                f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
+            },
+            **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in generators if peer.num_slots},
+            **self._bias.figures(now),
+            "idle/learner": min(done.waited_s / elapsed_s, 1.0),
+            "idle/generators": sum(idle) / len(idle) if idle else 0.0,
+            "time/step_s": elapsed_s,
+            "time/train_s": done.finished_s - done.started_s,
+            "time/wait_s": done.waited_s,
+            "queue/ready": float(counts.ready),
+            "queue/running": float(counts.running),
+            "queue/scoring": float(counts.scoring),
+            "refused/samples": float(dispatcher.refused_samples),
+            "disk/free_gb": shutil.disk_usage(self._run_folder).free / 1e9,
+            "memory/available_gb": psutil.virtual_memory().available / 1e9,
+        })
 
     def _idle_share(self, beat: Heartbeat) -> float:
         """Return the share of the time between its last two heartbeats in which a generator had nothing to generate."""

@@ -52,7 +52,7 @@ from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES
-from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait
+from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait, wait_chain
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
 from asyncrl.observe.decisions.journal import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
@@ -107,6 +107,7 @@ class Controller:
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
         self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
+        self._step_open_s = self.started_s
         self._is_resumed = self.buffer.counts().issued > 0
         self.resumed = ""
         """As `RunStatus.resumed`."""
@@ -357,6 +358,9 @@ class Controller:
                 "ready": counts.ready, "running": counts.running, "scoring": counts.scoring, "scores asked for": len(scores),
                 **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
             }  # fmt: skip
+            if running and self.config.learner.kind == "builtin":  # else its caller says when the next step is
+                for alarm in self.reporter.note_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now)):
+                    self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, waits, queues, working)
             if stall or self.dispatcher.failures.verdict:
@@ -501,7 +505,8 @@ class Controller:
 
     def step_done(self, done: StepDone) -> None:
         """Note a finished step, whoever the learner is, and do what is due after it."""
-        self.stall_detector.moved("trained", self.clock.now())
+        self._step_open_s = self.clock.now()
+        self.stall_detector.moved("trained", self._step_open_s)
         fresh = self.feeder.step_done(done)
         self.buffer.version_published(done.version)
         if fresh:
@@ -688,6 +693,7 @@ class Controller:
     def _on_phase(self, phase: Phase) -> None:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)
         self.moved.set()
+        self._step_open_s = self.clock.now()
         self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
         # While draining, a step that was taken is still trained: also those that a learner from a checkpoint must repeat.
         self.feeder.hold(phase not in {"running", "evaluating"}, finish_taken=phase == "draining")

@@ -255,12 +255,7 @@ class Reporter:
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
             self.steps.append(report)
             self._steps_file.write(report)
-            for alarm in self.alarms.take(report):
-                self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
-                if self._webhook is not None:
-                    self._webhook.tell({"run": self._config.name, "time_s": now, **msgspec.structs.asdict(alarm)})
-                log.log(ALARM_LEVELS[alarm.level], "alarm %s: %s", alarm.rule, alarm.text)
-                raised += [] if alarm.is_over else [alarm]
+            raised = self._tell(self.alarms.take(report))
             if len(self.steps) > STEPS_WITH_METRICS:
                 old = self.steps[-STEPS_WITH_METRICS - 1]
                 self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
@@ -272,6 +267,19 @@ class Reporter:
             report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
         )  # fmt: skip
         return raised
+
+    def note_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
+        """Look at a step that is not done yet; return alarms that it raises (`Alarms.take_open_step`)."""
+        return self._tell(self.alarms.take_open_step(open_s, version, waiting))
+
+    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
+        """Tell of alarms everywhere; return those that are not over."""
+        for alarm in alarms:
+            self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
+            if self._webhook is not None:
+                self._webhook.tell({"run": self._config.name, "time_s": self._clock.now(), **msgspec.structs.asdict(alarm)})
+            log.log(ALARM_LEVELS[alarm.level], "alarm %s: %s", alarm.rule, alarm.text)
+        return [alarm for alarm in alarms if not alarm.is_over]
 
     def _step_metrics(self, done: StepDone, dispatcher: Dispatcher, peers: Peers, now: float) -> dict[str, float]:
         """Return what the learner measured and what the controller knows, by the names of metrics.py; finite values only."""

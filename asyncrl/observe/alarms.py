@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from statistics import median
@@ -26,6 +26,8 @@ ROOM_S, LOOKS = 10.0, 12
 """How often room on the disk and in memory is looked at, and over how many looks its pace is a median."""
 FIRST = 20
 """Steps from which a run's own beginning is known."""
+STALL_S, STALL_STEPS = 30.0, 3
+"""An open step is no stall before so many seconds, nor before so many steps have shown how long one takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,9 @@ RULES: tuple[Rule, ...] = (
     Rule("generation.starved", "info", 20, 20, "idle beside ready groups", gt, 0.5,
          "`idle/generators` > 0.5 and a step's groups are ready",
          "own: half of generation is unused", "fewer generators, or a lower buffer.max_staleness, cost nothing"),
+    Rule("stall.early", "warning", 1, 1, "open step over usual", gt, 6,
+         "a step is open for more than 30 s and 6 times the median step", "Miles: 6 times the median",
+         "the process at the end of this line holds the others up; its log says more"),
     Rule("disk.full", "warning", 3, 5, "hours of disk/free_gb", lt, 1, "the disk is full in less than an hour at this pace",
          "own: time to make room",
          "make room, or keep less: checkpoint.keep_last, observe.samples; a run on a full disk ends and can be resumed"),
@@ -142,18 +147,37 @@ class Alarms:
         self._most = max(self._most, report.metrics.get("reward/max", report.reward_mean))
         if len(self._entropies) < FIRST and "policy/entropy" in report.metrics:
             self._entropies.append(report.metrics["policy/entropy"])
-        figures, told = self._figures(report), []
-        for rule in RULES:
+        return self._look(RULES, self._figures(report), report.version)
+
+    def take_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
+        """Look at a step that is not done yet; return `stall.early` where it raises that. The next step ends it.
+
+        Args:
+            open_s: Seconds since the last step was done, or since the run began to train.
+            version: Newest.
+            waiting: Who waits for whom, in one line.
+        """
+        times = [step.metrics["time/step_s"] for step in self._steps if "time/step_s" in step.metrics]
+        if open_s <= STALL_S or len(times) < STALL_STEPS:
+            return []
+        figures = {"open step over usual": open_s / max(median(times), 1e-9)}
+        return self._look([rule for rule in RULES if rule.figure in figures], figures, version, f": {waiting}" if waiting else "")
+
+    def _look(self, rules: Iterable[Rule], figures: Mapping[str, float], version: int, seen: str = "") -> list[Alarm]:
+        told = []
+        for rule in rules:
             if rule.name in self._off:
                 continue
             value, met, standing = figures.get(rule.figure), self._met[rule.name], self.standing.get(rule.name)
             met.append(value is not None and rule.compare(value, rule.bound))
             if standing is not None and not any(met):
                 del self.standing[rule.name]
-                told.append(replace(standing, version=report.version, is_over=True, text=f"{rule.name} is over"))
+                told.append(replace(standing, version=version, is_over=True, text=f"{rule.name} is over"))
             elif standing is None and value is not None and met[-1] and sum(met) >= rule.needed:
-                text = f"{rule.meets} (is {value:.3g}, bound {rule.bound:.3g}, {sum(met)} of {len(met)} steps): {rule.advice}"
-                self.standing[rule.name] = Alarm(rule.name, rule.level, report.version, value, rule.bound, text)
+                text = (
+                    f"{rule.meets} (is {value:.3g}, bound {rule.bound:.3g}, {sum(met)} of {len(met)} steps): {rule.advice}{seen}"
+                )
+                self.standing[rule.name] = Alarm(rule.name, rule.level, version, value, rule.bound, text)
                 told.append(self.standing[rule.name])
         return told
 

@@ -246,7 +246,7 @@ class OwnerConfig(_Stage, frozen=True):
 AlarmRule = Literal[
     "weights.mismatch", "weights.lag", "gradient.spike", "off_policy.ess", "off_policy.lost", "off_policy.ratio", "kl.reference",
     "reward.equal", "reward.dead", "reward.collapse", "entropy.collapse", "length.truncated", "groups.lost", "bias",
-    "generation.slow", "generation.starved", "stall.early", "disk.full", "memory.full",
+    "generation.slow", "generation.starved", "stall.early", "disk.full", "memory.full", "memory.device",
 ]  # fmt: skip
 
 

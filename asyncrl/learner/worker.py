@@ -358,5 +358,6 @@ class LearnerWorker:
         device = self._policy.train_state.model.device
         if device.type == "cuda":
             held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-            return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9}
+            share = peak / torch.cuda.get_device_properties(device).total_memory
+            return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9, "memory/peak_share": share}
         return {"memory/allocated_gb": psutil.Process().memory_info().rss / 1e9}

@@ -109,6 +109,10 @@ RULES: tuple[Rule, ...] = (
     Rule("memory.full", "warning", 3, 5, "hours of memory/available_gb", lt, 1,
          "the machine's memory is full in less than an hour at this pace", "own: time to act",
          "`memory/resident_gb/*` says which process grows: fewer slots or generators, or resume the run"),
+    Rule("memory.device", "warning", 3, 5, "memory/peak_share", gt, 0.95, "`memory/peak_share` > 0.95",
+         "own: the next longer batch may not fit",
+         "lower packing.tokens_per_row first, then learner.gradient_checkpointing, an 8-bit optimizer, more ranks "
+         "(`asyncrl plan` has the sums)"),
 )  # fmt: skip
 
 

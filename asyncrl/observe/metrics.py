@@ -177,6 +177,7 @@ _ROWS = (
     # What it takes
     ("memory/allocated_gb", "GB", "held by the learner: on its device, or resident on a CPU"),
     ("memory/peak_gb", "GB", "most the learner ever held"),
+    ("memory/peak_share", "fraction", "most the learner ever held, of its device's memory"),
     ("memory/resident_gb/*", "GB", "resident memory of one process, by name"),
     ("disk/free_gb", "GB", "free on the disk of the run's folder"),
     ("memory/available_gb", "GB", "that the machine can still give"),

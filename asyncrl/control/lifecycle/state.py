@@ -27,6 +27,7 @@ from asyncrl.schema.status import Phase
 
 ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
 LONGEST_BACKOFF_S = 30.0
+OUT_OF_MEMORY = " (where nobody sent it, the machine or the container ran out of memory: fewer slots or processes)"
 _COMES_IN: dict[type, frozenset[Phase]] = {
     ev.EvaluationDone: frozenset({"evaluating", "draining"}),
     ev.StepsDone: frozenset({"evaluating", "running", "draining"}),
@@ -339,7 +340,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
             return
         record.exit_codes.append(event.code)
         record.deaths_s.append(self._now)
-        why = record.reason or f"{record.name} exited with {_exit_text(event.code)}"
+        why = record.reason or f"{record.name} exited with {_exit_text(event.code)}{OUT_OF_MEMORY * (event.code == -9)}"
         self._out.append(ev.AnnounceDead(record.name, record.kind, why))
         window_s = self._config.death_window_s
         for each in self.processes.values():

@@ -17,7 +17,7 @@ HEALTHY = {
     "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
-    "bias/flagged": 0.0, "disk/free_gb": 100.0, "memory/available_gb": 10.0,
+    "bias/flagged": 0.0, "disk/free_gb": 100.0, "memory/available_gb": 10.0, "memory/peak_share": 0.5,
 }  # fmt: skip
 
 
@@ -66,6 +66,7 @@ TROUBLE = {
     "groups.lost": lambda step: report(step, lost=4 * (step - 60)),
     "bias": lambda step: report(step, **{"bias/flagged": 1.0}),
     "generation.slow": lambda step: report(step, **{"idle/learner": 0.7}),
+    "memory.device": lambda step: report(step, **{"memory/peak_share": 0.97}),
     "generation.starved": lambda step: report(step, idle=0.8, ready=8),
 }
 

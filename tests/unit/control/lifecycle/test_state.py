@@ -79,6 +79,17 @@ def test_one_death_too_many_names_processes_codes_and_log() -> None:
     )
 
 
+def test_a_killed_process_may_have_met_the_end_of_memory() -> None:
+    told = Told().up()
+    reasons = [
+        one.reason
+        for code in (-9, -15)
+        for one in told(ev.ProcessExited("generator-0", code, 1))
+        if isinstance(one, ev.AnnounceDead)
+    ]
+    assert ["out of memory" in reason for reason in reasons] == [True]
+
+
 def beating(told: Told, seconds: int, *names: str) -> list[ev.Instruction]:
     """Let time pass, in which these processes send heartbeats."""
     instructions: list[ev.Instruction] = []

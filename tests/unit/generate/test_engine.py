@@ -3,19 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generate.engine import EngineRequest, KVRoom, RequestRules
-from asyncrl.schema.samples import SamplingParams
-
-RULES = RequestRules(64, 10, frozenset({1, 2}))
-
-
-def request(num_prompt: int = 2, max_new_tokens: int = 4, **sampling) -> EngineRequest:
-    return EngineRequest("a", (5,) * num_prompt, SamplingParams(max_new_tokens=max_new_tokens, **sampling), 0)
-
-
-def test_a_request_ends_at_the_models_tokens_and_its_own_unless_it_ignores_all() -> None:
-    assert RULES.stop_ids(request(stop_token_ids=(7,))) == {1, 2, 7}
-    assert RULES.stop_ids(request(stop_token_ids=(7,), ignore_eos=True)) == set()
+from asyncrl.generate.engine import KVRoom
 
 
 def test_the_slots_are_what_fits_and_move_only_by_an_eighth_or_to_all_there_are() -> None:

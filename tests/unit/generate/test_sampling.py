@@ -24,16 +24,6 @@ def ordinals(value: int, rows: int = ROWS) -> np.ndarray:
     return np.full(rows, value, dtype=np.uint64)
 
 
-def test_draw_depends_on_seed_and_position_and_not_on_the_row() -> None:
-    logits = torch.randn(1, 50).repeat(ROWS, 1)
-    batch = sampling_batch([params()] * ROWS, [11] * ROWS)
-    tokens, logprobs = sample(logits, batch, ordinals(3))
-    assert len(set(tokens)) == 1
-    assert len(set(logprobs)) == 1
-    drawn = {tuple(sample(logits, batch, ordinals(i))[0]) for i in range(30)}
-    assert len(drawn) > 5
-
-
 def test_rows_keep_their_own_parameters() -> None:
     logits = torch.randn(4, 40)
     rows = [params(temperature=0.0), params(top_k=1), params(top_p=0.3, temperature=2.0), params()]

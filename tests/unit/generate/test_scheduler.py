@@ -5,46 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers.model import SlotModel, _forwards, forward_tokens, rows_for
+from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.schema.samples import SamplingParams
 from tests.contract.engine_cases import make_model, tensors_of
 
 SLOTS = 4
-LENGTHS = forward_tokens(32)
-
-
-@given(st.lists(st.integers(0, 700), max_size=12), st.sampled_from([1, 32, 256, 2000]))
-def test_every_token_is_prefilled_once_in_order_and_within_the_forward(lengths: list[int], num_slots: int) -> None:
-    forwards = _forwards(((row, list(range(length)), 0) for row, length in enumerate(lengths)), forward_tokens(num_slots))
-    seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
-    for pieces, num_tokens in forwards:
-        assert sum(len(piece.token_ids) for piece in pieces) <= num_tokens
-        for piece in pieces:
-            assert piece.start == len(seen[piece.row])
-            seen[piece.row].extend(piece.token_ids)
-    assert [seen[row] for row in range(len(lengths))] == [list(range(length)) for length in lengths]
-
-
-@given(st.integers(1, 700), st.lists(st.integers(1, 700), max_size=8))
-def test_a_sequences_forward_lengths_do_not_depend_on_its_company(length: int, company: list[int]) -> None:
-    def own(sequences) -> list[tuple[int, int, int]]:
-        found = [(p.start, len(p.token_ids), num) for pieces, num in _forwards(sequences, LENGTHS) for p in pieces if p.row == 0]
-        return sorted(found)
-
-    mine = (0, list(range(length)), 0)
-    others = [(row + 1, list(range(other)), 0) for row, other in enumerate(company)]
-    assert own([mine]) == own([*others, mine])
-
-
-@pytest.mark.parametrize(("slots", "rows"), [(1, 8), (8, 8), (9, 16), (31, 32), (32, 32), (33, 64)])
-def test_rows_leave_no_remainder_to_vector_kernels(slots: int, rows: int) -> None:
-    assert rows_for(slots) == rows
 
 
 class CountingModel(SlotModel):

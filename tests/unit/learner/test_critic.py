@@ -12,8 +12,6 @@ from asyncrl.learner.model.critic import (
     load_critic,
     save_critic,
 )
-from asyncrl.learner.model.policy import row_hidden
-from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 
 KINDS = ["head", "separate"]
@@ -46,17 +44,6 @@ def bits(module):
 
 def same(one, other):
     return all(torch.equal(old, new) for old, new in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_values_equal_those_of_a_padded_batch(kit, kind):
-    model, critic, samples = kit.model(), critic_of(kit, kind), kit.samples(groups=3)
-    body = model.base_model if kind == "head" else critic.body
-    (row,) = prepare(kit.batch(samples)).rows
-    hidden = row_hidden(model.base_model, row) if kind == "head" else None
-    plain = [states @ critic.output.weight[0] + critic.output.bias[0] for states in kit.plain_hidden(body, samples)]
-    expected = torch.cat([values[torch.from_numpy(sample["mask"]).bool()] for values, sample in zip(plain, samples, strict=True)])
-    torch.testing.assert_close(critic(row, hidden), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -165,15 +165,6 @@ def test_corrections_of_a_whole_update_do_not_depend_on_rows(kit, case):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
 
 
-def test_a_shared_prompt_is_computed_once(kit):
-    samples = kit.samples(groups=2, group_size=4, prompt=(6, 7), response=(3, 4))
-    for sample in samples:
-        sample["mask"][:] = 1
-    (row,) = prepare(kit.batch(samples)).rows
-    assert len(row.input_ids) == 2 * (6 + 4 * 2)
-    assert len(row.target_ids) == 2 * 4 * 3
-
-
 def with_common_prefix(samples, num_tokens):
     """The same, each prompt after so many tokens that are alike."""
     prefix = np.arange(num_tokens) % 19 + 2

@@ -174,29 +174,6 @@ async def test_a_file_that_is_gone_holds_sampling_until_a_whole_version_came(eng
     await assert_holds(engine, untied_model(2))
 
 
-async def test_nothing_is_sampled_after_a_slot_was_overwritten_until_a_whole_version_came(
-    engine: VLLMEngine, tmp_path: Path
-) -> None:
-    def overwritten() -> None:
-        raise BroadcastError("overwritten")
-
-    stream = engine.submit(make_request("a", max_new_tokens=200))
-    await anext(stream)
-    new = untied_model(2)
-    with in_a_file(new.state_dict(), tmp_path, overwritten) as tensors, pytest.raises(BroadcastError, match="overwritten"):
-        await engine.load_weights(1, tensors, "keep")
-    with pytest.raises(GenerationError, match="came only in part"):
-        await engine.score([3, 4, 5])
-    await engine.resume()
-    async with asyncio.TaskGroup() as tasks:
-        rest = tasks.create_task(collect(stream))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(rest), 0.3)
-        await engine.load_weights(2, dict(new.state_dict()), "keep")
-    assert set(rest.result().versions) <= {-1, 2}
-    await assert_holds(engine, new)
-
-
 async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_version_came(
     engine: VLLMEngine, tmp_path: Path
 ) -> None:

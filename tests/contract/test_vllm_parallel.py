@@ -126,12 +126,11 @@ async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEn
         assert (await collect(stream, first)).token_ids == whole.token_ids
 
 
-@pytest.mark.parametrize("replica", range(REPLICAS))
 async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(
-    engine: VLLMEngine, replica: int, tmp_path: Path
+    engine: VLLMEngine, tmp_path: Path
 ) -> None:
     """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
-    pid = cores_of(engine)[replica].pid
+    pid = cores_of(engine)[-1].pid
     with pytest.raises(BroadcastError, match="the sender is gone"):
         await engine.load_weights(1, deferred(make_model(4), tmp_path, f"half below {pid}"), "keep")
     assert engine.version == -1

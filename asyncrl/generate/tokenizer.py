@@ -87,30 +87,27 @@ class TokenizerCodec:
 
     def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
         if self._tokenizer is None:
-            auto_tokenizer = import_module("transformers").AutoTokenizer
+            modules = import_module("transformers")
             try:
-                self._tokenizer = auto_tokenizer.from_pretrained(
+                self._tokenizer = modules.AutoTokenizer.from_pretrained(
                     self._model_folder, local_files_only=True, trust_remote_code=self._trust_remote_code
                 )
             except Exception as error:
                 raise GenerationError(
                     f"cannot load a tokenizer from {self._model_folder}: {type(error).__name__}: {error}"
                 ) from error
-            self._choose_ways()
+            tokenizer = self._tokenizer
+            self._encode = lambda text: tokenizer(text)["input_ids"]
+            self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            # Plain text is done by the tokenizer's own backend where nothing is in between: a fifth of the time.
+            if type(tokenizer) is modules.TokenizersBackend:
+                backend = tokenizer.backend_tokenizer
+                backend.no_truncation()
+                backend.no_padding()
+                backend.encode_special_tokens = tokenizer.split_special_tokens
+                self._encode = lambda text: backend.encode(text).ids
+                self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
         return self._tokenizer
-
-    def _choose_ways(self) -> None:
-        """Have plain text done by the tokenizer's own backend where nothing is in between: a fifth of the time."""
-        tokenizer, modules = self._tokenizer, import_module("transformers")
-        self._encode = lambda text: tokenizer(text)["input_ids"]
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if type(tokenizer) is modules.TokenizersBackend:
-            backend = tokenizer.backend_tokenizer
-            backend.no_truncation()
-            backend.no_padding()
-            backend.encode_special_tokens = tokenizer.split_special_tokens
-            self._encode = lambda text: backend.encode(text).ids
-            self._decode = lambda ids: backend.decode(ids, skip_special_tokens=True)
 
 
 class ByteCodec:

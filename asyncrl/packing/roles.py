@@ -31,12 +31,19 @@ def roles_of(step: int, groups: Sequence[ScoredGroup], screen: Screen) -> list[R
     Raises:
         ConfigError: The step is to train preferences and no group has a pair.
     """
-    if screen.preference is None:
-        return [role for group in groups for role in _sampled(group, screen)]
     roles: list[Role] = []
     for group in groups:
-        roles += _paired(group, screen, len(roles) // 2)
-    if not roles:
+        members = members_of(group)
+        if screen.preference is None:
+            trained, greedy = set(trained_members(members, screen)), screen.greedy_index
+            roles += [Role(one, one.sample.index in trained, one.sample.index == greedy) for one in group.members]
+            continue
+        by_index, paired = {one.sample.index: one for one in group.members}, {}
+        for pair, (chosen, rejected) in enumerate(pairs_among(members, screen), start=len(roles) // 2):
+            paired[chosen] = Role(by_index[chosen], pair=pair, is_chosen=True)
+            paired[rejected] = Role(by_index[rejected], pair=pair)
+        roles += [paired[index] for index in sorted(paired)]
+    if screen.preference is not None and not roles:
         raise ConfigError(
             f"step {step} has nothing to train: none of its {len(groups)} groups has a preference pair; the buffer gives a step "
             "only groups that have one, so these come from elsewhere: leave them out (algorithm.preference says what a pair is)"
@@ -52,17 +59,3 @@ def units_of(roles: Sequence[Role]) -> list[list[list[int]]]:
         parts = units.setdefault((sample.group_id, sample.prompt_ids), {})
         parts.setdefault(role.pair if role.pair >= 0 else -1 - position, []).append(position)
     return [list(parts.values()) for parts in units.values()]
-
-
-def _sampled(group: ScoredGroup, screen: Screen) -> list[Role]:
-    trained = set(trained_members(members_of(group), screen))
-    return [Role(scored, scored.sample.index in trained, scored.sample.index == screen.greedy_index) for scored in group.members]
-
-
-def _paired(group: ScoredGroup, screen: Screen, first_pair: int) -> list[Role]:
-    by_index = {scored.sample.index: scored for scored in group.members}
-    roles = {}
-    for pair, (chosen, rejected) in enumerate(pairs_among(members_of(group), screen), start=first_pair):
-        roles[chosen] = Role(by_index[chosen], pair=pair, is_chosen=True)
-        roles[rejected] = Role(by_index[rejected], pair=pair)
-    return [roles[index] for index in sorted(roles)]

@@ -87,8 +87,21 @@ def pack_step(
         rows.append(_row([samples[i] for i in members], rank))
         start = 0
         for i in members:
-            placed[i] = _place(samples[i], row, start)
-            start += samples[i].num_tokens
+            each = samples[i]
+            placed[i] = PackedSample(
+                group_id=each.sample.group_id,
+                index=each.sample.index,
+                row=row,
+                start=start,
+                prompt_tokens=each.prompt_tokens,
+                response_tokens=each.response_tokens,
+                reward=each.role.scored.reward,
+                oldest_version=each.oldest_version,
+                is_greedy=each.role.is_greedy,
+                pair=each.role.pair,
+                is_chosen=each.role.is_chosen,
+            )
+            start += each.num_tokens
     return StepBatch(
         step=step,
         samples=tuple(sample for sample in placed if sample is not None),
@@ -137,22 +150,6 @@ def _unpack(role: Role, mask_below: int) -> _Unpacked:
         trained = versions[mask_from_bytes(loss_mask, num_tokens) > 0]
         oldest_version = int(trained.min()) if len(trained) else -1
     return _Unpacked(role, sample, len(sample.prompt_ids) // 4, num_tokens, loss_mask, 1 in loss_mask, oldest_version)
-
-
-def _place(each: _Unpacked, row: int, start: int) -> PackedSample:
-    return PackedSample(
-        group_id=each.sample.group_id,
-        index=each.sample.index,
-        row=row,
-        start=start,
-        prompt_tokens=each.prompt_tokens,
-        response_tokens=each.response_tokens,
-        reward=each.role.scored.reward,
-        oldest_version=each.oldest_version,
-        is_greedy=each.role.is_greedy,
-        pair=each.role.pair,
-        is_chosen=each.role.is_chosen,
-    )
 
 
 def _row(samples: list[_Unpacked], rank: int) -> PackedRow:

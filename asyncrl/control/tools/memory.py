@@ -77,19 +77,18 @@ def reference_sizes(config: RunConfig) -> dict[str, int]:
     weights = _on_device(learner_parts(config).get("reference", ()), "weights")
     if not weights:
         return {}
-    return {"reference": weights // config.learner.ranks, "activations of a forward": _reference_forward_bytes(config)}
+    learner = config.learner
+    row = forward_row(_reference_shape(config), config.packing.tokens_per_row, BYTES[learner.dtype], learner.logprob_chunk_tokens)
+    return {"reference": weights // learner.ranks, "activations of a forward": int(row)}
 
 
 def _on_device(parts: Iterable[Part], word: str) -> int:
     return sum(part.num_bytes for part in parts if part.place == "device" and word in part.name)
 
 
-def _reference_forward_bytes(config: RunConfig) -> int:
-    """Return what a reference on the learner needs for one row."""
+def _reference_shape(config: RunConfig) -> ModelShape:
     path = config.algorithm.reference.path
-    shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
-    tokens, learner = config.packing.tokens_per_row, config.learner
-    return int(forward_row(shape, tokens, BYTES[learner.dtype], learner.logprob_chunk_tokens))
+    return _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
 
 
 def judging_forward_bytes(config: RunConfig) -> int:
@@ -102,9 +101,7 @@ def judging_forward_bytes(config: RunConfig) -> int:
         for model in inference.reward_models
     ]
     if config.has_reference_worker:
-        path = config.algorithm.reference.path
-        shape = _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
-        sizes.append(forward_row(shape, tokens, BYTES[inference.dtype], min(tokens, JUDGING_CHUNK_TOKENS)))
+        sizes.append(forward_row(_reference_shape(config), tokens, BYTES[inference.dtype], min(tokens, JUDGING_CHUNK_TOKENS)))
     return int(max(sizes, default=0))
 
 

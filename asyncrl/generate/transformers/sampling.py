@@ -77,25 +77,18 @@ def filtered_logprobs(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Te
     if len(batch.top_k) or len(batch.top_p_rows):
         scores_RV = scores_RV.clone()
     if len(batch.top_k):
-        scores_RV[batch.top_k_rows] = _keep_top_k(scores_RV[batch.top_k_rows], batch.top_k)
+        scores_KV, vocabulary = scores_RV[batch.top_k_rows], scores_RV.shape[-1]
+        ranks = torch.tensor([min(k, vocabulary) - 1 for k in batch.top_k], device=scores_KV.device).unsqueeze(1)
+        largest = scores_KV.topk(min(max(batch.top_k), vocabulary), dim=-1).values
+        scores_RV[batch.top_k_rows] = scores_KV.masked_fill(scores_KV < largest.gather(1, ranks), -torch.inf)
     if len(batch.top_p_rows):
-        scores_RV[batch.top_p_rows] = _keep_top_p(scores_RV[batch.top_p_rows], batch.top_p_P1)
+        # The smallest set of most likely tokens whose mass reaches top_p stays; always at least one.
+        scores_PV = scores_RV[batch.top_p_rows]
+        ascending, order = scores_PV.sort(dim=-1)
+        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - batch.top_p_P1
+        cut[:, -1] = False
+        scores_RV[batch.top_p_rows] = scores_PV.masked_fill(cut.scatter(1, order, cut), -torch.inf)
     return torch.log_softmax(scores_RV, dim=-1)
-
-
-def _keep_top_k(scores_KV: torch.Tensor, top_k: tuple[int, ...]) -> torch.Tensor:
-    vocabulary = scores_KV.shape[-1]
-    ranks = torch.tensor([min(k, vocabulary) - 1 for k in top_k], device=scores_KV.device).unsqueeze(1)
-    largest = scores_KV.topk(min(max(top_k), vocabulary), dim=-1).values
-    return scores_KV.masked_fill(scores_KV < largest.gather(1, ranks), -torch.inf)
-
-
-def _keep_top_p(scores_PV: torch.Tensor, top_p_P1: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches top_p; always at least one."""
-    ascending, order = scores_PV.sort(dim=-1)
-    cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p_P1
-    cut[:, -1] = False
-    return scores_PV.masked_fill(cut.scatter(1, order, cut), -torch.inf)
 
 
 def sample(

@@ -85,19 +85,17 @@ def save_policy(
         whole: What `publishable_tensors` names, where the model's own are divided over ranks; None: the model's.
     """
     if has_adapters(model):
-        _save_adapters(model, folder, publishable_tensors(model) if whole is None else whole)
+        adapters = publishable_tensors(model) if whole is None else whole
+        base = Path(model.name_or_path).resolve()
+        link_folder(base, folder, relative=True)
+        saved = {_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
+        save_file(saved, folder / ADAPTER_FILE)
+        config = next(iter(model.peft_config.values()))
+        config.base_model_name_or_path = str(base)
+        config.save_pretrained(folder)
     else:
         model.save_pretrained(folder, state_dict=None if whole is None else dict(whole))
     tokenizer.save_pretrained(folder)
-
-
-def _save_adapters(model: PreTrainedModel, folder: Path, adapters: Mapping[str, torch.Tensor]) -> None:
-    base = Path(model.name_or_path).resolve()
-    link_folder(base, folder, relative=True)
-    save_file({_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}, folder / ADAPTER_FILE)
-    config = next(iter(model.peft_config.values()))
-    config.base_model_name_or_path = str(base)
-    config.save_pretrained(folder)
 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:

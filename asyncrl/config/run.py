@@ -23,7 +23,7 @@ from asyncrl.config import (
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.generate import GenerateConfig
-from asyncrl.config.learner import LearnerConfig, ModelConfig, ScratchModel
+from asyncrl.config.learner import LearnerConfig, ModelConfig, PretrainedModel, ScratchModel
 from asyncrl.config.reward import RewardConfig
 from asyncrl.config.tasks import AdditionTask, TaskConfig
 
@@ -304,6 +304,11 @@ class RunConfig(_Stage, frozen=True):
     def has_reference_worker(self) -> bool:
         """Return whether the reference runs on inference workers: something reads it, and reference.where says so."""
         return self.algorithm.needs_reference and self.algorithm.reference.where == "worker"
+
+    @property
+    def trusts_code(self) -> bool:
+        """Return whether Python in the pretrained model's folder may be run."""
+        return isinstance(self.model, PretrainedModel) and self.model.trust_remote_code
 
     @property
     def needs_inference(self) -> bool:

@@ -17,7 +17,6 @@ from asyncrl.config.generate import (
     VLLMEngineConfig,
     VLLMServerEngineConfig,
 )
-from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
@@ -34,7 +33,7 @@ _MODULES = {
 
 def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
     """Import what the engine needs, which may take seconds, and make it."""
-    settings, lora, trusts = config.generate.engine, config.learner.lora, _trusts(config)
+    settings, lora, trusts = config.generate.engine, config.learner.lora, config.trusts_code
     module: Any = import_module(_MODULES[settings.kind])
     engine: Engine
     match settings:
@@ -78,7 +77,7 @@ async def start_engine(
     config, folder = with_own_server(config, generator), model_folder_here(config, model_folder)
     settings = config.generate.engine
     engine = await asyncio.to_thread(_build, config, folder, clock)
-    codec: PromptCodec = TokenizerCodec(folder, trust_remote_code=_trusts(config), replays=settings.replays)
+    codec: PromptCodec = TokenizerCodec(folder, trust_remote_code=config.trusts_code, replays=settings.replays)
     if isinstance(settings, FakeEngineConfig):
         codec = ByteCodec(settings.vocabulary_size)
     await engine.start()
@@ -111,7 +110,3 @@ def with_own_server(config: RunConfig, generator: str) -> RunConfig:
         raise ConfigError(f"generate.engine.url names {len(engine.urls)} servers; {generator} is without one")
     own = msgspec.structs.replace(engine, url=engine.urls[index])
     return msgspec.structs.replace(config, generate=msgspec.structs.replace(config.generate, engine=own))
-
-
-def _trusts(config: RunConfig) -> bool:
-    return isinstance(config.model, PretrainedModel) and config.model.trust_remote_code

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from asyncrl.config.check import REFERENCE
-from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RewardModel, RunConfig
 from asyncrl.inference.batching import num_tokens, pack
 from asyncrl.inference.models import ReferenceModel, RewardScorer
@@ -54,14 +53,14 @@ class Scorer:
         self.reward_models: dict[str, RewardScorer] = {}
         algorithm, inference = config.algorithm, config.inference
         started_s = time.perf_counter()
-        if algorithm.needs_reference and algorithm.reference.where == "worker":
+        if config.has_reference_worker:
             is_own = not algorithm.reference.path
             self.reference = ReferenceModel.open(
                 model_folder if is_own else Path(algorithm.reference.path),
                 dtype=inference.dtype,
                 device=inference.device,
                 fp32_head=config.model.fp32_head,
-                trust_remote_code=is_own and isinstance(config.model, PretrainedModel) and config.model.trust_remote_code,
+                trust_remote_code=is_own and config.trusts_code,
             )
         for model in inference.reward_models:
             self.reward_models[model.name] = RewardScorer.open(model, inference.device)

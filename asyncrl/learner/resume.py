@@ -103,7 +103,7 @@ def load_or_make(
     train_state = build_train_state(config, folder, checkpoint, ranks)
     saved = load_trainer(checkpoint, train_state) if checkpoint else TrainerState(version=0)
     log.info("at version %d, from %s", saved.version, checkpoint or folder)
-    tokenizer = open_tokenizer(folder, trust_remote_code=_trusted(config))
+    tokenizer = open_tokenizer(folder, trust_remote_code=config.trusts_code)
     return InitialState(train_state, tokenizer, saved.version, folder, checkpoint, saved, metrics)
 
 
@@ -150,19 +150,15 @@ def build_train_state(
         else:
             plain = msgspec.structs.replace(opened, gradient_checkpointing=False)
             folder = Path(path or model_folder)
-            frozen = open_model(folder, plain, trust_remote_code=_trusted(config), fp32_head=config.model.fp32_head)
+            frozen = open_model(folder, plain, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
             state.reference = Reference(divider.policy(frozen), learner.logprob_chunk_tokens)
     if algorithm.critic is not None:
-        critic = build_critic(algorithm.critic, opened, model, model_folder, trust_remote_code=_trusted(config))
+        critic = build_critic(algorithm.critic, opened, model, model_folder, trust_remote_code=config.trusts_code)
         state.critic = divider.critic(critic)
         state.critic_optimizer = build_critic_optimizer(
             state.critic, algorithm.critic, learner, config.num_steps, state.optimizer
         )
     return state
-
-
-def _trusted(config: RunConfig) -> bool:
-    return isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
 
 
 def _make_model_folder(

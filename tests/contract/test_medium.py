@@ -139,14 +139,26 @@ def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, tmp_path, lea
         assert torch.equal(arrived[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_a_racing_publisher_never_yields_a_mixture(config, tmp_path, publisher_process):
-    """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so."""
+def test_a_racing_publisher_never_yields_a_mixture_and_what_it_leaves_once_killed_is_cleaned_up(
+    config, tmp_path, publisher_process
+):
+    """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so, after its end too."""
     asyncio.run(race(config, tmp_path, publisher_process))
+    available = publisher_process.hear(WeightsAvailable)
+    publisher_process.kill()
+    while (later := publisher_process.hear(WeightsAvailable)) is not None:
+        available = later
+    whole_or_error = read(config, tmp_path, available, stalled_after_s=0.5)
+    assert whole_or_error in ({float(available.version)}, set())
+
+    learner = Learner(config, tmp_path)
+    assert read(config, tmp_path, learner.publish(1)) == {1.0}
+    learner.publisher.close()
+    assert left_behind(tmp_path) <= {f"version-00000001/{name}" for name in SHARDS}
 
 
 async def race(config: BroadcastConfig, run_folder: Path, publisher_process: LineProcess) -> None:
-    subscriber = Subscriber(config, run_folder)
-    whole = 0
+    subscriber, whole = Subscriber(config, run_folder), 0
     while whole < 5:
         available = await asyncio.to_thread(publisher_process.hear_newest, WeightsAvailable)
         with contextlib.suppress(BroadcastError):
@@ -184,21 +196,6 @@ def test_a_stopped_subscriber_does_not_hold_the_publisher_up(config, tmp_path, l
         peer.process.send_signal(signal.SIGCONT)
     assert peer.hear(Fetched).version == 2
     assert generators.fetch(config, tmp_path, available) == Fetched(22, [22.0])
-
-
-def test_a_killed_publisher_leaves_a_whole_version_or_an_error_and_the_next_one_cleans_up(config, tmp_path, publisher_process):
-    for _ in range(3):
-        available = publisher_process.hear(WeightsAvailable)
-    publisher_process.kill()
-    while (later := publisher_process.hear(WeightsAvailable)) is not None:
-        available = later
-    whole_or_error = read(config, tmp_path, available, stalled_after_s=0.5)
-    assert whole_or_error in ({float(available.version)}, set())
-
-    learner = Learner(config, tmp_path)
-    assert read(config, tmp_path, learner.publish(1)) == {1.0}
-    learner.publisher.close()
-    assert left_behind(tmp_path) <= {f"version-00000001/{name}" for name in SHARDS}
 
 
 def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable, stalled_after_s: float = 20.0) -> set[float]:

@@ -32,7 +32,11 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
     """
     with LedgerReader(run_folder) as reader:
         if sample:
-            story = _story(reader, sample)
+            parts = re.fullmatch(r"g?([0-9]{1,18})(?:\.([0-9]{1,18}))?", sample)
+            if parts is None:
+                raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {sample!r}")
+            group_id, index = parts.groups()
+            story = reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
             if as_json:
                 return msgspec.json.encode(story).decode()
             row = story.row if isinstance(story, SampleStory) else None
@@ -44,14 +48,6 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
             "prompts": [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id],
         }
     return msgspec.json.encode(overview).decode() if as_json else _overview_text(overview)
-
-
-def _story(reader: LedgerReader, name: str) -> GroupStory | SampleStory:
-    parts = re.fullmatch(r"g?([0-9]{1,18})(?:\.([0-9]{1,18}))?", name)
-    if parts is None:
-        raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {name!r}")
-    group_id, index = parts.groups()
-    return reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
 
 
 def _overview_text(overview: dict[str, Any]) -> str:

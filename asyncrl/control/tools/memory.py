@@ -128,25 +128,20 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
     """Return what each generator holds; nothing where its engine has no model, or has it on a server elsewhere."""
     engine, shape = config.generate.engine, policy_shape(config.model)
     if isinstance(engine, VLLMEngineConfig):
-        return _vllm_parts(config, engine, shape)
+        held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+        whole = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held * engine.data_parallel
+        # On a GPU the KV cache is what room there is.
+        rest_of_gpu = f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
+        if engine.device == "cuda":
+            return Part("weights", whole), Part(f"KV cache: {rest_of_gpu}", 0)
+        on_gpu = "" if engine.device == "cpu" else f" on a CPU, on a GPU {rest_of_gpu}"
+        return Part("weights", whole), Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
     if not isinstance(engine, TransformersEngineConfig):
         return ()
     held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
     weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
     cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.slots * held
     return Part("weights", weights), Part("KV cache", cache)
-
-
-def _vllm_parts(config: RunConfig, engine: VLLMEngineConfig, shape: ModelShape) -> tuple[Part, ...]:
-    """Return what vLLM's processes hold for one generator, over all its devices; a GPU's KV cache is what room there is."""
-    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
-    adapters = shape.adapter_parameters(config.learner.lora)
-    weights = Part("weights", (shape.parameters + adapters) * held * engine.data_parallel)
-    rest_of_gpu = f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
-    if engine.device == "cuda":
-        return weights, Part(f"KV cache: {rest_of_gpu}", 0)
-    on_gpu = "" if engine.device == "cpu" else f" on a CPU, on a GPU {rest_of_gpu}"
-    return weights, Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
 
 
 def inference_parts(config: RunConfig) -> tuple[Part, ...]:

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import link_folder, open_model
@@ -41,9 +40,8 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
         ConfigError: A folder cannot be opened, or there is no layer that the adapters name.
         LearnerError: The checkpoint's adapters are of another shape.
     """
-    trusted = isinstance(config.model, PretrainedModel) and config.model.trust_remote_code
     weights = checkpoint if checkpoint is not None and config.learner.lora is None else model_folder
-    model = open_model(weights, config.learner, trust_remote_code=trusted, fp32_head=config.model.fp32_head)
+    model = open_model(weights, config.learner, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
     if config.learner.lora is not None:
         import_module("asyncrl.models.adapters").add_adapters(model, config.learner.lora, config.seed)
         if checkpoint is not None:

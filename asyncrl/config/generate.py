@@ -160,7 +160,6 @@ class FakeEngineConfig(_Engine, frozen=True, tag="fake"):
     sigma: PositiveFloat = 1.0
     """Of the log-normal's logarithm."""
     vocabulary_size: PositiveInt = 64
-    load_latency_s: NonNegativeFloat = 0.0
     kv_blocks: NonNegativeInt = 0
     """Make-believe KV blocks of 16 tokens: no request starts without room, and the generator's room follows those that are free.
     0: no end of them."""

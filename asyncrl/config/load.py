@@ -135,13 +135,13 @@ def load_run_config(run_folder: Path) -> RunConfig:
     return at_node(load_config(run_folder / "config.toml"), os.environ.get(NODE_ADDRESS, "127.0.0.1"))
 
 
-def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
+def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Check a config given as plain nested dicts.
 
     Raises:
         ConfigError: As `load_config`.
     """
-    return resolve_config(raw, source=source)
+    return resolve_config(raw)
 
 
 def dump_config(config: RunConfig) -> str:

@@ -82,9 +82,10 @@ class ModelShape:
         adapted = [size for name, size in sizes.items() if not lora.target_modules or name in lora.target_modules]
         return self.layers * lora.rank * sum(adapted)
 
-    def cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """The KV cache of one token: keys and values of every layer."""
-        return 2 * self.layers * self.kv_heads * self.head_size * bytes_per_value
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """The KV cache of one token, 2 bytes a value: keys and values of every layer."""
+        return 4 * self.layers * self.kv_heads * self.head_size
 
     def forward_flops(self, context_tokens: float) -> float:
         """Operations of one token's forward with `context_tokens` before it.

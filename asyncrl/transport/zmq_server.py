@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 async def open_listener(
     config: TransportConfig,
     run_folder: Path,
-    hello: Hello | None = None,
     judge: Callable[[Hello], str] = lambda _hello: "",
     limits: LinkLimits | None = None,
 ) -> Listener:
@@ -51,7 +50,6 @@ async def open_listener(
     Args:
         config: Kind, host, encryption, window, message size.
         run_folder: Where `keys/` lies.
-        hello: Who listens; `controller` by default.
         judge: Why a peer may not come in, in words it is told; empty lets it in.
         limits: Overrides the config's sizes and the default times (tests).
 
@@ -67,7 +65,7 @@ async def open_listener(
     folder = _make_ipc_folder() if config.kind == "ipc" else None
     address = f"ipc://{folder.path}/c" if folder else f"tcp://{config.host}:*"
     try:
-        return ZmqListener(address, hello or new_hello("controller", "controller"), limits, keys, judge, folder)
+        return ZmqListener(address, new_hello("controller", "controller"), limits, keys, judge, folder)
     except BaseException:
         if folder:
             folder.close()

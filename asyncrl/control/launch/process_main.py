@@ -41,12 +41,11 @@ TELL_S = 2.0
 """For the controller to be told."""
 
 
-def watch_parent(on_gone: Callable[[], object] | None = None, input_fd: int = 0) -> threading.Thread:
-    """Start a daemon thread that ends this process, and its process group if it leads one, at the end of `input_fd`.
+def watch_parent(on_gone: Callable[[], object] | None = None) -> threading.Thread:
+    """Start a daemon thread that ends this process, and its process group if it leads one, at the end of its standard input.
 
     Args:
         on_gone: Called first, on that thread, for what must be removed from the machine (shared memory). Keep it short.
-        input_fd: File descriptor of the pipe; standard input.
 
     Returns:
         The thread, already running.
@@ -54,7 +53,7 @@ def watch_parent(on_gone: Callable[[], object] | None = None, input_fd: int = 0)
 
     def watch() -> None:
         with contextlib.suppress(OSError):
-            while os.read(input_fd, 4096):
+            while os.read(0, 4096):
                 pass
         try:
             if on_gone is not None:

@@ -66,11 +66,8 @@ class Finding:
     """False: only some uses need it; the advice says which."""
 
 
-def diagnose(folder: Path | None = None) -> list[Finding]:
+def diagnose() -> list[Finding]:
     """Look at everything; takes as long as importing torch once.
-
-    Args:
-        folder: Where runs will be written; None: the working directory.
 
     Returns:
         Findings in the order a reader wants them. Never raises for what it finds.
@@ -86,7 +83,7 @@ def diagnose(folder: Path | None = None) -> list[Finding]:
     limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
     shared = Path("/dev/shm")  # noqa: S108 - the system's, not ours
     free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    free_disk, files = shutil.disk_usage(folder or Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    free_disk, files = shutil.disk_usage(Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     sandbox, has_gpu = probe_sandbox(), shutil.which("nvidia-smi") is not None
     has_mps = any(process.name().startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
     return [

@@ -1,6 +1,6 @@
 """An engine without a model: deterministic tokens, scripted lengths and latencies, any number of requests.
 
-What a request will generate follows from its seed; when, from an engine time that stands still while paused or loading. So there
+What a request will generate follows from its seed; when, from an engine time that stands still while paused. So there
 is nothing to do per token: one task sleeps until the next request is due, and chunks end where versions change.
 
 With engine kind `replay` it gives back given answers: how a file of preferences is trained by the pipeline of online runs.
@@ -143,18 +143,14 @@ class FakeEngine:
         self._let_go("sleep")
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
-        """Stamp later tokens with `version`, after `load_latency_s` without tokens; the tensors are not looked at."""
+        """Stamp later tokens with `version`; the tensors are not looked at."""
         del tensors, kv
         self._refuse_asleep("load weights")
         before_s = self._clock.now()
-        self._hold("load")
         for scripted in self._by_id.values():
             self._tell(scripted, self._num_done(scripted), None)
-        if self._config.load_latency_s:
-            await self._clock.sleep(self._config.load_latency_s)
         self._version = version
         self._let_go("no weights")
-        self._let_go("load")
         return (self._clock.now() - before_s) * 1000
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -58,32 +58,23 @@ def case(request, tmp_path):
     return Case(request.param, tmp_path, SimulatedDevice())
 
 
-def test_every_way_and_back_keeps_every_bit_in_the_same_objects(case):
-    before, addresses = case.values(), [id(tensor) for tensor in case.objects]
+def test_every_way_and_back_keeps_every_bit_in_the_same_objects_and_meanwhile_no_device_memory(case):
+    before, addresses, num_bytes = case.values(), [id(tensor) for tensor in case.objects], case.component.num_bytes
+    assert case.device.allocated_bytes == num_bytes > 0
     for place in sorted(case.component.places - {"device"}):
         case.component.move(place)
-        assert case.component.residence == place
+        assert (case.component.residence, case.component.num_bytes) == (place, num_bytes)
+        with case.component.readable():
+            assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
+            assert case.device.allocated_bytes == 0
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in case.objects)
         case.component.move("device")
-        assert case.component.residence == "device"
+        assert (case.component.residence, case.device.allocated_bytes) == ("device", num_bytes)
         after = case.values()
         assert [id(tensor) for tensor in case.objects] == addresses
         for (dtype, stride, values), (own_dtype, own_stride, own) in zip(before, after, strict=True):
             assert (dtype, stride) == (own_dtype, own_stride)
             assert torch.equal(values, own)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_off_the_device_it_holds_no_device_memory(kind, tmp_path):
-    case = Case(kind, tmp_path, SimulatedDevice())
-    num_bytes = case.component.num_bytes
-    assert case.device.allocated_bytes == num_bytes > 0
-    for place in sorted(case.component.places - {"device"}):
-        case.component.move(place)
-        assert case.device.allocated_bytes == 0
-        assert case.component.num_bytes == num_bytes
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in case.objects)
-        case.component.move("device")
-        assert case.device.allocated_bytes == num_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,9 +93,7 @@ def test_one_that_comes_back_to_a_full_device_stays_whole_where_it_was(kind, tmp
         assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_that_the_disk_does_not_take_stays_whole_where_it_was(kind, tmp_path):
-    case = Case(kind, tmp_path, SimulatedDevice())
+def test_one_that_the_disk_does_not_take_stays_whole_where_it_was(case, tmp_path):
     before = case.values()
     (tmp_path / "swap").write_text("a file where the folder should be")
     for start in ("device", "host"):
@@ -114,18 +103,6 @@ def test_one_that_the_disk_does_not_take_stays_whole_where_it_was(kind, tmp_path
         assert case.component.residence == start
     case.component.move("device")
     assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_can_be_read_where_it_is_without_a_byte_on_the_device(kind, tmp_path):
-    case = Case(kind, tmp_path, SimulatedDevice())
-    before = case.values()
-    for place in ("host", "disk"):
-        case.component.move(place)
-        with case.component.readable():
-            assert all(torch.equal(old, new) for (*_, old), (*_, new) in zip(before, case.values(), strict=True))
-            assert case.device.allocated_bytes == 0
-        assert all(tensor.numel() == 0 for tensor in case.objects)
 
 
 def test_a_frozen_model_is_written_once(tmp_path):

@@ -406,22 +406,16 @@ async def test_requests_that_outlast_a_crowd_lose_no_bit_where_fewer_rows_are_ru
     assert [found for found, request in zip(together, requests, strict=True) if request in long] == alone
 
 
+QWEN3 = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
 async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    more = {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+    model = Qwen3ForCausalLM(Qwen3Config(**QWEN3, **more)).eval()
     model.save_pretrained(tmp_path)
     engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
     await engine.start()
@@ -431,18 +425,7 @@ async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
 
 
 async def test_sliding_window_shorter_than_the_sequences_is_refused(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=16,
-        max_window_layers=1,
-    )
+    config = Qwen3Config(**QWEN3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
     with pytest.raises(GenerationError, match="sliding window of 16 tokens"):

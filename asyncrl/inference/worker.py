@@ -183,25 +183,22 @@ class InferenceWorker:
             while not (self._queue and self._has_device):
                 self._news.clear()
                 await self._news.wait()
+            assert self._scorer is not None
             with self._stage.idle.running():
-                await self._score_batch()
-
-    async def _score_batch(self) -> None:
-        assert self._scorer is not None
-        requests = take_batch(self._queue, self._config.inference.tokens_per_batch)
-        started_s = self._clock.now()
-        answers = await self._on_thread(partial(self._scorer.score, requests))
-        finished_s = self._clock.now()
-        for request, answer in zip(requests, answers, strict=True):
-            result = InferResult(
-                request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards, answer.error,
-                self._name, started_s, finished_s, request.purpose,
-            )  # fmt: skip
-            await self._stage.connection.send(result, Lane.DATA)
-            self._deliveries.pop(id(request)).ack()
-        self._num_scored += len(requests)
-        self._num_failed += sum(bool(answer.error) for answer in answers)
-        self._num_tokens += sum(map(num_tokens, requests))
+                requests = take_batch(self._queue, self._config.inference.tokens_per_batch)
+                started_s = self._clock.now()
+                answers = await self._on_thread(partial(self._scorer.score, requests))
+                finished_s = self._clock.now()
+                for request, answer in zip(requests, answers, strict=True):
+                    result = InferResult(
+                        request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards,
+                        answer.error, self._name, started_s, finished_s, request.purpose,
+                    )  # fmt: skip
+                    await self._stage.connection.send(result, Lane.DATA)
+                    self._deliveries.pop(id(request)).ack()
+                self._num_scored += len(requests)
+                self._num_failed += sum(bool(answer.error) for answer in answers)
+                self._num_tokens += sum(map(num_tokens, requests))
 
     def _report(self) -> tuple[str, dict[str, float]]:
         waiting_for = ""

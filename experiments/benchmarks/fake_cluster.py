@@ -39,10 +39,10 @@ from asyncrl.schema.control import (
     Shutdown,
 )
 from asyncrl.schema.samples import GroupWork, Samples, Score, ScoreRequest, Scores, ids_to_bytes
-from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.zmq_client import open_connection
-from benchmarks.samples import random_sample
+from benchmarks.samples import no_weights, random_sample
 
 RESULT_FILE = "marks.json"
 MEASURED_FROM, MEASURED_TO = 4, 12
@@ -86,7 +86,7 @@ class Member:
             async with asyncio.TaskGroup() as loops:
                 background = [loops.create_task(self._beat()), loops.create_task(self._work())]
                 if self.kind == "learner":
-                    await self._tell(_version(0), LearnerReady(0, str(self.run_folder)))
+                    await self._tell(no_weights(0), LearnerReady(0, str(self.run_folder)))
                 while not isinstance(order := await self._next(Lane.CONTROL), Shutdown):
                     await self._obey(order)
                 for loop in background:
@@ -135,16 +135,12 @@ class Member:
                     await self.connection.send(Scores(work.group_id, work.attempt, tuple(scores), self.name))
                 case StepBatch(step):
                     now, metrics = time.monotonic(), {"data/samples": float(len(work.samples)), "reward/mean": 0.5}
-                    await self._tell(_version(step + 1), StepDone(step, step + 1, metrics, now, now))
+                    await self._tell(no_weights(step + 1), StepDone(step, step + 1, metrics, now, now))
                     if step + 1 in {MEASURED_FROM, MEASURED_TO}:
                         times = self._controller.cpu_times()
                         self._marks.append(Mark(step + 1, time.perf_counter(), times.user + times.system))
                         (self.run_folder / RESULT_FILE).write_bytes(msgspec.json.encode(self._marks))
             delivery.ack()
-
-
-def _version(number: int) -> WeightsAvailable:
-    return WeightsAvailable(number, "none", "", WeightsManifest((), 0), "", time.time())  # noqa: TID251 - wall clock of a message
 
 
 async def live_all(run_folder: Path) -> None:

@@ -22,8 +22,8 @@ from asyncrl.client import Run, read_endpoint
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.plan.validate import short_quickstart
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from benchmarks.harness import BenchResult, Ratio, ratio
+from benchmarks.samples import no_weights
 
 ROUNDS = 3
 SKIPPED_STEPS = 5
@@ -88,20 +88,16 @@ def _long_tail(folder: Path, name: str, *, max_staleness: int, token_latency_s: 
     }  # fmt: skip
 
 
-def _nothing_to_load(version: int) -> WeightsAvailable:
-    return WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", time.time())  # noqa: TID251 - wall clock of a message
-
-
 async def _train_outside(live: Run, step_s: float, num_steps: int) -> list[tuple[float, float]]:
     """Be a learner whose step takes `step_s`; return when each step began to wait and when it had its groups."""
-    await live.announce_weights(_nothing_to_load(0), "fake")
+    await live.announce_weights(no_weights(0), "fake")
     times = []
     for _ in range(num_steps):
         asked_s = time.perf_counter()
         taken = await live.take()
         times.append((asked_s, time.perf_counter()))
         await asyncio.sleep(step_s)
-        await live.announce_weights(_nothing_to_load(taken.step + 1))
+        await live.announce_weights(no_weights(taken.step + 1))
         await live.trained(taken.step)
     return times
 
@@ -136,7 +132,7 @@ async def _controller_under_load(folder: Path) -> dict[str, float]:
         trained_before = (await live.status()).groups["trained"]
         for _ in range(15):
             taken = await live.take()
-            await live.announce_weights(_nothing_to_load(taken.step + 1))
+            await live.announce_weights(no_weights(taken.step + 1))
             await live.trained(taken.step)
             groups = (await live.status()).groups
             most_running = max(most_running, groups["running"] + groups["scoring"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.schema.samples import Sample, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 
 def make_sample(
@@ -37,6 +39,11 @@ def random_sample(num_tokens: int, prompt_tokens: int, generator: str = "generat
     prompt, tokens = rng.integers(0, 50_000, prompt_tokens), rng.integers(0, 50_000, num_tokens)
     text = "word " * (num_tokens * 4 // 5)
     return make_sample(0, 0, prompt.tolist(), tokens.tolist(), (-rng.random(num_tokens)).tolist(), 0, text, generator)
+
+
+def no_weights(version: int) -> WeightsAvailable:
+    """Return the announcement of a version that nobody loads."""
+    return WeightsAvailable(version, "none", "", WeightsManifest((), 0), "", time.time())  # noqa: TID251 - wall clock of a message
 
 
 @contextmanager

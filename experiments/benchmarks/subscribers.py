@@ -91,7 +91,7 @@ class _Process:
             self._held = {name: tensor.clone() for name, tensor in view_tensors(flat, available.manifest).items()}
         tensors = await self._subscriber.fetch(available)
         fetched_s = time.perf_counter()
-        self._load(tensors)
+        copy_tensors((tensor, self._held[name]) for name, tensor in tensors.items())  # as an engine does
         tensors.check()
         tensors.release()
         return fetched_s
@@ -111,11 +111,6 @@ class _Process:
             self._flat[arrived : arrived + part.size] = part
             arrived += part.size
         return time.perf_counter()
-
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy in, as an engine does (generate/transformers/weight_loader.py)."""
-        self._held = self._held or {name: tensor.clone() for name, tensor in tensors.items()}
-        copy_tensors((tensor, self._held[name]) for name, tensor in tensors.items())
 
     def close(self) -> None:
         """Leave the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -114,3 +114,14 @@ async def outcome_of(running: Awaitable[object]) -> AsyncRLError | None:
     except AsyncRLError as error:
         return error
     return None
+
+
+def laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with `{"buffer__max_staleness": 0}` laid over them, in place."""
+    for path, value in changes.items():
+        table = settings
+        *parents, last = path.split("__")
+        for key in parents:
+            table = table.setdefault(key, {})
+        table[last] = value
+    return settings

@@ -18,6 +18,7 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.schema.status import RunStatus
 from asyncrl.tasks.registry import build_task
+from tests.builders import laid_over
 
 NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
             "token_latency_s": 0.02}  # fmt: skip
@@ -43,13 +44,7 @@ def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
         "checkpoint": {"every_steps": 2},
         "supervision": {"stall_timeout_s": 60.0, "backoff_s": 0.1},
     }  # fmt: skip
-    for path, value in overrides.items():
-        table = settings
-        *parents, last = path.split("__")
-        for key in parents:
-            table = table.setdefault(key, {})
-        table[last] = value
-    return settings
+    return laid_over(settings, overrides)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
+from tests.builders import laid_over
 
 REPLAY = {
     "task": {"kind": "preferences", "path": "p.jsonl"},
@@ -19,14 +20,7 @@ REPLAY = {
 
 
 def settings(**changes):
-    result = copy.deepcopy(REPLAY)
-    for path, value in changes.items():
-        table = result
-        *parents, last = path.split("__")
-        for key in parents:
-            table = table.setdefault(key, {})
-        table[last] = value
-    return result
+    return laid_over(copy.deepcopy(REPLAY), changes)
 
 
 @pytest.mark.parametrize(

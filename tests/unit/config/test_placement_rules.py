@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
+from tests.builders import laid_over
 
 SHARED = {"medium": {"kind": "shared_storage"}}
 
@@ -16,13 +17,7 @@ def settings(kind: str, **overrides: Any) -> dict[str, Any]:
     raw: dict[str, Any] = {"placement": {"kind": kind}, "buffer": {"max_staleness": 1}}
     if kind == "hybrid":
         raw["broadcast"] = SHARED
-    for path, value in overrides.items():
-        table = raw
-        *parents, last = path.split("__")
-        for key in parents:
-            table = table.setdefault(key, {})
-        table[last] = value
-    return raw
+    return laid_over(raw, overrides)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.groups import group_norm as group_norm
     from asyncrl.groups import with_rewards as with_rewards
     from asyncrl.observe.steps import EvalReport as EvalReport
+    from asyncrl.observe.steps import RunEvent as RunEvent
     from asyncrl.observe.steps import StepReport as StepReport
     from asyncrl.schema.batches import GroupsTaken as GroupsTaken
     from asyncrl.schema.samples import ChatMessage as ChatMessage
@@ -63,7 +64,7 @@ _HOMES = {
     "asyncrl.config.run": ("RunConfig",),
     "asyncrl.errors": ("AsyncRLError", "ConfigError", "LaunchError", "RunError", "RunLostError"),
     "asyncrl.groups": ("GroupStream", "batched", "group_norm", "with_rewards"),
-    "asyncrl.observe.steps": ("EvalReport", "StepReport"),
+    "asyncrl.observe.steps": ("EvalReport", "RunEvent", "StepReport"),
     "asyncrl.schema.batches": ("GroupsTaken",),
     "asyncrl.schema.samples": ("ChatMessage", "Prompt", "Sample", "ScoredGroup", "ScoredSample", "ids_from_bytes", "ids_to_bytes",
                                "logprobs_from_bytes", "logprobs_to_bytes", "mask_from_bytes"),

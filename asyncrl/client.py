@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import shutil
 import signal
@@ -34,14 +35,17 @@ from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import check_user_functions, path_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
-from asyncrl.observe.steps import EvalReport, StepReport, read_steps
+from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
+from asyncrl.reward.caller import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
+from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
     ExternalGroup,
     GroupGiven,
     GroupsAsked,
+    Judged,
     Released,
     RunStatus,
     SubmitResult,
@@ -59,6 +63,7 @@ STOP_TIMEOUT_S = 1.0
 """For a run to end by itself once it is told to end at once; then its processes are killed."""
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class RunClient:
@@ -123,6 +128,25 @@ class RunClient:
         if status.phase == "failed":
             raise RunError(status.reason)
 
+    async def events(self, *kinds: EventKind, after: int = 0) -> AsyncIterator[RunEvent]:
+        """Yield what happens to the run, past events at once and coming ones as they happen, until the run ends.
+
+        Args:
+            kinds: Those that are wanted; none: all.
+            after: Number (`RunEvent.seq`) of the event behind which to begin; 0: at the first.
+
+        Raises:
+            RunError: Nothing answers.
+        """
+        try:
+            async with self._session().get("events", params={"after": str(after)}, headers={"Accept": "*/*"}) as response:
+                async for line in response.content:
+                    event = msgspec.json.decode(line, type=RunEvent)
+                    if not kinds or event.kind in kinds:
+                        yield event
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost() from error
+
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
         return await self._call("GET", "evaluations", list[EvalReport], timeout_s=ANSWER_TIMEOUT_S)
@@ -164,6 +188,30 @@ class RunClient:
         if not isinstance(group, ExternalGroup):
             raise ConfigError(f"submit takes an ExternalGroup, got {type(group).__name__}")
         return await self._call("POST", "submit", SubmitResult, group)
+
+    async def score(self, function: Reward) -> None:
+        """Judge the run's samples by a function of this process, until the run has ended (`reward.functions` of kind `caller`).
+
+        One program at a time: when it is lost, scoring waits, `status` says so, and another may take over.
+
+        Args:
+            function: (prompt, text) to a reward, plain or async; an async one judges several groups at once. What it raises
+                fails the sample.
+
+        Raises:
+            RunError: The run has reward functions of its own, another program judges, or nothing answers.
+        """
+
+        async def ask(judged: Judged) -> list[ScoreRequest]:
+            return await self._call("POST", "score", list[ScoreRequest], judged)
+
+        refused: BaseException | None = None
+        try:
+            await judge_for(ask, function)
+        except* RunError as errors:
+            refused = errors.exceptions[0]
+        if refused is not None and (await self.status()).phase not in {*ENDED, "draining"}:
+            raise refused
 
     async def take(self) -> GroupsTaken:
         """Take the next step's scored groups, waiting until there are enough (`learner.kind = "external"`).
@@ -292,6 +340,8 @@ class Run(RunClient):
         overrides: Laid over the config: `["buffer.max_staleness=1"]` or `{"buffer.max_staleness": 1}`.
         detached: The run goes on when it is left, and when this program ends; `connect` joins it again.
         environment: Of the controller of a detached run and its processes, on top of this program's own.
+        reward: Judges every sample in this process, in place of the config's reward functions; see `score`. A plain function that
+            takes long holds this program's event loop up.
 
     Raises:
         ConfigError: The config is wrong, a function or file that it names is not there, or the folder already holds a run.
@@ -310,11 +360,19 @@ class Run(RunClient):
         overrides: Overrides = (),
         detached: bool = False,
         environment: Mapping[str, str] | None = None,
+        reward: Reward | None = None,
     ) -> None:
         if config is None and resume is None:
             raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
         given = config if config is not None else Path(resume or "") / "config.toml"
-        self.config, self._choices = with_choices(resolve_config(given, overrides))
+        resolved = resolve_config(given, overrides)
+        if reward is not None:
+            resolved = resolve_config(resolved, {"reward.functions": [{"kind": "caller"}]})
+        elif resolved.reward.is_caller and not detached:
+            raise ConfigError("reward.functions says that the caller judges: give the function, as Run(config, reward=f)")
+        self.config, self._choices = with_choices(resolved)
+        self._reward = reward
+        self._scoring: asyncio.Task[None] | None = None
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None
@@ -341,6 +399,8 @@ class Run(RunClient):
             kind = LaunchError if _last_error(self.run_folder, said_before) else RunLostError
             raise kind(f"the run could not start: {_last_words(self.run_folder, said_before)}")
         await self._open(endpoint)
+        if self._reward is not None:
+            self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -417,9 +477,18 @@ class Run(RunClient):
                 if not self._detached and (await self.status()).phase not in ENDED:
                     await (self.drain() if polite else self.stop())
         finally:
+            if self._scoring is not None:
+                self._scoring.cancel()
+                await asyncio.wait([self._scoring])
             await self._close()
             if self._controller is not None:
                 await self._controller.end()
+
+    async def _score_all(self, reward: Reward) -> None:
+        try:
+            await self.score(reward)
+        except RunError as error:
+            log.debug("the rewards of this program are not asked for any more: %s", error)  # the run says why it ended
 
 
 def _holds_samples(run_folder: Path) -> bool:

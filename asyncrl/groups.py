@@ -13,7 +13,7 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -42,7 +42,6 @@ class StreamTerms:
     """0: the config's."""
     window: int
     """Groups asked for and not given yet."""
-    judged: Callable[[ScoredGroup], Awaitable[ScoredGroup]]
     is_over: Callable[[], bool]
 
 
@@ -82,10 +81,8 @@ class GroupStream:
             if given is None:
                 raise StopAsyncIteration
             if given.group is not None:
-                # It is the next one still while it is judged: a caller that is cancelled then gets it again.
-                group = await self._terms.judged(given.group)
                 self._pass()
-                return group
+                return given.group
             log.warning("the group of prompt %d of a stream is left out: %s", self._waiting[0].number, given.why_over)
             self._pass()
 
@@ -99,7 +96,7 @@ class GroupStream:
         while (given := await self._next()) is not None:
             if given.group is None:
                 raise RunError(f"there is no group of prompt {self._waiting[0].number}: {given.why_over}")
-            groups.append(await self._terms.judged(given.group))
+            groups.append(given.group)
             self._pass()
         return groups
 

@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import inspect
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -40,15 +40,16 @@ from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
+from asyncrl.observe.samples import TokenFile
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import Prompt, ScoredGroup
+from asyncrl.reward.caller import Reward
+from asyncrl.schema.samples import ScoredGroup
 from asyncrl.schema.status import Released
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.weights.publisher import Publisher
 
-Reward = Callable[[Prompt, str], float | Awaitable[float]]
 LogprobLoss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
 """(logprobs [N], inputs) to a scalar: this micro-batch's share of the step's loss. Its first argument is called `logprobs`."""
 Numbers = Sequence[Sequence[float]]
@@ -97,21 +98,22 @@ class Session:
         raw["learner"]["kind"] = "builtin"
         raw["eval"] = {**raw["eval"], "at_start": False, "at_end": False, "every_steps": 0}
         if reward is not None:
-            raw["reward"]["functions"] = [{"kind": "format_check", "pattern": ""}]
-            raw["algorithm"]["dynamic_sampling"] = False  # the run does not see these rewards
+            raw["reward"]["functions"] = [{"kind": "caller"}]
         self.config = resolve_config(raw)
         """As the learner here reads it."""
-        self.run = Run(resolve_config({**raw, "learner": {**raw["learner"], "kind": "driven"}}), resume=resume)
+        driven = resolve_config({**raw, "learner": {**raw["learner"], "kind": "driven"}})
+        self.run = Run(driven, resume=resume, reward=reward)
         """The run that feeds this session: `status`, `pause`, ..."""
         self.version = -1
         """Of the policy as it is now."""
-        self._reward, self._is_manual = reward, sync == "manual"
+        self._is_manual = sync == "manual"
         self._thread = ThreadPoolExecutor(1, "asyncrl-session", torch.set_num_threads, (self.config.learner.num_threads,))
         self._published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
         self._synced = -1
         """The version that the generators were told about last."""
         self._policy: InitialState | None = None
         self._publisher: Publisher | None = None
+        self._token_file: TokenFile | None = None
         self._training = asyncio.Lock()
         self._open: OpenStep | None = None
         """The step that has gradients and no new weights yet."""
@@ -144,6 +146,8 @@ class Session:
                 await asyncio.to_thread(self._publisher.close)
             await self.run.__aexit__(kind, error, trace)
             await asyncio.to_thread(self._thread.shutdown)
+            if self._token_file is not None:
+                self._token_file.close()
 
     async def _start(self) -> None:
         loop, folder, config = asyncio.get_running_loop(), self.run.run_folder, self.config
@@ -160,6 +164,7 @@ class Session:
             loop.call_soon_threadsafe(self._published.put_nowait, one)
 
         self._publisher = Publisher(self.run.config.broadcast, folder, available, SystemClock())
+        self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         self._policy, self.version = policy, policy.version
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
@@ -346,18 +351,10 @@ class Session:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
-        return StreamTerms(n or 0, max_new_tokens or 0, window, self._judged, self._is_over)
+        return StreamTerms(n or 0, max_new_tokens or 0, window, self._is_over)
 
     def _is_over(self) -> bool:
         return self.version >= self.config.num_steps
-
-    async def _judged(self, group: ScoredGroup) -> ScoredGroup:
-        """Return a group with the rewards of the caller's function, where there is one."""
-        if self._reward is None:
-            return group
-        answers = [self._reward(group.prompt, member.sample.text) for member in group.members]
-        rewards = [float(await answer if inspect.isawaitable(answer) else answer) for answer in answers]
-        return with_rewards([group], [rewards])[0]
 
     async def _backward(
         self,
@@ -435,7 +432,10 @@ class Session:
             if number > 0:
                 step.backward(number % updates)
             step.update()
-        return step.result()
+        result = step.result()
+        if self._token_file is not None:
+            self._token_file.write(result.tokens)
+        return result
 
     async def _tell(self) -> None:
         """Have the run know of the newest step, and the generators of its version, if they do not yet."""

@@ -15,7 +15,7 @@ from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCL
 from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig, gpu_of
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import is_every_interface, is_loopback, needs_of, places_of, shown
-from asyncrl.config.reward import OverlongPenalty, PreferenceReward, reward_names
+from asyncrl.config.reward import CallerReward, OverlongPenalty, PreferenceReward, reward_names
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.config.tasks import PreferencesTask
 from asyncrl.schema.control import ProcessKind
@@ -97,6 +97,8 @@ def _inference(config: RunConfig) -> Iterator[str]:
     reference, models = config.algorithm.reference, "inference.reward_models"
     if reference.where == "worker" and not config.algorithm.needs_reference:
         yield "algorithm.reference.where = 'worker', and nothing reads a reference: add [algorithm.kl], kind = 'dpo', or drop it"
+    if config.reward.is_caller and config.reward.functions != (CallerReward(),):
+        yield "reward.functions: 'caller' stands alone, without weight or name; its function returns the whole reward"
     for name, count in Counter(function.name for function in config.reward.functions if function.name).items():
         if count > 1:
             yield f"reward.functions: the name {name!r} is given {count} times; names must be unique"

@@ -83,6 +83,10 @@ class PythonReward(_Reward, frozen=True, tag="python"):
     path: str
 
 
+class CallerReward(_Reward, frozen=True, tag="caller"):
+    """A function of a program that is connected to the run (`Run(config, reward=f)`, docs/python.md); it stands alone."""
+
+
 RewardFunctionConfig = (
     AnswerMatchReward
     | FormatCheckReward
@@ -91,6 +95,7 @@ RewardFunctionConfig = (
     | OverlongPenalty
     | PreferenceReward
     | PythonReward
+    | CallerReward
 )
 
 
@@ -105,6 +110,11 @@ class RewardConfig(_Stage, frozen=True):
     """Samples one worker scores at once, each in a process of its own."""
     process_memory_bytes: PositiveInt = 4 << 30
     """Data one scoring process may hold. A function that needs more scores 0 for that sample, and the process is replaced."""
+
+    @property
+    def is_caller(self) -> bool:
+        """Return whether a connected program judges, and no reward worker does."""
+        return any(isinstance(function, CallerReward) for function in self.functions)
 
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:

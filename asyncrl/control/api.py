@@ -25,14 +25,16 @@ from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.observe.steps import EvalReport, StepReport
+from asyncrl.observe.steps import EvalReport, RunEvent, StepReport, read_events
 from asyncrl.schema.batches import GroupsTaken
+from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
     ExternalGroup,
     GroupGiven,
     GroupsAsked,
+    Judged,
     ProcessStatus,
     Released,
     RunStatus,
@@ -136,13 +138,24 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         await response.write_eof()
         return response
 
+    async def events(request: web.Request) -> web.StreamResponse:
+        after = int(request.query.get("after", "0"))
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for event in control.events_after(after):
+            await response.write(msgspec.json.encode(event) + b"\n")
+        await response.write_eof()
+        return response
+
     return [
         web.get("/status", answers(control.status)),
         web.get("/evaluations", answers(control.evaluations)),
         web.get("/metrics", metrics),
         web.get("/steps", steps),
+        web.get("/events", events),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
+        web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
         web.post("/release", answers(control.release, Released)),
         web.post("/lease", answers(control.take_these, StepAsked)),
         web.post("/trained", answers(control.trained, ExternalStep)),
@@ -198,6 +211,8 @@ def _write_private(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
+MOST_JUDGED = 64
+"""Groups that a program which judges holds at once, at most."""
 LOOK_AGAIN_S = 0.5
 """Several requests share one event; none waits longer than this for a change that another has seen first."""
 
@@ -279,6 +294,18 @@ class RunApi:
                     yield report
             seen = sent
             await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
+
+    async def events_after(self, seen: int) -> AsyncIterator[RunEvent]:
+        """Yield events behind number `seen` until the run has ended."""
+        while True:
+            is_over = self._run.over.is_set()  # asked first: what was written before the end is still read
+            for event in await asyncio.to_thread(lambda after: list(read_events(self._run.run_folder, after)), seen):
+                seen = event.seq
+                yield event
+            if is_over:
+                return
+            newest, reporter = seen, self._run.reporter
+            await self._until_moved(lambda: reporter.num_events > newest or self._run.over.is_set())  # noqa: B023 - awaited at once
 
     async def _until_moved(self, reached: Callable[[], bool]) -> None:
         """Wait until a step or a phase has made this true."""
@@ -375,6 +402,37 @@ class RunApi:
         issued = self._asked().close(released.stream) if released.stream else []
         if not self._run.lifecycle.over:
             self._run.dispatcher.release([*issued, *released.groups])
+
+    async def score(self, said: Judged) -> list[ScoreRequest]:
+        """Take in what a program has judged; return what it is to judge next, waiting a little for some."""
+        run = self._run
+        caller, scores = run.caller, run.dispatcher.scores
+        if caller is None:
+            raise RunError('this run has reward functions of its own; set reward.functions = [{kind = "caller"}]')
+        caller.heard(said.caller, run.clock.now())
+        answers = [self._checked(answer) for answer in said.answers if not scores.refusal(answer, said.caller)]
+        if answers:
+            run.take_answers(answers)
+        given = list[ScoreRequest]()
+
+        def found() -> bool:
+            given.extend(scores.hand_out(said.caller, said.held, MOST_JUDGED - len(said.held)))
+            return bool(given) or run.ending.is_set()
+
+        if said.wants:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(run.config.supervision.heartbeat_s):
+                    await self._until_moved(found)
+            if run.ending.is_set():
+                raise RunError(f"the run has ended: {run.lifecycle.reason}")
+        return given
+
+    def _checked(self, answer: Scores) -> Scores:
+        """Return a program's scores, failed where a number cannot be used."""
+        scores = answer.scores
+        if odd := odd_value(answer):
+            scores = tuple([Score(score.index, 0.0, error=f"the caller's reward: {odd}") for score in scores])
+        return msgspec.structs.replace(answer, scores=scores, worker="caller", finished_s=self._run.clock.now())
 
     def _asked(self) -> AskedPrompts:
         if self._run.dispatcher.asked is None:

@@ -51,7 +51,7 @@ from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
-from asyncrl.control.scoring import JUDGES
+from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait, wait_chain
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
 from asyncrl.observe.decisions.journal import Beginning, Recorder
@@ -105,6 +105,8 @@ class Controller:
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
+        self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
+        """Where a program judges in place of reward workers."""
         self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
         self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
         self._step_open_s = self.started_s
@@ -297,6 +299,8 @@ class Controller:
             await self._scores_changed.wait()
             self._scores_changed.clear()
             self.dispatcher.scores.dispatch(self.peers)
+            if self.caller is not None:
+                self.moved.set()
 
     async def feed_learner(self) -> None:
         """Send the learner one step after the other; while draining, finish what was taken, then ask for a checkpoint.
@@ -352,6 +356,8 @@ class Controller:
             self.reporter.tick(waits, self.heartbeats())
             if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:
                 self.stall_detector.moved("waited for its caller", now)
+            if self.caller is not None and self.caller.is_lost(now):
+                self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
             counts, scores = self.buffer.counts(), self.dispatcher.scores
             queues = {
@@ -388,10 +394,7 @@ class Controller:
             for purpose in {samples.purpose for samples in awaited}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
         elif kind is Scores or kind is InferResult:
-            self.dispatcher.take_answers(messages)
-            self.reporter.note_answers(messages)
-            for purpose in {answer.purpose for answer in messages}:
-                self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", now)
+            self.take_answers(messages)
         elif kind is SampleFailure:
             for failure in messages:
                 is_awaited = self.dispatcher.take_failure(failure, peer.name)
@@ -400,6 +403,13 @@ class Controller:
         else:
             for message in messages:
                 self._handle_control(peer, message, is_current=self.peers.get(peer.name) is peer)
+
+    def take_answers(self, answers: Sequence[Scores | InferResult]) -> None:
+        """Take in scores, whoever judged."""
+        self.dispatcher.take_answers(answers)
+        self.reporter.note_answers(answers)
+        for purpose in {answer.purpose for answer in answers}:
+            self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", self.clock.now())
 
     def _handle_control(self, peer: Peer, message: Message, *, is_current: bool) -> None:
         """Take in what a process says of itself; `is_current`: no other connection has taken its name."""
@@ -644,10 +654,14 @@ class Controller:
             held = "prompts of its caller"
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
+        if self.caller is not None and self.caller.is_lost(now):
+            waits.append(Wait("controller", "a program that judges (Run(reward=f), or `score` of a client)", self.caller.heard_s))
         for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
             since_s = scores.open_since_s(kind)
             if since_s is not None and now - since_s > SLOW_SCORE_S:
                 names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
+                if kind == "reward" and self.caller is not None:
+                    names = "its caller's reward function"
                 waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
         return waits
 

@@ -77,7 +77,7 @@ class Reporter:
         self._run_folder = run_folder
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self.num_events = max((event.seq for event in read_events(run_folder)), default=0)
         self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
         self.alarms = Alarms(config.algorithm.groups_per_step)
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
@@ -104,11 +104,9 @@ class Reporter:
 
     def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
-        self._num_events += 1
+        self.num_events += 1
         now = self._clock.now()
-        self._events_file.write(
-            RunEvent(seq=self._num_events, time_s=now, kind=kind, subject=subject, text=text, version=version)
-        )
+        self._events_file.write(RunEvent(seq=self.num_events, time_s=now, kind=kind, subject=subject, text=text, version=version))
 
     def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from asyncrl.control.peers import Peers
-from asyncrl.schema.samples import InferRequest, InferResult, Purpose, Score, ScoreRequest, Scores
+from asyncrl.errors import RunError
+from asyncrl.schema.samples import InferRequest, InferResult, Member, Score, ScoreRequest, Scores
 
 MOST_LOSSES = 3
-Member = tuple[Purpose, int, int]
-"""Purpose, group and index."""
 JudgeKind = Literal["reward", "inference"]
 JUDGES: tuple[JudgeKind, JudgeKind] = ("reward", "inference")
 
@@ -42,6 +41,31 @@ class _Asked:
     """Who has it; empty: it waits."""
     lost: tuple[str, ...] = ()
     """Workers that were taken for dead while they held it."""
+
+
+@dataclass(slots=True)
+class Caller:
+    """The program that judges in place of reward workers (`kind = "caller"`), one at a time."""
+
+    patience_s: float
+    """A program that is silent for this long is lost, and another may take over."""
+    heard_s: float
+    """When it asked last; before there was one: since when it is waited for."""
+    name: str = ""
+
+    def is_lost(self, now: float) -> bool:
+        """Return whether nobody judges."""
+        return not self.name or now - self.heard_s > self.patience_s
+
+    def heard(self, name: str, now: float) -> None:
+        """Note that a program has asked.
+
+        Raises:
+            RunError: Another one judges.
+        """
+        if name != self.name and not self.is_lost(now):
+            raise RunError("another program judges for this run; one may take over when that is silent (heartbeat_timeout_s)")
+        self.name, self.heard_s = name, now
 
 
 class ScoreDispatcher:
@@ -96,6 +120,17 @@ class ScoreDispatcher:
                     heapq.heapreplace(by_load, (load + 1, place, worker))
                     asked.worker = worker.name
                 waiting.popleft()
+
+    def hand_out(self, caller: str, held: Container[Member], most: int) -> list[ScoreRequest]:
+        """Give a program that judges in place of reward workers the oldest requests that it does not hold."""
+        self._waiting["reward"].clear()
+        given = list[ScoreRequest]()
+        for asked in dict.fromkeys(self._open["reward"].values()):
+            if len(given) < most and not (asked.worker == caller and asked.members[0] in held):
+                assert isinstance(asked.request, ScoreRequest)
+                asked.worker = caller
+                given.append(asked.request)
+        return given
 
     def refusal(self, answer: Scores | InferResult, worker: str) -> str:
         """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""

@@ -23,6 +23,8 @@ from asyncrl.schema.control import Message
 
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval"]
+Member = tuple[Purpose, int, int]
+"""Purpose, group and index."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):

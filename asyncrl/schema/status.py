@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.schema.samples import Prompt, Sample, ScoredGroup
+from asyncrl.schema.samples import Member, Prompt, Sample, ScoredGroup, Scores
 
 Phase = Literal["starting", "warming", "evaluating", "running", "paused", "draining", "stopped", "failed"]
 
@@ -125,6 +125,17 @@ class SubmitResult(msgspec.Struct, frozen=True):
     """-1 where it was refused."""
     refused: str = ""
     """Empty, or why."""
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What a program that judges samples itself has done, and whether it wants more to judge."""
+
+    caller: str
+    """A name of its own."""
+    answers: tuple[Scores, ...] = ()
+    held: tuple[Member, ...] = ()
+    """The first member of every request that it has not answered."""
+    wants: bool = True
 
 
 class GroupAsked(msgspec.Struct, frozen=True):

@@ -100,7 +100,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
     assert judged
     assert second.metrics["policy/learning_rate"] > 2 * first.metrics["policy/learning_rate"]
     assert saved.name == "step-000003"
-    async with asyncrl.Session(resume=folder) as session:
+    async with asyncrl.Session(resume=folder, reward=reward) as session:
         assert session.version == 3
         assert [(await session.train_step(groups)).version async for groups in session.batches()] == [4]
     with LedgerReader(folder) as ledger:

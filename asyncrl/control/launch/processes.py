@@ -22,10 +22,10 @@ from asyncrl.schema.control import ProcessKind
 def plan_processes(config: RunConfig) -> list[ProcessPlan]:
     """Return the run's processes in the order they are started.
 
-    The learner (unless outside code is it), reward workers where rules score, inference workers where models do, generators.
+    The learner (unless outside code is it), reward workers where rules score here, inference workers where models do, generators.
     """
     plan = [ProcessPlan("learner", "learner")] if config.learner.kind == "builtin" else []
-    if config.has_rules:
+    if config.has_rules and not config.reward.is_caller:
         plan += [ProcessPlan(f"reward-{number}", "reward") for number in range(config.reward.num_workers)]
     if config.needs_inference:
         plan += [ProcessPlan(f"inference-{number}", "inference") for number in range(config.inference.num_workers)]

@@ -1,0 +1,82 @@
+"""Rewards by a function of the program that started a run, or that is connected to it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import asyncrl
+from asyncrl.buffer.ledger.reader import LedgerReader
+from tests.integration.conftest import NO_MODEL, assert_balanced
+
+pytestmark = pytest.mark.timeout(240)
+OFF = {"eval__at_start": False, "eval__at_end": False, "model__warm_start": None, "generate__engine": NO_MODEL}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_run_is_scored_by_a_function_of_the_program_that_started_it(tiny, is_async):
+    judged = []
+
+    def reward(prompt: asyncrl.Prompt, text: str) -> float:
+        judged.append(text)
+        assert prompt.text
+        return float(len(judged) % 7)
+
+    async def slow(prompt: asyncrl.Prompt, text: str) -> float:
+        await asyncio.sleep(0.001)
+        return reward(prompt, text)
+
+    config = tiny(**OFF | {"eval__at_end": True}, num_steps=4)
+    async with asyncrl.Run(config, reward=slow if is_async else reward) as run:
+        steps = [step async for step in run.steps()]
+        assert_balanced(status := await run.status())
+    assert [process.kind for process in status.processes].count("reward") == 0
+    assert status.groups["trained"] == 16
+    assert len(judged) >= 4 * 16 + 8  # steps and evaluation
+    assert all(0 < step.reward_mean < 6 for step in steps)
+
+
+async def test_what_a_caller_s_function_raises_fails_its_samples_and_is_told(tiny):
+    def reward(prompt: asyncrl.Prompt, text: str) -> float:
+        raise ValueError("no judge today")
+
+    async with asyncrl.Run(tiny(**OFF, num_steps=4), reward=reward) as run:
+        with pytest.raises(asyncrl.RunError, match="no judge today"):
+            await run.wait()
+    with pytest.raises(asyncrl.ConfigError, match="give the function"):
+        asyncrl.Run(resume=run.run_folder)
+
+
+async def test_scoring_waits_for_a_lost_caller_is_named_and_goes_on_by_another(tiny):
+    beats = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
+    config = tiny(**OFF, **beats, num_steps=4, reward__functions=[{"kind": "caller"}])
+    asked = asyncio.Event()
+
+    async def never(prompt: asyncrl.Prompt, text: str) -> float:
+        asked.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    async with asyncrl.Run(config, detached=True) as run:
+        assert "waits for a program that judges" in (await run.status()).waiting
+        async with asyncio.TaskGroup() as group:
+            lost = group.create_task(run.score(never))
+            await asked.wait()
+            with pytest.raises(asyncrl.RunError, match="another program judges"):
+                await run.score(never)
+            assert "a program that judges" not in (await run.status()).waiting
+            lost.cancel()
+        async with asyncio.timeout(60):
+            while "waits for a program that judges" not in (status := await run.status()).waiting:
+                await asyncio.sleep(0.05)
+        assert_balanced(status)
+        assert status.groups["scoring"] > 0
+        async with asyncrl.connect(run.run_folder) as other, asyncio.TaskGroup() as group:
+            group.create_task(other.score(lambda prompt, text: float(len(text) % 3)))
+            await run.wait()
+        assert_balanced(status := await run.status())
+    assert status.groups["trained"] == 16
+    assert status.groups["failed"] == 0
+    with LedgerReader(run.run_folder) as ledger:
+        assert {row.state: row.groups for row in ledger.counts()}["trained"] == 16

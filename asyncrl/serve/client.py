@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import contextlib
+import hashlib
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -17,10 +21,13 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import LaunchError, RunError
 from asyncrl.serve.records import RunRecord
 from asyncrl.serve.routes import Fork
+from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.submit import Submission
 
 LOOK_S = 1.0
 """Between looks at runs that are waited for."""
+READ_S = 60.0
+"""A download from which nothing has come for so long has failed."""
 T = TypeVar("T")
 
 
@@ -121,6 +128,32 @@ class Server:
             if waiting:
                 await asyncio.sleep(LOOK_S)
 
+    async def download(self, run: str, into: str | Path, *, checkpoint: str = "newest") -> Path:
+        """Fetch a checkpoint; every file of it is compared with its SHA-256.
+
+        Args:
+            run: Whose.
+            into: A folder, made where it is missing.
+            checkpoint: Name of the folder under checkpoints/.
+
+        Returns:
+            Its folder, as `into`/step-000050. It is there once it is whole.
+
+        Raises:
+            RunError: There is none, it came damaged, or `into` has it already.
+        """
+        path, patience = f"/v1/runs/{run}/checkpoints/{checkpoint}", aiohttp.ClientTimeout(total=None, sock_read=READ_S)
+        with _place_in(Path(into)) as archive:
+            try:
+                async with self._open().get(f"{self._url}{path}", timeout=patience) as response:
+                    if response.status >= 400:
+                        raise RunError(_error_in(await response.read()))
+                    async for piece in response.content.iter_chunked(MOST_CHUNK_BYTES):
+                        await asyncio.to_thread(archive.write, piece)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise RunError(f"{self._url}{path} was cut off: {error}; ask again") from error
+            return await asyncio.to_thread(_unpacked, archive, Path(into))
+
     def connect(self, run: str) -> RunClient:
         """Return a client of a run: status, steps, orders."""
         return connect(f"{self._url}/v1/runs/{run}", token=self._token)
@@ -129,15 +162,55 @@ class Server:
         self, method: str, path: str, kind: type[T], body: Any = None, headers: Mapping[str, str] | None = None,  # noqa: ANN401
         query: Mapping[str, str] | None = None,
     ) -> T:  # fmt: skip
-        if self._http is None:
-            raise RunError("this server is closed; use it inside `async with`")
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._http.request(method, f"{self._url}{path}", data=data, headers=headers, params=query) as response:
+            async with self._open().request(method, f"{self._url}{path}", data=data, headers=headers, params=query) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise RunError(f"{self._url} does not answer: {error}") from error
         if response.status >= 400:
-            said = msgspec.json.decode(answer).get("error", "") if answer.startswith(b"{") else answer.decode(errors="replace")
-            raise RunError(said)
+            raise RunError(_error_in(answer))
         return msgspec.json.decode(answer, type=kind)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise RunError("this server is closed; use it inside `async with`")
+        return self._http
+
+
+def _error_in(answer: bytes) -> str:
+    said: str = msgspec.json.decode(answer).get("error", "") if answer.startswith(b"{") else answer.decode(errors="replace")
+    return said
+
+
+@contextlib.contextmanager
+def _place_in(folder: Path) -> Iterator[BinaryIO]:
+    """Open a file in a new folder under `folder`, which goes with all that is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as place, Path(place, "tar").open("w+b") as archive:
+        yield archive
+
+
+def _unpacked(archive: BinaryIO, into: Path) -> Path:
+    """Unpack a tar of one folder beside it, compare its files with their sums, and put it into `into`."""
+    place = Path(archive.name).parent / "unpacked"
+    archive.seek(0)
+    try:
+        with tarfile.open(fileobj=archive) as opened:
+            opened.extractall(place, filter="data")
+        (folder,) = place.iterdir()
+    except (tarfile.TarError, ValueError) as error:
+        raise RunError(f"the checkpoint came damaged: {error}; ask again") from error
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != SUMS_FILE:
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    lines = (folder / SUMS_FILE).read_text(encoding="utf-8").splitlines() if (folder / SUMS_FILE).exists() else []
+    written = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if wrong := sorted(name for name in {*found, *written} if found.get(name) != written.get(name)):
+        raise RunError(f"{folder.name} came damaged ({', '.join(wrong)}); ask again")
+    try:
+        return folder.rename(into / folder.name)
+    except OSError as error:
+        raise RunError(f"{into} has {folder.name} already; take another folder") from error

@@ -37,7 +37,7 @@ from asyncrl.serve.machine import disk_fault
 from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order
 from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
-from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
+from asyncrl.serve.streams import Tail, json_response, last_event_id, send_tar, stream
 from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, change_faults, resolve
 
 PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
@@ -154,6 +154,7 @@ class Service:
             Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
             Route("POST", f"{run}/change", "operator", self.change, "The same, as a run's client asks: msgpack.", ConfigChange),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
+            Route("GET", f"{run}/checkpoints/{{name}}", "operator", self.checkpoint, "A checkpoint, or `newest`, as a tar."),
             *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
             Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
             Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
@@ -353,17 +354,26 @@ class Service:
 
     def _of_fork(self, run: str, asked: Fork) -> tuple[Submission, str]:
         """Return a run that begins with a checkpoint of another, and which checkpoint that is."""
-        folder = self.records.run_folder(run)
-        checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-        name = asked.checkpoint or (checkpoints[-1] if checkpoints else "")
-        if name not in checkpoints:
-            raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(checkpoints) or 'none'}")
-        model = {"kind": "pretrained", "path": str(folder / "checkpoints" / name)}
+        checkpoint = self._checkpoint(run, asked.checkpoint)
+        config = read_toml(self.records.run_folder(run) / "config.toml")
         submission = Submission(
-            config={**read_toml(folder / "config.toml"), "model": model}, set=asked.set, name=asked.name, priority=asked.priority,
-            tags=asked.tags, project=asked.project or self.records.runs[run].project,
+            config={**config, "model": {"kind": "pretrained", "path": str(checkpoint)}}, set=asked.set, name=asked.name,
+            priority=asked.priority, tags=asked.tags, project=asked.project or self.records.runs[run].project,
         )  # fmt: skip
-        return submission, f"{run}/checkpoints/{name}"
+        return submission, f"{run}/checkpoints/{checkpoint.name}"
+
+    def _checkpoint(self, run: str, name: str) -> Path:
+        """Return a checkpoint of a run, the newest where none is named."""
+        found = {path.name: path for path in sorted((self.records.run_folder(run) / "checkpoints").glob("step-*"))}
+        name = name or max(found, default="")
+        if name not in found:
+            raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(found) or 'none'}")
+        return found[name]
+
+    async def checkpoint(self, request: web.Request) -> web.StreamResponse:
+        """Send a checkpoint as a tar."""
+        name = request.match_info["name"]
+        return await send_tar(request, self._checkpoint(request.match_info["run"], "" if name == "newest" else name))
 
     def _takes_work(self) -> None:
         if reason := ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder("")):

@@ -1,4 +1,4 @@
-"""Rows that come while somebody reads: server-sent events with numbers, or JSON lines.
+"""What is sent piece by piece: rows that come while somebody reads (server-sent events with numbers, or JSON lines), and tars.
 
 Rows come from files and from the database, never from a run's controller: readers cost a run nothing, however many and however
 slow they are. A reader that is too slow is held back by its own connection.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import os
+import tarfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from aiohttp import web
@@ -23,6 +26,8 @@ LOOK_S = 0.25
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""
 MOST_CHUNK_BYTES = 4 << 20
+SUMS_FILE = "SHA256SUMS"
+"""Last member of a tar: the digest of every other, as `sha256sum -c` reads it."""
 
 Rows = Callable[[], Awaitable[list[tuple[int, str, bytes]]]]
 """What has come since it was called last: number, kind, JSON."""
@@ -103,4 +108,48 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
             await asyncio.sleep(LOOK_S)
             silent_s += LOOK_S
         await response.write_eof()
+    return response
+
+
+async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
+    """Send a folder as a tar that ends with SUMS_FILE; without it, the download was cut off. Links are sent as what they mean.
+
+    Raises:
+        ForbiddenError: The folder has gone.
+    """
+    headers = {"Content-Type": "application/x-tar", "Content-Disposition": f'attachment; filename="{folder.name}.tar"'}
+    response, sums = web.StreamResponse(headers=headers), b""
+
+    async def send(name: str, size: int, pieces: Iterator[bytes]) -> None:
+        entry = tarfile.TarInfo(f"{folder.name}/{name}")
+        entry.size = size
+        await response.write(entry.tobuf())
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            await response.write(piece)
+        await response.write(bytes(-size % tarfile.BLOCKSIZE))
+
+    with contextlib.ExitStack() as opened:
+        try:  # all of them first: what is open can be read to its end when the run removes the folder meanwhile
+            inside = await asyncio.to_thread(lambda: sorted(path for path in folder.rglob("*") if path.is_file()))
+            files = [
+                (path.relative_to(folder).as_posix(), opened.enter_context(path.open("rb")))
+                for path in inside if path.name != SUMS_FILE
+            ]  # fmt: skip
+        except FileNotFoundError as error:
+            raise ForbiddenError(404, f"{folder.name} has just been removed by its run; ask for a newer one") from error
+        with contextlib.suppress(ConnectionError):  # the reader has gone
+            await response.prepare(request)
+            for name, file in files:
+                digest = hashlib.sha256()
+
+                def pieces(file: BinaryIO = file, digest: hashlib._Hash = digest) -> Iterator[bytes]:
+                    while piece := file.read(MOST_CHUNK_BYTES):
+                        digest.update(piece)
+                        yield piece
+
+                await send(name, os.fstat(file.fileno()).st_size, pieces())
+                sums += f"{digest.hexdigest()}  {name}\n".encode()
+            await send(SUMS_FILE, len(sums), iter((sums,)))
+            await response.write(bytes(2 * tarfile.BLOCKSIZE))
+            await response.write_eof()
     return response

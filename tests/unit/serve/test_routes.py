@@ -7,19 +7,22 @@ import functools
 import io
 import os
 import random
+import tarfile
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from aiohttp import ClientPayloadError
+from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.errors import RunError
+from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
-from asyncrl.serve.streams import stream
+from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE, json_response, stream
 
 
 @pytest.fixture
@@ -214,6 +217,54 @@ async def test_files_of_a_run_are_served_and_its_secrets_are_not(service, client
     listed = await (await client.get("/v1/runs/r/files/", headers=headers)).json()
     assert {"steps.jsonl", "served.json"} <= {file["name"] for file in listed}
     assert not {"keys", "api.json"} & {file["name"] for file in listed}
+
+
+async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path):
+    checkpoints, base = service.records.run_folder("r") / "checkpoints", tmp_path / "base.safetensors"
+    base.write_bytes(os.urandom(MOST_CHUNK_BYTES + 700))
+    for name in ("step-000001", "step-000002", ".partial-step-000003"):
+        (checkpoints / name / "trainer").mkdir(parents=True)
+        (checkpoints / name / "trainer" / "state.json").write_text(name)
+        (checkpoints / name / "empty").touch()
+        (checkpoints / name / "model.safetensors").symlink_to(base)
+    async with Server(str(client.make_url("")), tokens["operator"]) as server:
+        got = await server.download("r", tmp_path / "into")
+        assert (got, (got / "trainer" / "state.json").read_text()) == (tmp_path / "into" / "step-000002", "step-000002")
+        assert (got / "model.safetensors").read_bytes() == base.read_bytes()
+        assert {line.partition("  ")[2] for line in (got / SUMS_FILE).read_text().splitlines()} == {
+            "empty", "model.safetensors", "trainer/state.json"
+        }  # fmt: skip
+        with pytest.raises(RunError, match="already"):
+            await server.download("r", tmp_path / "into")
+        assert (await server.download("r", tmp_path / "into", checkpoint="step-000001")).name == "step-000001"
+        for name in ("step-000009", ".partial-step-000003", "..", "%2e%2e%2fkeys"):
+            with pytest.raises(RunError):
+                await server.download("r", tmp_path / "other", checkpoint=name)
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_checkpoint_that_comes_damaged_is_refused(tmp_path, cut):
+    async def machine(_):
+        return json_response({})
+
+    app, archive = web.Application(), io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as opened:
+        for name, content in (("model.safetensors", b"wrong"), ("SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")):
+            entry = tarfile.TarInfo(f"step-000001/{name}")
+            entry.size = len(content)
+            if not (cut and name == "SHA256SUMS"):
+                opened.addfile(entry, io.BytesIO(content))
+
+    async def send(_):
+        return web.Response(body=archive.getvalue())
+
+    app.router.add_get("/v1/machine", machine)
+    app.router.add_get("/v1/runs/r/checkpoints/newest", send)
+    async with TestServer(app) as there, Server(str(there.make_url("")), "token") as server:
+        with pytest.raises(RunError, match=r"damaged \(model.safetensors\)"):
+            await server.download("r", tmp_path / "into")
+    assert not list((tmp_path / "into").iterdir())
 
 
 async def test_events_go_on_behind_the_last_one_that_was_seen(service, client, tokens):

@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.serve.client import Server as Server
     from asyncrl.serve.records import RunRecord as RunRecord
     from asyncrl.session import Session as Session
+    from asyncrl.sweep.statistics import Comparison as Comparison
+    from asyncrl.sweep.statistics import compare as compare
     from asyncrl.tasks.task import TaskData as TaskData
     from asyncrl.weights.publisher import Publisher
 
@@ -73,6 +75,7 @@ _HOMES = {
     "asyncrl.serve.client": ("Server",),
     "asyncrl.serve.records": ("RunRecord",),
     "asyncrl.session": ("Session",),
+    "asyncrl.sweep.statistics": ("Comparison", "compare"),
     "asyncrl.tasks.task": ("TaskData",),
     "asyncrl.weights.publisher": ("WeightPublisher",),
 }  # fmt: skip

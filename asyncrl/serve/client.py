@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,11 +23,14 @@ from asyncrl.serve.records import RunRecord
 from asyncrl.serve.routes import Fork
 from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.submit import Submission
+from asyncrl.sweep.statistics import Comparison, compare
 
 LOOK_S = 1.0
 """Between looks at runs that are waited for."""
 READ_S = 60.0
 """A download from which nothing has come for so long has failed."""
+ComparedValue = Literal["accuracy_before", "accuracy_after", "reward", "staleness", "steps_per_s"]
+"""`reward` and `staleness` are means of the last 50 steps."""
 T = TypeVar("T")
 
 
@@ -153,6 +156,30 @@ class Server:
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise RunError(f"{self._url}{path} was cut off: {error}; ask again") from error
             return await asyncio.to_thread(_unpacked, archive, Path(into))
+
+    async def compare(
+        self, runs: Sequence[RunRecord | str], *, by: str, metric: ComparedValue = "accuracy_after", baseline: str = ""
+    ) -> list[Comparison]:
+        """Compare runs that differ in one field of their configs: means with intervals, and p of differences paired by `seed`.
+
+        Args:
+            runs: Those to compare, at most 50; one that has no value, as it has not ended, is left out.
+            by: The field, `buffer.max_staleness`; runs with the same value are one arm.
+                Of two with the same seed, too, the last counts.
+            metric: What is compared.
+            baseline: The value of `by` that the others are compared with, as text; empty: that of the first run.
+
+        Raises:
+            RunError: There is no such run.
+            ConfigError: No run has that value of `by`.
+        """
+        names = ",".join(run if isinstance(run, str) else run.id for run in runs)
+        page = await self._ask("GET", "/v1/compare", dict[str, list[dict[str, Any]]], query={"runs": names})
+        arms: dict[str, dict[int, float]] = {}
+        for row in page["runs"]:  # without the fields that all have alike
+            if row[metric] is not None:
+                arms.setdefault(str(row["config"].get(by, "as in all")), {})[row["config"].get("seed", 0)] = row[metric]
+        return compare(arms, baseline)
 
     def connect(self, run: str) -> RunClient:
         """Return a client of a run: status, steps, orders."""

@@ -6,10 +6,13 @@ A bootstrap interval over few seeds is somewhat too narrow (about 90 % for 8 at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
 
 Values = Sequence[float] | NDArray[np.float64]
 
@@ -55,3 +58,55 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(p_values))
     adjusted[order] = np.minimum(np.maximum.accumulate(raised), 1.0) if len(raised) else raised
     return [float(p) for p in adjusted]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One arm of a comparison, against the baseline by seed."""
+
+    arm: str
+    num: int
+    """Seeds that have a value."""
+    mean: float
+    interval: tuple[float, float]
+    """Of the mean, 95 %."""
+    pairs: int
+    """Seeds that the baseline has too; 0 of the baseline itself."""
+    difference: float
+    """Mean over the pairs, from the baseline; 0.0 without pairs."""
+    p: float
+    """Two-sided, of the pairs; 1.0 without any."""
+    family_p: float
+    """The same, corrected for the number of arms."""
+
+
+def compare(arms: Mapping[str, Mapping[int, float]], baseline: str = "") -> list[Comparison]:
+    """Compare arms by their values, which are paired by seed.
+
+    Args:
+        arms: By name, values by seed; an arm without any is left out.
+        baseline: Name of the arm that the others are compared with; empty: the first.
+
+    Returns:
+        In the order given: means with bootstrap intervals, p by `sign_flip_p`, corrected by `holm`.
+
+    Raises:
+        ConfigError: There is no such arm.
+    """
+    arms = {arm: values for arm, values in arms.items() if values}
+    baseline = baseline or next(iter(arms), "")
+    if baseline not in arms:
+        raise ConfigError(f"there is no arm {baseline!r} with values to compare with; there are {sorted(arms) or 'none'}")
+    base = arms[baseline]
+    pairs = {
+        arm: [values[seed] - base[seed] for seed in values if seed in base] for arm, values in arms.items() if arm != baseline
+    }
+    p_values = {arm: sign_flip_p(differences) for arm, differences in pairs.items() if differences}
+    family = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    made = []
+    for arm, values in arms.items():
+        numbers, differences = list(values.values()), pairs.get(arm) or []
+        mean, difference = float(np.mean(numbers)), float(np.mean(differences)) if differences else 0.0
+        p, family_p = p_values.get(arm, 1.0), family.get(arm, 1.0)
+        made.append(Comparison(arm, len(numbers), mean, bootstrap_interval(numbers), len(differences), difference, p, family_p))
+    return made

@@ -74,7 +74,10 @@ async def test_scoring_waits_for_a_lost_caller_is_named_and_goes_on_by_another(t
         assert status.groups["scoring"] > 0
         async with asyncrl.connect(run.run_folder) as other, asyncio.TaskGroup() as group:
             group.create_task(other.score(lambda prompt, text: float(len(text) % 3)))
-            await run.wait()
+            events = [event async for event in run.events("phase", "checkpoint")]
+            assert [event.subject for event in events if event.kind == "phase"][-1] == "stopped"
+            later = [event.seq async for event in other.events(after=events[0].seq)]
+            assert later[0] == events[0].seq + 1
         assert_balanced(status := await run.status())
     assert status.groups["trained"] == 16
     assert status.groups["failed"] == 0

@@ -76,5 +76,7 @@ async def test_a_study_is_submitted_and_waited_for(daemon, tiny, tmp_path, capsy
     server = await daemon.start()
     await program("asyncrl.Server")["main"](server._url, server._token, written(config, tmp_path / "c.toml"))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert all("done" in line for line in lines)
+    assert len(lines) == 6
+    assert all("done" in line for line in lines[:4])
+    assert re.fullmatch(r"eta 0: 0\.\d+, p 1\.000 over 0 pairs", lines[4])
+    assert re.fullmatch(r"eta 2: 0\.\d+, p (0\.5|1\.0)00 over 2 pairs", lines[5])

@@ -100,10 +100,17 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
         async with server.connect("one") as client:
             assert client.run_folder == folder
             assert (await client.status()).name == "one"
+            async for event in client.events("phase", after=1):
+                assert event.seq > 1
+                if event.subject == "running":
+                    break
         await daemon.kill()
     os.kill(pid, signal.SIGKILL)
     (daemon.folder / "server.sqlite").write_bytes(b"damaged" * 1000)  # and the books with them: runs are found from their folders
     async with await daemon.start() as server:
+        async with server.connect("one") as client:
+            events = [event async for event in client.events()]  # until it ends
+            assert [event.seq for event in events] == list(range(1, len(events) + 1))
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
     balanced(folder, 40)

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 import asyncrl
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.observe.samples import TOKENS_FILE, TokenRow
+from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from tests.integration.conftest import assert_balanced
@@ -100,6 +102,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
     assert judged
     assert second.metrics["policy/learning_rate"] > 2 * first.metrics["policy/learning_rate"]
     assert saved.name == "step-000003"
+    assert {row.step for row in read_lines(folder / TOKENS_FILE, TokenRow)} == {0, 1, 2}
     async with asyncrl.Session(resume=folder, reward=reward) as session:
         assert session.version == 3
         assert [(await session.train_step(groups)).version async for groups in session.batches()] == [4]

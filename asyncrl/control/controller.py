@@ -351,7 +351,9 @@ class Controller:
                     log.warning("%s: its connection is closed", reason)
                     await silent.connection.close()
             learner_is_there = self.config.learner.kind != "builtin" or bool(self.peers.of("learner"))
-            self.autoscaler.tick(now, running=running, learner_idle=self.feeder.idle and learner_is_there)
+            learner_idle = self.feeder.idle and learner_is_there
+            self.autoscaler.tick(now, running=running, learner_idle=learner_idle)
+            self.reporter.note_second(self.dispatcher, self.peers, learner_idle=learner_idle)
             waits = self.waits(now)
             self.reporter.tick(waits, self.heartbeats())
             if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:

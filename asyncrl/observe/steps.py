@@ -1,4 +1,4 @@
-"""One line per optimizer step, evaluation and event: what steps.jsonl, eval.jsonl and events.jsonl hold.
+"""One line per optimizer step, evaluation, event and second: what steps.jsonl, eval.jsonl, events.jsonl and seconds.jsonl hold.
 
 Written by the controller through `JsonLines`; read by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
 """
@@ -15,6 +15,7 @@ import msgspec
 STEPS_FILE = "steps.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVENTS_FILE = "events.jsonl"
+SECONDS_FILE = "seconds.jsonl"
 MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
 
@@ -91,6 +92,14 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why, in words."""
     version: int = -1
     """Newest policy version then."""
+
+
+class SecondReport(msgspec.Struct, frozen=True):
+    """How a run stood, once a second, whatever its steps do."""
+
+    time_s: float
+    values: dict[str, float]
+    """Named as in observe/metrics.py."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)

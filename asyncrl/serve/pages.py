@@ -10,6 +10,7 @@ import contextlib
 import io
 import math
 import tomllib
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,7 @@ from asyncrl.control.api import READ_TIMEOUT_S, read_body
 from asyncrl.errors import LedgerError
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
 from asyncrl.observe.spans import MAX_BINS, Timeline
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport
+from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, read_lines
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
@@ -39,6 +40,8 @@ MOST_LOGIN_BYTES = 4096
 MOST_RUNS = 500
 MOST_NAMES = 64
 MOST_STEPS = 1 << 40
+MOST_SECONDS = 3600
+"""Of one answer, the newest."""
 MOST_TIMELINES = 4
 """Runs whose spans stay in memory: 50 MB for a million."""
 MOST_TOKENS = 2000
@@ -124,6 +127,7 @@ class Pages:
         folder = self._records.run_folder(run)
         steps = Tail(folder / STEPS_FILE, "step", "step", newest, _whole(request, "offset"))
         events = Tail(folder / EVENTS_FILE, "seq", "event", _whole(request, "events"))
+        seconds = Tail(folder / SECONDS_FILE, "time_s", "second", -1, _whole(request, "seconds", 1 << 60))
         shown: Any = None
 
         async def rows() -> list[tuple[int, str, bytes]]:
@@ -131,6 +135,7 @@ class Pages:
             found = [(number, kind, line) for number, kind, line in await steps.rows()]
             newest = found[-1][0] if found else newest
             found += [(newest, kind, line) for _, kind, line in await events.rows()]
+            found += [(newest, kind, line) for _, kind, line in await seconds.rows()]
             status, record = self._keeper.statuses.get(run), self._records.runs[run]
             if (status, record) != shown:
                 shown = (status, record)
@@ -147,6 +152,18 @@ class Pages:
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
         return asyncio.to_thread(_series, self._folder(request), names)
+
+    def seconds(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+        """Return how a run stood in each of its newest seconds, and the byte where reading ended."""
+        path = self._folder(request) / SECONDS_FILE
+
+        def read() -> dict[str, Any]:
+            num_bytes = (
+                path.stat().st_size if path.exists() else 0
+            )  # before: what comes meanwhile is said twice, and not left out
+            return {"rows": list(deque(read_lines(path, SecondReport), MOST_SECONDS)), "offset": num_bytes}
+
+        return asyncio.to_thread(read)
 
     def ledger(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return counts of the ledger."""

@@ -47,6 +47,8 @@ class Tail:
     def _read(self) -> Iterator[tuple[int, str, bytes]]:
         try:
             with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0  # a new one was begun: the old one is full
                 file.seek(self._offset)
                 chunk = file.read(MOST_CHUNK_BYTES)
         except FileNotFoundError:

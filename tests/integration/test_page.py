@@ -47,13 +47,16 @@ from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import (
     EVAL_FILE,
     EVENTS_FILE,
+    SECONDS_FILE,
     STEPS_FILE,
     EvalReport,
     JsonLines,
     RunEvent,
+    SecondReport,
     StepReport,
     read_evals,
     read_events,
+    read_lines,
     read_steps,
 )
 from asyncrl.schema.samples import Prompt, Samples, ids_from_bytes, logprobs_from_bytes
@@ -156,6 +159,7 @@ async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
             await page.keyboard.press("Enter")
             await page.get_by_role("link", name="one", exact=True).click()
             await reached(page, 3)
+            await page.get_by_role("heading", name="Over seconds, since").wait_for()
             await page.get_by_role("button", name="Change").click()
             dialog = page.get_by_role("dialog")
             await dialog.get_by_label("buffer.max_staleness").fill("-1")
@@ -221,6 +225,9 @@ def recorded(tmp_path) -> Path:
             RunEvent(seq=2, time_s=2.0, kind="death", subject="generator-0", text="exit -9", version=3),
             RunEvent(seq=3, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
         )
+    with contextlib.closing(JsonLines(folder / SECONDS_FILE)) as seconds:
+        values = [{"idle/learner": source.random(), "memory/resident_gb/learner": source.random()} for _ in range(100)]
+        seconds.write(*(SecondReport(1e9 + number, each) for number, each in enumerate(values)))
     steps, evals = JsonLines(folder / STEPS_FILE), JsonLines(folder / EVAL_FILE)
     ledger, samples = SqliteLedger(folder / "ledger.sqlite"), JsonLines(folder / SAMPLES_FILE)
     for step in range(6):
@@ -271,6 +278,10 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert shown["Off-policy: KL, nat: k1"] == newest.metrics["kl/k1"]
         assert shown["Weight sync, ms: sync"] == newest.weight_sync_ms
         assert shown["Held-out evaluations: accuracy"] == evals[-1].accuracy
+        await page.get_by_role("heading", name="Over seconds, since 2001-09-09 01:46:40Z").wait_for()
+        shown, second = await numbers(page), list(read_lines(recorded / SECONDS_FILE, SecondReport))[-1].values
+        assert shown["Idle share now: learner"] == second["idle/learner"]
+        assert shown["Resident memory, GB: learner"] == second["memory/resident_gb/learner"]
         figure = page.locator("figure", has=page.get_by_text("Reward", exact=True))
         await figure.get_by_text("Values").click()
         assert [[float(cell) for cell in row] for row in await rows_of_table(page, "Reward: the newest 6")] == [

@@ -1,7 +1,7 @@
 // One run: who waits for whom, its charts, its processes, and the orders it takes.
 
 import { changeRun } from "./change.js";
-import { chart } from "./charts.js";
+import { chart, freeCharts } from "./charts.js";
 import { ask, exact, h, notice, order, redraw, Stream, table, time } from "./dom.js";
 import { state } from "./runs.js";
 
@@ -19,6 +19,15 @@ const CHARTS = [
   ["Learner memory, GB", [["memory/peak_gb", "peak"], ["memory/allocated_gb", "allocated"]]],
 ];
 const NAMES = CHARTS.flatMap(([, series]) => series.map(([name]) => name)).filter((name) => name !== "bound");
+// Over seconds, the same; a name that ends in / has a series for each process.
+const OF_SECONDS = [
+  ["Idle share now", [["idle/learner", "learner"], ["idle/generators", "generators"]]],
+  ["Groups now", [["queue/running", "running"], ["queue/scoring", "scoring"], ["queue/ready", "ready"]]],
+  ["Requests in the engines", [["process/requests_running", "running"], ["process/slots", "slots"]]],
+  ["Tokens generated in a second", [["throughput/generated_tokens_per_sec", "generated"]]],
+  ["Resident memory, GB", [["memory/resident_gb/", ""], ["memory/available_gb", "available"]]],
+];
+const MOST_SECONDS = 3600;
 const ORDERS = { pause: "Pause", resume: "Resume", checkpoint: "Checkpoint", drain: "Drain", stop: "Stop" };
 const MEANING = {
   pause: "Generation and training are held; nothing in flight is lost.", resume: "The run goes on.", checkpoint: "A checkpoint is written now.",
@@ -54,9 +63,20 @@ class RunPage {
     const mayOrder = !me.read_only && me.role !== "viewer";
     this.node = h("div", {}, h("h1", {}, record.id), mayOrder ? h("div", { class: "bar", role: "group", "aria-label": "Orders" }, Object.values(this.orders), this.change) : null,
       this.said, this.top, h("h2", {}, "Over steps"), h("div", { class: "charts" }, this.charts[0], this.evaluations, this.charts.slice(1)), this.every, this.bottom);
+    this.perSecond = new Seconds(this.node);
     this.show();
+    this.begin(series.offset).catch((error) => this.said.replaceChildren(notice(error.message, true)));
+  }
+  async begin(offset) {
+    await new Promise((drawn) => { setTimeout(drawn); }); // what is there is shown first
+    const { path, record } = this;
+    const seconds = await ask(`${path}/seconds`);
+    if (this.isGone) return;
+    for (const row of seconds.rows) this.perSecond.take(row);
+    this.perSecond.show();
     if (record.state !== "ended")
-      this.stream = new Stream(`${path}/live?offset=${series.offset}`, {
+      this.stream = new Stream(`${path}/live?offset=${offset}&seconds=${seconds.offset}`, {
+        second: (row) => { this.perSecond.take(row); this.later(); },
         step: (report) => this.take(report),
         status: ({ status: newer, record: now }) => { this.status = newer ?? this.status; this.record = now; this.later(); },
         event: (event) => event.kind === "evaluation" && this.evaluate(),
@@ -128,6 +148,7 @@ class RunPage {
       table("The run", facts.filter(([, value]) => value).map(([label]) => label), [facts.map(([, value]) => value).filter(Boolean)]));
     if (this.hasSteps) this.charts.forEach((figure, i) => figure.show(this.steps, this.series(CHARTS[i][1])));
     this.hasSteps = false;
+    this.perSecond.show();
     redraw(this.bottom, ...[
       status.processes.length ? [h("h2", {}, "Processes"), table("Who waits for whom", ["Process", "Kind", "Pid", "State", "Deaths", "Waits for", "Since, s"],
         status.processes.map((one) => [one.name + (one.joined ? " (joined)" : ""), one.kind, one.pid, one.state, one.deaths, one.waiting_for, one.waiting_for ? +one.waiting_s.toFixed(1) : null]))] : [],
@@ -141,5 +162,36 @@ class RunPage {
     const values = Object.entries({ ...newest, ...newest.metrics }).filter(([, value]) => typeof value === "number");
     redraw(every, h("summary", { "aria-label": "Every value of the newest step" }, `Every value of step ${newest.step}`),
       every.open ? table("Every value", ["Value", ""], values) : "");
+  }
+}
+
+// How the run stood in each second of the newest hour; the charts are made once there is something to show.
+class Seconds {
+  constructor(place) {
+    Object.assign(this, { place, rows: [], charts: [], drawn: 0 });
+  }
+  take(row) {
+    if (this.rows.length && row.time_s <= this.rows.at(-1).time_s) return; // said again
+    this.rows.push(row);
+    if (this.rows.length > MOST_SECONDS) this.rows.shift();
+  }
+  show() {
+    const { rows } = this;
+    if (!rows.length || rows.at(-1).time_s === this.drawn) return;
+    this.drawn = rows.at(-1).time_s;
+    const known = new Set(rows.flatMap(({ values }) => Object.keys(values)));
+    this.first ??= rows[0].time_s;
+    const names = OF_SECONDS.map(([, lines]) => lines.flatMap(([name, label]) => (name.endsWith("/")
+      ? [...known].filter((one) => one.startsWith(name)).sort().map((one) => [one, one.slice(name.length)]) : [[name, label]])));
+    const xs = rows.map((row) => row.time_s - this.first);
+    const series = names.map((lines) => lines.map(([name, label]) => [label, rows.map(({ values }) => values[name] ?? null)]));
+    const labels = JSON.stringify(names);
+    if (labels === this.labels) return this.charts.forEach((figure, i) => figure.show(xs, series[i]));
+    this.labels = labels; // a process that was not there before has a line of its own
+    this.charts = OF_SECONDS.map(([title], i) => chart(title, "second", xs, series[i]));
+    const figures = h("section", { class: "seconds" }, h("h2", {}, `Over seconds, since ${time(this.first)}`), h("div", { class: "charts" }, this.charts));
+    this.box ? this.box.replaceWith(figures) : this.place.append(figures);
+    this.box = figures;
+    freeCharts();
   }
 }

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import io
 import math
+import re
 import tomllib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,10 @@ MOST_NAMES = 64
 MOST_STEPS = 1 << 40
 MOST_SECONDS = 3600
 """Of one answer, the newest."""
+MOST_LOG_LINES = 2000
+MOST_LINE_CHARS = 2000
+STAMP, STAMP_CHARS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "), 23
+"""With what a line of a log begins."""
 MOST_TIMELINES = 4
 """Runs whose spans stay in memory: 50 MB for a million."""
 MOST_TOKENS = 2000
@@ -181,6 +186,10 @@ class Pages:
         asked = (_whole(request, name) for name in ("step", "group", "index", "first"))
         return asyncio.to_thread(_tokens, self._folder(request), *asked)
 
+    def logs(self, request: web.Request) -> Awaitable[list[tuple[str, str]]]:
+        """Return the newest lines of all processes that have a text, whatever its case, each with its process, by time."""
+        return asyncio.to_thread(_log_lines, self._folder(request) / "logs", request.query.get("q", "").lower())
+
     def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
         """Return the spans of a window, in bins where they are many; seconds are those since the first."""
         limits = [request.query.get(name, "") for name in ("from", "to")]
@@ -247,6 +256,24 @@ def _series(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         "offset": num_bytes,
         "max_staleness": buffer.get("max_staleness"),
     }
+
+
+def _log_lines(folder: Path, wanted: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str, str]] = []
+    for path in sorted(folder.glob("*.log")):
+        if path.is_symlink() or not path.is_file():
+            continue
+        stamp, lines = "", deque[tuple[str, str, str]](maxlen=MOST_LOG_LINES)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            while line := file.readline(MOST_LINE_CHARS):
+                stamp = (
+                    line[:STAMP_CHARS] if STAMP.match(line) else stamp
+                )  # else it goes on: a traceback, a message of several lines
+                if wanted in line.lower():
+                    lines.append((stamp, path.stem, line.rstrip("\n")))
+        found += lines
+    found.sort(key=lambda line: line[0])  # and lines of one moment as they are in their file
+    return [(process, line) for _, process, line in found[-MOST_LOG_LINES:]]
 
 
 def _ledger(path: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import disk_fault
 from asyncrl.serve.pages import Login, Pages
-from asyncrl.serve.queue import in_order
+from asyncrl.serve.queue import in_order, waits
 from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
 from asyncrl.serve.streams import Tail, json_response, last_event_id, send_tar, stream
 from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, change_faults, resolve
@@ -134,7 +134,7 @@ class Service:
             Route("GET", "/metrics", "viewer", self.metrics, "Every run's newest metrics, in Prometheus' text form."),
             Route("GET", "/v1/runs", "viewer", self.list_runs, "Runs, newest first: ?state= &project= &tag= &limit= &before=."),
             Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; Idempotency-Key allows repeats.", Submission),
-            Route("GET", "/v1/queue", "viewer", self.queue, "Queued runs in the order in which they start."),
+            Route("GET", "/v1/queue", "viewer", self.queue, "Queued runs in the order in which they start; what each waits for."),
             Route("GET", "/v1/machine", "viewer", self.machine, "What there is, and what is in use."),
             Route("GET", "/v1/compare", "viewer", self.compare, "Runs beside each other: ?runs=A,B."),
             Route("GET", "/v1/events", "viewer", self.events, "What happened at the daemon and to all runs, as a stream."),
@@ -150,6 +150,7 @@ class Service:
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
             Route("GET", f"{run}/samples", reads_text, page.samples, "Samples: ?step=."),
             Route("GET", f"{run}/tokens", reads_text, page.tokens, "One token by token: ?step= &group= &index= &first=."),
+            Route("GET", f"{run}/logs", "operator", page.logs, "Newest lines of all its processes, by time: ?q= text in them."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
             Route("GET", f"{run}/changeable", "viewer", page.changeable, "What can change while a run goes on."),
             Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
@@ -316,8 +317,9 @@ class Service:
         return {"runs": found[:limit], "next": found[limit - 1].number if len(found) > limit else None}
 
     def queue(self, _: web.Request) -> dict[str, Any]:
-        """Return the queue."""
-        return {"runs": in_order(self.records.runs.values())}
+        """Return the queue, and what each run in it waits for."""
+        runs = self.records.runs.values()
+        return {"runs": in_order(runs), "waits": waits(self.keeper.machine, runs)}
 
     async def submit(self, request: web.Request) -> RunRecord | web.Response:
         """Check a submission whole, beside the loop and apart from what follows runs, and queue it; a fork is one too.

@@ -234,7 +234,7 @@ def recorded(tmp_path) -> Path:
         steps.write(StepReport(
             step=step, version=step + 1, time_s=1e9 + step, reward_mean=source.random(), reward_std=source.random() / 1e9,
             staleness_mean=source.random(), staleness_max=2, learner_idle=source.random(), weight_sync_ms=source.random() * 1e9,
-            metrics={name: source.gauss(0, 1) for name in names},
+            metrics={name: source.gauss(0, 1) for name in names} | {"data/samples": float(step + 1)},
         ))  # fmt: skip
         samples.write(
             *(
@@ -324,12 +324,23 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         await page.get_by_role("link", name="logs").click()
         await page.get_by_label("Log of").select_option("learner.log")
         await expect(page.locator("pre")).to_have_text((recorded / "logs" / "learner.log").read_text())
+        await page.get_by_label("Lines of all processes with").fill("END")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("pre")).to_have_text("learner: ended")
         await go(page, "/")
         for name in ("tiny", "copied"):
             await page.get_by_label(f"Compare {name}").check()
         await page.get_by_role("button", name="Compare").click()
         await page.get_by_role("heading", name="Compare 2 runs").wait_for()
-        assert (await numbers(page))["Reward: tiny"] == newest.reward_mean
+        samples = [step.metrics["data/samples"] for step in steps]
+        spans = {"steps": 5.0, "samples trained": sum(samples), "seconds since the first step": newest.time_s - steps[0].time_s}
+        for over, last in spans.items():
+            await page.get_by_label("Over", exact=True).select_option(over)
+            assert (await numbers(page))["Reward: tiny"] == newest.reward_mean
+            figure = page.locator("figure", has=page.get_by_text("Reward", exact=True))
+            await figure.get_by_text("Values").click()
+            newest_row = (await rows_of_table(page, "Reward: the newest 6"))[0]
+            assert [float(cell) for cell in newest_row] == [last, newest.reward_mean, newest.reward_mean], over
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
@@ -513,6 +524,8 @@ async def test_the_keyboard_reaches_everything(page, recorded):
             await expect(page.locator("main")).to_be_focused()
             if path == "/":
                 await page.get_by_role("link", name="tiny").wait_for()
+            if path == "/run/tiny":
+                await page.get_by_role("heading", name="Over seconds").wait_for()
             wanted = await page.locator(REACHABLE).count()
             await page.evaluate("() => { document.activeElement?.blur(); window.reached = new Set() }")
             for _ in range(wanted + 2):

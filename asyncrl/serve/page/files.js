@@ -67,8 +67,16 @@ export async function logs(name) {
     text.textContent = visible(size > LOG_BYTES ? tail.slice(tail.indexOf("\n") + 1) : tail);
     text.scrollTop = text.scrollHeight;
   };
+  const wanted = h("input", { id: "wanted", type: "search" });
+  const search = async (event) => {
+    event.preventDefault();
+    const lines = await ask(`${pathOf(name)}/logs?q=${encodeURIComponent(wanted.value)}`);
+    text.textContent = visible(lines.map(([process, line]) => `${process}: ${line}`).join("\n")) || "No line has that.";
+    text.scrollTop = text.scrollHeight;
+  };
   pick.addEventListener("change", load);
   await load();
   return { node: titled(name, "logs", h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick,
-    h("button", { type: "button", onclick: load }, "Newest lines")), text) };
+    h("button", { type: "button", onclick: load }, "Newest lines")), h("form", { class: "bar", onsubmit: search },
+    h("label", { for: "wanted" }, "Lines of all processes with"), wanted, h("button", {}, "Search")), text) };
 }

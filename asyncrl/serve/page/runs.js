@@ -1,6 +1,6 @@
 // The list of runs, and several beside each other.
 
-import { chart } from "./charts.js";
+import { chart, freeCharts } from "./charts.js";
 import { ask, exact, h, notice, redraw, Stream, table, time } from "./dom.js";
 
 export const state = (record) => {
@@ -12,6 +12,7 @@ export const linkTo = (name, text = name) => h("a", { href: `#/run/${encodeURICo
 export async function runs(me) {
   const chosen = new Set();
   const place = h("div");
+  const queue = h("div");
   const button = h("button", { type: "button", onclick: () => { location.hash = `#/compare/${encodeURIComponent([...chosen].join(","))}`; } }, "Compare");
   const filter = h("input", { type: "search", "aria-label": "Only runs whose name, project, tags or state contain", placeholder: "Filter", oninput: () => draw() });
   let records = [];
@@ -29,9 +30,14 @@ export async function runs(me) {
         exact(one.accuracy_after), one.project, one.tags.join(", "), one.priority, one.submitted_by, time(one.started_s), time(one.ended_s), one.reason]))
       : notice(records.length ? "No run has that in its name, project, tags or state." : "No run yet. `asyncrl.Server.submit`, or POST /v1/runs, submits one."));
   }
+  async function drawQueue() {
+    const { runs: waiting, waits } = records.some((one) => one.state === "queued") ? await ask("/v1/queue") : { runs: [] };
+    redraw(queue, ...(waiting.length ? [table(`Queue: ${waiting.length}`, ["Position", "Run", "Priority", "Waits for"],
+      waiting.map((one, i) => [i + 1, linkTo(one.id), one.priority, waits[i]]))] : []));
+  }
   settle();
-  const stream = new Stream("/v1/live", { runs: (now) => { records = now; draw(); } }, async () => !(await ask("/v1/session")).name);
-  return { node: h("div", {}, h("h1", {}, "Runs"), h("div", { class: "bar" }, filter, button), me.read_only ? null : await machine(), place), leave: () => stream.close() };
+  const stream = new Stream("/v1/live", { runs: (now) => { records = now; draw(); drawQueue().catch(() => {}); } }, async () => !(await ask("/v1/session")).name);
+  return { node: h("div", {}, h("h1", {}, "Runs"), h("div", { class: "bar" }, filter, button), me.read_only ? null : await machine(), queue, place), leave: () => stream.close() };
 }
 
 async function machine() {
@@ -43,20 +49,34 @@ async function machine() {
 
 const COMPARED = [["Reward", "reward_mean"], ["Staleness, mean", "staleness_mean"], ["Learner idle", "learner_idle"], ["Effective sample size", "ratio/ess"]];
 
+// Where a step lies on the axis: each a number that grows with the steps.
+const OVER = {
+  steps: ({ steps }) => steps,
+  "samples trained": ({ columns }) => { let sum = 0; return columns["data/samples"].map((samples) => (sum += samples ?? 0)); },
+  "seconds since the first step": ({ columns: { time_s: times } }) => times.map((time) => time - times[0]),
+};
+
 export async function compare(names) {
   const { runs: rows } = await ask(`/v1/compare?runs=${encodeURIComponent(names)}`);
-  const asked = COMPARED.map(([, name]) => encodeURIComponent(name)).join(",");
+  const asked = [...COMPARED.map(([, name]) => name), "time_s", "data/samples"].map(encodeURIComponent).join(",");
   const series = await Promise.all(rows.map((row) => ask(`/v1/runs/${encodeURIComponent(row.run)}/series?names=${asked}`)));
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row.config)))].sort();
-  const drawn = COMPARED.map(([title, name]) => {
-    const [xs, ...columns] = uPlot.join(series.map((one) => [one.steps, one.columns[name]]));
-    return chart(title, "step", xs, rows.map((row, i) => [row.run, columns[i]]));
-  });
+  const drawn = h("div", { class: "charts" });
+  const over = h("select", { id: "over", onchange: () => draw() }, Object.keys(OVER).map((name) => h("option", {}, name)));
+  function draw() {
+    const all = series.map((one) => OVER[over.value](one));
+    drawn.replaceChildren(...COMPARED.map(([title, name]) => {
+      const [xs, ...columns] = uPlot.join(series.map((one, i) => [all[i], one.columns[name]]));
+      return chart(title, over.value, xs, rows.map((row, i) => [row.run, columns[i]]));
+    }));
+    freeCharts();
+  }
+  draw();
   return { node: h("div", {}, h("h1", {}, `Compare ${rows.length} runs`),
     table("Results; reward and staleness are means of the newest 50 steps", ["Run", "Outcome", "Version", "Accuracy before", "After", "Reward", "Staleness", "Steps a second"],
       rows.map((row) => [linkTo(row.run), row.outcome, row.version, row.accuracy_before, row.accuracy_after, row.reward, row.staleness, row.steps_per_s])),
     h("h2", {}, "Settings that differ"),
     keys.length ? table("Settings that differ", ["Setting", ...rows.map((row) => row.run)], keys.map((key) => [key, ...rows.map((row) => JSON.stringify(row.config[key] ?? null))]))
       : notice("No setting differs."),
-    h("h2", {}, "Over steps"), h("div", { class: "charts" }, drawn)) };
+    h("div", { class: "bar" }, h("label", { for: "over" }, "Over"), over), drawn) };
 }

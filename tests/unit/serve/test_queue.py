@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.serve.queue import Machine, admit, in_order, misfits
+from asyncrl.serve.queue import Machine, admit, in_order, misfits, waits
 from asyncrl.serve.records import Demand, RunRecord
 
 
@@ -22,6 +22,13 @@ def test_a_gpu_is_given_once():
         id="r1", number=1, state="live", gpus=("a",), demand=Demand(1)
     )  # fmt: skip
     assert admit(machine, [live, run(2, gpus=1)])[0].gpus == ("b",)
+
+
+def test_what_a_run_waits_for_is_said():
+    machine = Machine(("a", "b"), cores=4, memory_bytes=8 << 30)
+    live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))
+    assert waits(machine, [live, run(2), run(1, gpus=2, memory=3 << 30)]) == ["2 GPUs (1 free), 3 GiB (2 free)", "1 before it"]
+    assert waits(machine, [live, run(1)]) == ["its start"]
 
 
 def test_priority_goes_first_then_the_order_of_submission():

@@ -219,6 +219,22 @@ async def test_files_of_a_run_are_served_and_its_secrets_are_not(service, client
     assert not {"keys", "api.json"} & {file["name"] for file in listed}
 
 
+async def test_lines_of_all_processes_come_by_time(service, client, tokens, tmp_path):
+    logs, headers = service.records.run_folder("r") / "logs", bearer(tokens["operator"])
+    logs.mkdir()
+    (logs / "learner.log").write_text("2026-01-01 00:00:01.000 INFO a\n2026-01-01 00:00:03.000 ERROR died\n  Error: 7\n")
+    (logs / "generator-0.log").write_bytes(b"2026-01-01 00:00:02.500 INFO b\n\xff error\n")
+    (tmp_path / "secret.log").write_text("secret")
+    (logs / "link.log").symlink_to(tmp_path / "secret.log")
+    found = await (await client.get("/v1/runs/r/logs", headers=headers)).json()
+    assert [(process, line[-7:]) for process, line in found] == [
+        ("learner", " INFO a"), ("generator-0", " INFO b"), ("generator-0", "\ufffd error"), ("learner", "OR died"),
+        ("learner", "rror: 7"),
+    ]  # fmt: skip
+    found = await (await client.get("/v1/runs/r/logs?q=eRRor", headers=headers)).json()
+    assert [process for process, _ in found] == ["generator-0", "learner", "learner"]
+
+
 async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path):
     checkpoints, base = service.records.run_folder("r") / "checkpoints", tmp_path / "base.safetensors"
     base.write_bytes(os.urandom(MOST_CHUNK_BYTES + 700))

@@ -1,0 +1,60 @@
+"""A caller of a session that dawdles and trains in any order: the bound holds, and what came too late is named."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+import asyncrl
+from asyncrl.observe.steps import read_steps
+from tests.integration.conftest import NO_MODEL, assert_balanced
+
+pytestmark = pytest.mark.timeout(240)
+ETA, STEP = 2, 4
+PLACES = (ETA + 1) * STEP
+
+
+def oldest(group: asyncrl.ScoredGroup) -> int:
+    return min(int(asyncrl.ids_from_bytes(member.sample.versions).min()) for member in group.members)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_nothing_older_than_the_bound_is_trained_whatever_the_delays(tiny, seed):
+    draw = random.Random(seed)
+    config = tiny(
+        eval__at_start=False, eval__at_end=False, model__warm_start=None, num_steps=30, buffer__max_staleness=ETA,
+        generate__engine={**NO_MODEL, "token_latency_s": 0.002},
+    )  # fmt: skip
+    held, ages, late = list[asyncrl.ScoredGroup](), [], 0
+    async with asyncrl.Session(config, reward=lambda _, text: float(len(text))) as session:
+        while session.version < config.num_steps:
+            await asyncio.sleep(draw.choice([0.0, 0.0, 0.01, 0.05]))
+            if len(held) < STEP or draw.random() < 0.5:
+                places = min(PLACES, STEP * (config.num_steps - session.version))
+                count = draw.randint(0, max(places - len(held), 0))
+                held += await session.generate([f"{draw.randrange(10)}+1=" for _ in range(count)])
+            draw.shuffle(held)
+            if len(held) < STEP:
+                continue
+            batch, version = held[:STEP], session.version
+            too_late = {group.group_id: oldest(group) for group in batch if version - oldest(group) > ETA}
+            if too_late:
+                with pytest.raises(asyncrl.RunError) as refused:
+                    await session.train_step(batch)
+                assert any(f"group {one} " in str(refused.value) for one in too_late)
+                assert any(f"version {age}" in str(refused.value) for age in too_late.values())
+                assert session.version == version
+                late += len(too_late)
+                await session.release([group for group in batch if group.group_id in too_late])
+                held = [group for group in held if group.group_id not in too_late]
+            else:
+                await session.train_step(batch)
+                ages += [version - oldest(group) for group in batch]
+                held = held[STEP:]
+        assert_balanced(status := await session.run.status())
+    assert status.groups["trained"] == STEP * config.num_steps
+    assert max(ages) == ETA
+    assert late > 0
+    assert max(step.staleness_max for step in read_steps(session.run.run_folder)) == ETA

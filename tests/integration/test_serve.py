@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import psutil
 import pytest
@@ -114,6 +116,39 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
     balanced(folder, 40)
+
+
+async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_newer_daemon(daemon, tmp_path):
+    older = tmp_path / "older"
+    shutil.copytree(Path(asyncrl.__file__).parent, older / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
+    front = older / "asyncrl" / "__init__.py"
+    front.write_text(front.read_text() + '\n__version__ = "0.0.1"\n')
+    async with await daemon.start(PYTHONPATH=str(older), PYTHONSAFEPATH="1") as server:
+        assert await version_of(daemon) == "0.0.1"
+        await server.submit(settings(tmp_path, num_steps=1000, generate__engine=SLOW), name="one")
+        await until(server, "one", lambda record: record.version >= 1)
+        await daemon.kill()
+    folder = daemon.folder / "runs" / "one"
+    pid = read_endpoint(folder).pid
+    assert psutil.Process(pid).environ()["PYTHONPATH"] == str(older)
+    async with await daemon.start() as server:
+        assert await version_of(daemon) == asyncrl.__version__
+        adopted = await until(server, "one", lambda record: record.state == "live" and record.version >= 3)
+        assert (adopted.attempts, read_endpoint(folder).pid, [run.id for run in await server.runs()]) == (1, pid, ["one"])
+        async with server.connect("one") as client:
+            seen = []
+            async for report in client.steps():
+                seen.append(report.step)
+                if len(seen) == 5:
+                    await client.drain()
+        ended = await until(server, "one", lambda record: record.state == "ended")
+    assert (seen, ended.outcome) == (list(range(ended.version)), "stopped")
+    balanced(folder, ended.version)
+
+
+async def version_of(daemon) -> str:
+    async with aiohttp.ClientSession() as http, http.get((daemon.folder / "server.url").read_text() + "/version") as answer:
+        return (await answer.json())["version"]
 
 
 async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tmp_path):

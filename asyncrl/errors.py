@@ -100,5 +100,5 @@ def kind_of(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback as text, at most its last `MOST_TRACE_CHARS` characters."""
-    return "".join(traceback.format_exception(error))[-MOST_TRACE_CHARS:]
+    """Return the traceback as text of UTF-8, at most its last `MOST_TRACE_CHARS` characters."""
+    return "".join(traceback.format_exception(error))[-MOST_TRACE_CHARS:].encode("utf-8", "replace").decode()

@@ -40,6 +40,8 @@ BATCH_SIZE = 32
 """Samples that a function for several is called with, at most."""
 MOST_AWAITED = 128
 """Samples that an async function is awaited for at the same time, at most."""
+MOST_SHOWN_CHARS = 1000
+"""Of what a function raised or returned."""
 Resolve = Callable[[Awaitable[object]], object]
 """Runs an awaitable to its end in the scoring process's own event loop."""
 Outcome = tuple[float, dict[str, float]] | RewardError
@@ -136,25 +138,39 @@ def _call(name: str, function: Callable[[], object], resolve: Resolve) -> object
         return resolve(value) if inspect.isawaitable(value) else value
     except MemoryError:
         raise
-    except Exception as error:
-        raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # SystemExit and a CancelledError that nobody asked for are the function's own too
+        raise RewardError(f"{name}: {type(error).__name__}: {_shown(error)}") from error
+
+
+def _shown(value: object) -> str:
+    """Return what a user's function raised or returned as text that can be sent: bounded, and without lone surrogates."""
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except Exception:  # noqa: BLE001 - the value's own method, or an integer of too many digits
+        text = f"a value of {type(value).__name__} that cannot be shown"
+    return text[:MOST_SHOWN_CHARS].encode("utf-8", "replace").decode()
 
 
 def _checked(name: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-        raise RewardError(f"{name}: returned {value!r}, which is not a number") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{name}: returned {_shown(value)}, which is not a number") from error
     if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(f"{name}: returned {value!r}, which is not a finite number")
+        raise RewardError(f"{name}: returned {_shown(value)}, which is not a finite number")
     return number
 
 
 def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | RewardError]:
     try:
         numbers = [value if isinstance(value, RewardError) else _checked(name, value) for value in values]  # type: ignore[attr-defined]
-    except TypeError as error:
-        raise RewardError(f"{name}: returned {values!r} for {num_wanted} samples, which is not a list of numbers") from error
+    except (MemoryError, RewardError):
+        raise
+    except Exception as error:
+        said = f"{name}: returned {_shown(values)} for {num_wanted} samples, which is not a list of numbers"
+        raise RewardError(said) from error
     if len(numbers) != num_wanted:
         raise RewardError(f"{name}: returned {len(numbers)} numbers for {num_wanted} samples")
     return numbers
@@ -186,12 +202,12 @@ def _build_batch(name: str, config: RewardFunctionConfig) -> tuple[BatchFunction
     async def one(sample: RewardInput) -> float | RewardError:
         try:
             return _checked(name, await user_function(sample.prompt, sample.text))
-        except (MemoryError, asyncio.CancelledError):
+        except MemoryError:
             raise
         except RewardError as said:
             return said
-        except Exception as error:  # noqa: BLE001 - the boundary: what a user's function raises fails its sample
-            failure = RewardError(f"{name}: {type(error).__name__}: {error}")
+        except BaseException as error:  # noqa: BLE001 - the boundary: what a user's function raises fails its sample
+            failure = RewardError(f"{name}: {type(error).__name__}: {_shown(error)}")
             failure.__cause__ = error
             return failure
 

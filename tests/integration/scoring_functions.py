@@ -50,9 +50,32 @@ def raise_at_length():
     raise ValueError("word " * 1_000_000)
 
 
+class Silent(Exception):  # noqa: N818 - what a library might raise
+    """Has no words."""
+
+    def __str__(self):
+        raise KeyError("no words")
+
+
+def raise_silent():
+    raise Silent
+
+
+def raise_surrogate():
+    raise ValueError("\ud800")
+
+
+def raise_cancelled():
+    raise asyncio.CancelledError
+
+
 def make_noise():
     sys.stdout.write("noise on standard output\n")
     os.write(1, b"more noise\n")
+
+
+async def on_demand_later(prompt, text):
+    return on_demand(prompt, text)
 
 
 def score_batch(prompts, texts):
@@ -73,6 +96,9 @@ ACTS = {
     "kill": lambda: os.kill(os.getpid(), 9),
     "raise": raise_key_error,
     "raise at length": raise_at_length,
+    "raise silent": raise_silent,
+    "raise surrogate": raise_surrogate,
+    "raise cancelled": raise_cancelled,
     "exit": lambda: sys.exit(1),
     "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
     "noise": make_noise,

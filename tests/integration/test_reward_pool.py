@@ -71,6 +71,20 @@ async def test_what_raises_fails_its_sample_with_type_and_message():
         assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, 1, 0)
 
 
+@pytest.mark.parametrize("function", ["on_demand", "on_demand_later"])
+async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function):
+    """An error without words, one that is no UTF-8, one of asyncio's own, one of megabytes."""
+    async with pool_of(PythonReward(path=f"scoring_functions:{function}", name="demand")) as pool:
+        acts = ["raise silent", "raise surrogate", "raise cancelled", "exit", "raise at length"]
+        scores = await all_scores(pool, [*acts, "fine"])
+        assert [score.error.split(":")[1].strip() for score in scores[:-1]] == [
+            *("Silent", "ValueError", "CancelledError", "SystemExit", "ValueError")
+        ]
+        assert max(len(score.error) for score in scores) < 2000
+        assert (scores[-1].error, scores[-1].reward) == ("", 1.0)
+        assert pool.counts.replaced == 0
+
+
 async def test_what_ends_its_process_costs_one_sample_only():
     async with pool_of(ON_DEMAND) as pool:
         before = pool.pids

@@ -43,10 +43,19 @@ class Several:
         raise RuntimeError("cannot be converted to Scalar")
 
 
+class Divides:
+    """Its own methods raise."""
+
+    def __float__(self):
+        return 1 / 0
+
+    __repr__ = __float__
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
-     (Several(), "not a number")],
+     (Several(), "not a number"), (Divides(), "Divides that cannot be shown")],
 )  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
@@ -56,6 +65,11 @@ def test_what_is_no_finite_number_fails_the_sample(value, said):
 def test_exception_becomes_an_error_with_name_type_and_message():
     with pytest.raises(RewardError, match="bad: ZeroDivisionError: division by zero"):
         score((NamedReward("bad", 1.0, lambda _: 1 / 0),))
+
+
+def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
+    rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples), 32),)
+    assert list(score_together(rewards, [(SAMPLE, ())] * 2, resolve)) == [(0.5, {"bad": 0.5})] * 2
 
 
 def test_a_batch_is_called_once_and_falls_back_to_one_by_one():

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.config.run import RewardModel
@@ -70,7 +71,7 @@ class ReferenceModel:
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
             )
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
         model = model.to(device).eval().requires_grad_(False)
         if fp32_head:
@@ -138,7 +139,7 @@ class RewardScorer:
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=DTYPES[config.dtype], local_files_only=True, output_loading_info=True
             )
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"{field}: cannot open {folder} for sequence classification: {error}") from error
         if model.config.num_labels != 1:
             raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")

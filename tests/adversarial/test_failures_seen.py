@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -10,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.load import dump_config, parse_config
+from asyncrl.learner.model.policy import character_tokenizer
+from asyncrl.tasks.registry import build_task
 from tests.integration.conftest import NO_MODEL, no_process_left, tiny_settings  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.timeout(180)
@@ -20,21 +24,42 @@ SHORT = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_
 
 
 def asyncrl(
-    *arguments: object, cwd: Path | None = None, timeout: float = 150, file_bytes: int = resource.RLIM_INFINITY
+    *arguments: object,
+    cwd: Path | None = None,
+    timeout: float = 150,
+    file_bytes: int = resource.RLIM_INFINITY,
+    first_path: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line, with files of at most `file_bytes` where that is given."""
+    """Run the command line in a folder whose modules only its children could find.
+
+    Args:
+        arguments: Of the command.
+        cwd: The folder.
+        timeout: Of the command, in seconds.
+        file_bytes: Most that a file may hold.
+        first_path: Modules there are found in place of installed ones.
+    """
 
     def limit() -> None:
         if file_bytes != resource.RLIM_INFINITY:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
-    command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, preexec_fn=limit)
+    command = [sys.executable, "-P", "-m", "asyncrl", *map(str, arguments)]
+    paths = [str(each) for each in (first_path, os.environ.get("PYTHONPATH")) if each]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, preexec_fn=limit,
+        env=os.environ | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
+    )  # fmt: skip
+
+
+def shadow(folder: Path) -> None:
+    """Give a folder a module with the name of one of Python's own, whose import nobody survives."""
+    (folder / "grp.py").write_text("import os\nos._exit(99)\n")
 
 
 def finished(folder: Path) -> Path:
-    """Return the folder of a run of two steps that was begun in `folder`, where a module has the name of one of Python's own."""
-    (folder / "grp.py").write_text("raise ImportError('the user\\'s grp.py')\n")
+    """Return the folder of a run of two steps that was begun in `folder`."""
+    shadow(folder)
     (folder / "c.toml").write_text(dump_config(parse_config(tiny_settings(folder, num_steps=2, **SHORT))))
     ended = asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -92,7 +117,8 @@ def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[s
     functions |= {"timeout_s": overrides.pop("reward__timeout_s")} if "reward__timeout_s" in overrides else {}
     config = parse_config(tiny_settings(folder, reward=functions, **SHORT | {"num_steps": 10_000} | overrides))
     (folder / "c.toml").write_text(dump_config(config))
-    return asyncrl("run", folder / "c.toml", "--plain")
+    shadow(folder)
+    return asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
 
 
 def test_a_reward_that_raises_on_every_sample_ends_the_run_with_its_traceback_on_the_screen(tmp_path):
@@ -144,11 +170,25 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
     assert re.search(r"step 3/3 .* OVER LIMIT [1-9]\d* samples, \d+%", ended.stdout), ended.stdout
 
 
-def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path):
-    settings = tiny_settings(tmp_path, num_steps=1, learner__device="cuda:55", **SHORT)
+@pytest.mark.parametrize("fault", ["no such device", "damaged weights", "a missing package"])
+def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
+    settings, missing = tiny_settings(tmp_path, num_steps=1, **SHORT), tmp_path / "missing"
+    if fault == "no such device":
+        settings["learner"]["device"], said = "cuda:55", "cuda|CUDA"
+    elif fault == "damaged weights":
+        settings["model"], said = {"kind": "pretrained", "path": str(tmp_path / "model")}, r"cannot open the model in \S+model: "
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+        character_tokenizer(build_task(parse_config(settings).task, 0).alphabet).save_pretrained(tmp_path / "model")
+        weights = tmp_path / "model" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        settings["learner"]["optimizer"], said = "adamw_8bit", "bitsandbytes"
+        missing.mkdir()
+        (missing / "bitsandbytes.py").write_text("raise ModuleNotFoundError(\"No module named 'bitsandbytes'\", name=__name__)\n")
     (tmp_path / "c.toml").write_text(dump_config(parse_config(settings)))
-    ended = asyncrl("run", tmp_path / "c.toml", "--plain")
+    ended = asyncrl("run", tmp_path / "c.toml", "--plain", first_path=missing)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.search(r"cuda|CUDA", ended.stderr)
+    assert re.search(said, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout.count("learner died") <= 1, "it was not started again and again"

@@ -16,16 +16,18 @@ CACHE = ROOT / ".mypy_cache" / "user"
 MYPY = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-site-packages"]
 """Of other packages nothing is read: a minute's work, and of no use here."""
 
-USER = """
+NAMES = """RunLostError SystemClock ids_to_bytes ids_from_bytes logprobs_to_bytes logprobs_from_bytes mask_from_bytes
+    Run Server Session connect load_config parse_config"""
+USER = f"""
 import asyncrl
+from asyncrl import ({", ".join(NAMES.split())})
 
 async def main() -> None:
-    async with asyncrl.Run({"name": "x"}, overrides={"seed": 1}) as run:
+    async with Run({{"name": "x"}}, overrides={{"seed": 1}}) as run:
         async for step in run.steps():
             reveal_type(step.reward_mean)
 
 asyncrl.nope
-asyncrl.RunLostError
 """
 
 
@@ -36,7 +38,7 @@ def test_a_strict_type_checker_knows_the_exported_names_and_no_others(tmp_path):
         capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)},
     )  # fmt: skip
     errors = [line for line in told.stdout.splitlines() if ": error:" in line]
-    assert errors == ['user.py:9: error: Module has no attribute "nope"  [attr-defined]'], told.stdout + told.stderr
+    assert errors == ['user.py:10: error: Module has no attribute "nope"  [attr-defined]'], told.stdout + told.stderr
     assert 'Revealed type is "float"' in told.stdout or "builtins.float" in told.stdout
 
 
@@ -48,7 +50,8 @@ def test_the_project_installs_itself_so_that_type_checkers_find_it():
 
 
 def test_the_package_lists_what_it_exports():
-    code = "import asyncrl as a; [getattr(a, n) for n in a.__all__]; print(set(dir(a)) >= {*a.__all__, '__version__'})"
+    code = "import asyncrl as a; [getattr(a, n) for n in a.__all__]; "
+    code += f"print(set(dir(a)) >= {{*a.__all__, '__version__', *{NAMES.split()}}})"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert told.stdout == "True\n"
 

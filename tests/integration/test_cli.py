@@ -36,10 +36,10 @@ def _write(config, folder: Path) -> Path:
 class Following:
     """`asyncrl run` or `resume` in the background, its output line by line."""
 
-    def __init__(self, path: Path, command: str = "run") -> None:
-        command = [sys.executable, "-m", "asyncrl", command, str(path), "--plain"]
+    def __init__(self, path: Path, command: str = "run", *options: str) -> None:
+        arguments = [sys.executable, "-m", "asyncrl", command, str(path), "--plain", *options]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self.lines: list[str] = []
 
@@ -125,15 +125,18 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
 
 
 def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_nothing_running(endless, tmp_path):
-    following = Following(endless)
+    patient = ("--set", "supervision.drain_timeout_s=1000", "--set", "supervision.stall_timeout_s=1000")
+    following = Following(endless, "run", *patient)
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     family = following.family()
     learner = read_pids(tmp_path / "tiny").processes["learner"].pid
     os.kill(learner, signal.SIGSTOP)  # so that the drain cannot end
     os.kill(following.process.pid, signal.SIGINT)
     following.until("Ctrl-C again")
+    asked_s = time.monotonic()
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3
+    assert time.monotonic() - asked_s < 30, "two seconds on a machine that does nothing else; the drain would wait for 1000"
     os.kill(learner, signal.SIGCONT)
     assert not list((tmp_path / "tiny" / "checkpoints").glob("step-*")), "it waited for a drain"
     assert _all_gone(family)

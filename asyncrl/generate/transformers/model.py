@@ -23,12 +23,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import SleepLevel
 from asyncrl.generate.transformers.kv_cache import (
     AttentionPlan,
@@ -154,7 +155,7 @@ class SlotModel:
             lora: Where the learner trains adapters: new weights are then those alone.
 
         Raises:
-            ConfigError: The adapters or the output layer do not fit the model.
+            ConfigError: The weights are damaged, or the adapters or the output layer do not fit the model.
             GenerationError: The folder cannot be opened, or the model's attention cannot be replaced.
         """
         AttentionInterface.register(_ATTENTION, _slot_attention)
@@ -167,6 +168,8 @@ class SlotModel:
                 trust_remote_code=trust_remote_code,
                 attn_implementation=_ATTENTION,
             )
+        except SafetensorError as error:
+            raise ConfigError(f"cannot open the model in {folder}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
             raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
         if kinds := set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -118,7 +119,7 @@ def open_model(
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot open the model in {folder}: {error}") from error
     return made_ready(model, config, fp32_head=fp32_head)
 

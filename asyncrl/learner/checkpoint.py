@@ -8,7 +8,7 @@
         trainer/state.json            version, what steps remember, the controller's own part
         trainer/manifest.json         size and xxh3 of every other file; written last
 
-Invariants: a folder of the final name is complete (it is written under another name, synced and renamed); what is half written
+Invariants: a folder of the final name is complete (it is written, and removed, under another name); what is half written
 or was found damaged is ignored and, once a newer one is complete, removed; nothing is loaded that its manifest does not confirm;
 no pickle.
 """
@@ -106,8 +106,10 @@ def save_checkpoint(
         (partial / MANIFEST).write_bytes(msgspec.json.encode(seals))
 
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill)
-    for path in [*_complete(folder)[:-keep_last], *folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
+    for path in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
         shutil.rmtree(path)
+    for path in _complete(folder)[:-keep_last]:
+        _remove(path)
     return target
 
 
@@ -231,10 +233,17 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error
     if target.exists():
-        shutil.rmtree(target)
+        _remove(target)
     partial.rename(target)
     _sync(target.parent)
     return target
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder under another name: whoever reads it meanwhile finds all of it, or nothing."""
+    aside = folder.with_name(f"{PARTIAL}removed-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(folder.rename(aside))
 
 
 def _save_policy(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401

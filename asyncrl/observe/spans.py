@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.observe.steps import read_lines
+from asyncrl.observe.steps import read_lines, set_behind
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import PhaseReached
 from asyncrl.schema.samples import InferResult, Samples, Scores
@@ -217,7 +217,7 @@ class Timeline:
 
     def _follow(self) -> None:
         """Read the whole lines that have come; a file that was set behind meanwhile is read to its end."""
-        old = self._path.with_suffix(".old.jsonl")
+        old = set_behind(self._path)
         found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
         for path in (old, self._path):
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

@@ -129,7 +129,7 @@ class JsonLines(Generic[T]):
         """Append rows."""
         if self._most_bytes and self._num_bytes > self._most_bytes:
             self._file.close()
-            self._path.replace(self._path.with_suffix(".old.jsonl"))
+            self._path.replace(set_behind(self._path))
             self._file, self._num_bytes = self._path.open("ab", self._buffer_bytes), 0
         self._num_bytes += self._file.write(self._encoder.encode_lines(rows))
 
@@ -142,6 +142,11 @@ class JsonLines(Generic[T]):
         self._file.close()
 
 
+def set_behind(path: Path) -> Path:
+    """Return where a file is put that is full."""
+    return path.with_suffix(".old.jsonl")
+
+
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     """Yield the rows of a JSON-lines file and of the one that was set behind; none where there is none.
 
@@ -151,7 +156,7 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
         msgspec.ValidationError: A line is JSON and not of this kind.
     """
     decoder = msgspec.json.Decoder(kind)
-    for part in (path.with_suffix(".old.jsonl"), path):
+    for part in (set_behind(path), path):
         with part.open("rb") if part.exists() else io.BytesIO() as file:
             for line in file:
                 try:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 from aiohttp import web
 
+from asyncrl.observe.steps import set_behind
 from asyncrl.serve.guard import ForbiddenError
 
 LOOK_S = 0.25
@@ -39,6 +40,7 @@ class Tail:
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
         """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
         self._path, self._number, self._kind, self._after, self._offset = path, number, kind, after, offset
+        self._inode = 0
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come."""
@@ -47,15 +49,21 @@ class Tail:
     def _read(self) -> Iterator[tuple[int, str, bytes]]:
         try:
             with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0  # a new one was begun: the old one is full
+                about = os.fstat(file.fileno())
+                if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
+                    old, after = set_behind(self._path), self._offset
+                    self._offset = 0
+                    yield from self._rows_in(old.read_bytes()[after:] if old.exists() else b"")
+                self._inode = about.st_ino
                 file.seek(self._offset)
                 chunk = file.read(MOST_CHUNK_BYTES)
         except FileNotFoundError:
             return
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
+        self._offset += chunk.rfind(b"\n") + 1
+        yield from self._rows_in(chunk)
+
+    def _rows_in(self, chunk: bytes) -> Iterator[tuple[int, str, bytes]]:
+        for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
             try:
                 number = int(json.loads(line)[self._number])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -133,6 +141,8 @@ async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
     with contextlib.ExitStack() as opened:
         try:  # all of them first: what is open can be read to its end when the run removes the folder meanwhile
             inside = await asyncio.to_thread(lambda: sorted(path for path in folder.rglob("*") if path.is_file()))
+            if not inside:
+                raise FileNotFoundError(folder)  # noqa: TRY301 - as where it has gone a moment later
             files = [
                 (path.relative_to(folder).as_posix(), opened.enter_context(path.open("rb")))
                 for path in inside if path.name != SUMS_FILE

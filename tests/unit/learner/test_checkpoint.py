@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 
 import msgspec
 import pytest
@@ -57,6 +58,27 @@ def test_only_the_last_ones_are_kept(kit, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*step*")) == [
         "old-step-000099", "step-000010", "step-000010.bak", "step-000011", "step-000099-copy",
     ]  # fmt: skip
+
+
+def test_a_checkpoint_that_is_removed_or_replaced_is_never_seen_in_part(kit, tmp_path):
+    initial = standing_in(tmp_path)
+    initial.version = 1
+    first = save(tmp_path, initial, keep_last=1)
+    whole, seen = {path.relative_to(first) for path in first.rglob("*")}, []
+
+    def look(event, _):
+        if event == "os.remove" and watches:
+            seen.append({path.relative_to(first) for path in first.rglob("*")} in (set(), whole))
+
+    watches = True
+    sys.addaudithook(look)
+    save(tmp_path, initial, keep_last=1)
+    initial.version = 2
+    save(tmp_path, initial, keep_last=1)
+    watches = False
+    assert [path.name for path in first.parent.iterdir()] == ["step-000002"]
+    assert len(seen) >= 2 * sum(path.suffix != "" for path in whole)
+    assert all(seen)
 
 
 def test_a_half_written_checkpoint_is_ignored_and_then_removed(kit, tmp_path):

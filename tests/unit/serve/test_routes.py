@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import hashlib
 import io
+import json
 import os
 import random
+import shutil
 import tarfile
 from unittest.mock import AsyncMock, Mock
 
@@ -16,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from asyncrl.clock import SystemClock, VirtualClock
 from asyncrl.errors import RunError
+from asyncrl.observe.steps import SECONDS_FILE, JsonLines, SecondReport, set_behind
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
@@ -257,6 +262,44 @@ async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, t
             with pytest.raises(RunError):
                 await server.download("r", tmp_path / "other", checkpoint=name)
     assert not list((tmp_path / "other").iterdir())
+
+
+async def test_a_checkpoint_that_its_run_removes_is_sent_to_its_end_or_not_begun(service, client, tokens):
+    folder = service.records.run_folder("r") / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    parts = {f"model-{number}.safetensors": os.urandom(2 * MOST_CHUNK_BYTES) for number in range(3)}
+    for name, content in parts.items():
+        (folder / name).write_bytes(content)
+    headers = bearer(tokens["operator"])
+    sent = await client.get("/v1/runs/r/checkpoints/newest", headers=headers)
+    shutil.rmtree(folder)
+    with tarfile.open(fileobj=io.BytesIO(await sent.read())) as tar:
+        read = {name.partition("/")[2]: tar.extractfile(name).read() for name in tar.getnames()}
+    sums = "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in parts.items())
+    assert read == {**parts, SUMS_FILE: sums.encode()}
+    folder.mkdir()  # removed after it was found, and before its files were
+    gone = await client.get("/v1/runs/r/checkpoints/step-000001", headers=headers)
+    assert (gone.status, "just been removed" in (await gone.json())["error"]) == (404, True)
+
+
+async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_anew(service, client, tokens):
+    service.records.put_run(RunRecord(id="live", number=2, state="live"))
+    headers, path = bearer(tokens["viewer"]), service.records.run_folder("live") / SECONDS_FILE
+    with contextlib.closing(JsonLines(path, most_bytes=300)) as seconds:
+        seconds.write(*(SecondReport(float(number), {}) for number in range(5)))
+        first = await (await client.get("/v1/runs/live/seconds", headers=headers)).json()
+        told = [row["time_s"] for row in first["rows"]]
+        stream = await client.get(f"/v1/runs/live/live?seconds={first['offset']}", headers=headers)
+        async with asyncio.timeout(30):
+            for begun in range(5, 65, 10):
+                for number in range(begun, begun + 10):
+                    seconds.write(SecondReport(float(number), {}))
+                while told[-1] < begun + 9:
+                    row = json.loads(await stream.content.readline())
+                    told += [row["time_s"]] if "time_s" in row else []
+        assert set_behind(path).exists()
+        stream.close()
+    assert told == [float(number) for number in range(65)]
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE
 
 import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.client import is_live
+from asyncrl.config.load import dump_config
+from asyncrl.observe.steps import read_events
 from tests.integration.conftest import NO_MODEL, assert_balanced
 
 pytestmark = pytest.mark.timeout(240)
+PROGRAM = """
+import asyncio, sys, asyncrl
+
+async def main(config, kind):
+    async with asyncrl.Run(config, reward=lambda prompt, text: len(text) % 3.0, detached=kind == "detached") as run:
+        async for step in run.steps():
+            print(step.version, flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 OFF = {"eval__at_start": False, "eval__at_end": False, "model__warm_start": None, "generate__engine": NO_MODEL}
 
 
@@ -46,6 +62,39 @@ async def test_what_a_caller_s_function_raises_fails_its_samples_and_is_told(tin
             await run.wait()
     with pytest.raises(asyncrl.ConfigError, match="give the function"):
         asyncrl.Run(resume=run.run_folder)
+
+
+def by_length(prompt: asyncrl.Prompt, text: str) -> float:
+    return len(text) % 3.0
+
+
+@pytest.mark.parametrize("kind", ["owned", "detached"])
+async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_another(tiny, tmp_path, kind):
+    beats = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
+    config, file = tiny(**OFF, **beats, num_steps=20), tmp_path / "tiny.toml"
+    file.write_text(dump_config(config))
+    folder = tmp_path / "tiny"
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, str(file), kind, stdout=PIPE)
+    assert await program.stdout.readline() == b"1\n"
+    program.kill()
+    await program.wait()
+    async with contextlib.AsyncExitStack() as opened, asyncio.timeout(120):
+        if kind == "owned":
+            while is_live(folder):
+                await asyncio.sleep(0.05)
+            assert "the process that started the run is gone" in [event.text for event in read_events(folder)]
+            run = await opened.enter_async_context(asyncrl.Run(resume=folder, reward=by_length))
+        else:
+            run = await opened.enter_async_context(asyncrl.connect(folder))
+            while "waits for a program that judges" not in (await run.status()).waiting:
+                await asyncio.sleep(0.05)
+            scoring = await opened.enter_async_context(asyncio.TaskGroup())
+            scoring.create_task(run.score(by_length))
+        steps = [step.version async for step in run.steps(first=19)]
+        status = await run.status()
+    assert steps == [20]
+    assert_balanced(status)
+    assert (status.version, status.groups["trained"]) == (20, 80)
 
 
 async def test_scoring_waits_for_a_lost_caller_is_named_and_goes_on_by_another(tiny):

@@ -22,7 +22,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.control.lifecycle.pid_file import read_pids
-from asyncrl.observe.steps import read_steps
+from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines, read_steps
 from tests.integration.conftest import NO_MODEL, tiny_settings
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,6 +88,10 @@ def balanced(folder, steps):
     assert counts["trained"] == 4 * steps
 
 
+def seconds_of(folder):
+    return [second.time_s for second in read_lines(folder / SECONDS_FILE, SecondReport)]
+
+
 async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_resumed_where_they_died_too(daemon):
     async with await daemon.start() as server:
         run = await server.submit(settings(daemon.folder, num_steps=40, generate__engine=SLOW), name="one")
@@ -108,6 +112,9 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
                     break
         await daemon.kill()
     os.kill(pid, signal.SIGKILL)
+    before = seconds_of(folder)
+    with (folder / SECONDS_FILE).open("ab") as file:
+        file.write(b'{"time_s":1.5,"val')  # torn, as where the disk was full
     (daemon.folder / "server.sqlite").write_bytes(b"damaged" * 1000)  # and the books with them: runs are found from their folders
     async with await daemon.start() as server:
         async with server.connect("one") as client:
@@ -115,7 +122,12 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
+        async with server._http.get(f"{server._url}/v1/runs/one/seconds") as answer:
+            told = [row["time_s"] for row in (await answer.json())["rows"]]
     balanced(folder, 40)
+    after = seconds_of(folder)
+    assert after[: len(before)] == before != after
+    assert told == after == sorted(set(after))
 
 
 async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_newer_daemon(daemon, tmp_path):

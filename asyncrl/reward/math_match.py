@@ -26,7 +26,7 @@ _MAX_DIGITS, _MAX_NESTING, _MAX_NUMBER_POWER, _MAX_LETTER_POWER, _MAX_FACTORIAL 
 _SYMBOLS = {
     "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u00d7": r"\times ", "\u222a": r"\cup ", "π": r"\pi ", "∞": r"\infty ",
     "√": r"\sqrt ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∈": r"\in ", "°": r"^{\circ}",
-    "∅": r"\emptyset ",
+    "∅": r"\emptyset ", "÷": "/", "\u2044": "/", "\u2215": "/",
 }  # fmt: skip
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))")
 _ATTACHED_LETTER = re.compile(r"\d[A-Za-z]$")
@@ -38,6 +38,8 @@ _SAME = (
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\\(?:mathrm|mbox|textbf|textrm|textit|operatorname)\s*\{"), r"\\text{"),
+    (re.compile(r"\\mathbf\s*\{\s*(\(?[A-Z]\)?)\s*\}"), r"\\text{\1}"),
+    (re.compile(r"\\[lr]vert(?![A-Za-z])"), "|"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
     (re.compile(r"<="), r"\\le "),
@@ -149,12 +151,15 @@ def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
         return True
     if depth > 3:
         return False
-    if _is_text(reference) or _is_text(answer):
+    words = [text for text in (answer, reference) if _is_text(text)]
+    if len(words) == 2 or (words and not re.fullmatch("[a-z]{2,3}", words[0])):  # beside mathematics, `ab` is a product
         return _folded(answer) == _folded(reference)
-    # `x =` and `x \in` are taken off both; either may leave them out.
-    (given_name, answer), (wanted_name, reference) = _named(answer), _named(reference)
+    # `x =` and `x \in` are taken off both; either may leave them out, where it is no other equation.
+    (given_name, given_value), (wanted_name, wanted_value) = _named(answer), _named(reference)
     if given_name and wanted_name and given_name != wanted_name:
         return False
+    if not _RELATION.search(given_value + wanted_value):
+        answer, reference = given_value, wanted_value
     wanted, given = parse_quantity(reference), parse_quantity(answer)
     if wanted and given:
         # A letter right behind a number may be a variable: it is a unit only where both have it.
@@ -175,9 +180,11 @@ def _same_value(answer: str, reference: str, verify: Equal) -> bool:
     """Compare two expressions, or two equations by what is 0 in them: by solutions, those that have none would all be equal."""
     if _relations(reference) != ["="]:
         return verify(answer, reference)
-    (left, right), (wanted_left, wanted_right) = answer.split("="), reference.split("=")
-    zeros = (f"({wanted_left})-({wanted_right})", f"({wanted_right})-({wanted_left})")
-    return any(verify(f"({left})-({right})", zero) for zero in zeros)
+    given, wanted = _split(answer, "="), _split(reference, "=")
+    if len(given) != 2 or len(wanted) != 2:  # an equals sign within brackets
+        return False
+    zeros = [f"({left})-({right})" for left, right in (wanted, wanted[::-1])]
+    return any(verify(f"({given[0]})-({given[1]})", zero) for zero in zeros)
 
 
 def _squeezed(text: str) -> str:
@@ -220,6 +227,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
         brackets, inner = "{}", text[2:-2]
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _item(text, 0)[1] == len(text):
         brackets, inner = text[0] + text[-1], text[1:-1]
+    inner = re.sub(r",\s*(?:\\text\{ ?)?(?:or|and) ?\}?(?= |\\|\d)", ",", inner)
     items = [item.strip() for part in _split(inner, ",") for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
     signs = [("+", "-") if item.count(r"\pm") == 1 else ("",) for item in items]
     items = [

@@ -32,6 +32,13 @@ _MODULE_NAMES = """bisect cmath collections copy datetime decimal fractions func
     statistics string"""
 _MODULES = frozenset(_MODULE_NAMES.split())
 """A test that uses one of these without importing it, for its attributes alone, has the judge's own."""
+_HELPER_NAMES = """Counter OrderedDict defaultdict deque namedtuple ChainMap Fraction Decimal datetime date timedelta deepcopy
+    reduce partial permutations combinations combinations_with_replacement product accumulate islice zip_longest sqrt isqrt fabs
+    floor ceil fsum hypot pi tau inf nan gcd lcm factorial comb perm exp log log2 log10 sin cos tan atan2 degrees radians heappush
+    heappop heapify nlargest nsmallest bisect_left bisect_right insort mean median stdev random randint randrange uniform choice
+    shuffle sample os sys time"""
+_HELPERS = frozenset(_HELPER_NAMES.split())
+"""Of the standard library: what a test may mean where it imports nothing, and a program may define so that the test passes."""
 _JUDGES = frozenset({"isclose", "approx", "allclose", "pytest", "np", "numpy", "torch", "pd", "pandas"})
 """Names by which tests compare, and that mean a verdict of the program's where the program gives them."""
 
@@ -81,6 +88,12 @@ def examine(code: str) -> Needs:
         complaint = _complaint(node, rooted, functions)
         if complaint:
             raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
+    helper = _helper(tree, global_names, rooted)
+    if helper is not None:
+        raise UnusableTest(
+            f"line {helper.lineno}: uses {helper.id} without importing it, and the program's own could help it to a verdict; "
+            "import it, or take it from solution"
+        )
     tests, never = _uncalled(tree, rooted)
     if never is not None:
         raise UnusableTest(f"line {never.lineno}: {never.name} is never called, so what it checks is never checked")
@@ -89,6 +102,23 @@ def examine(code: str) -> Needs:
 
 def _has(module: str, attribute: str) -> bool:
     return module in _MODULES and hasattr(importlib.import_module(module), attribute)
+
+
+def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.Name | None:
+    """Return a name of the standard library by which a test judges something of the program, and that it does not import.
+
+    Beside names that only the program can have, it may be used where nothing else of the program is: `sqrt` may be the program's.
+    """
+    helpers = global_names & _HELPERS
+    if not helpers or not rooted - _HELPERS:
+        return None
+    alone = set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Compare, ast.Assert, ast.Expr)):
+            names = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in rooted]
+            alone.update(names if len({name.id for name in names}) == 1 else ())
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in helpers]
+    return next((name for name in used if name not in alone), None)
 
 
 def _is_dunder(name: str) -> bool:

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 MAX_CHARS = 200
 _MAX_EXPONENT = 400
-_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u00d7": "*", "\u00f7": "/", "\u2044": "/",
-                        "\u2215": "/"})  # fmt: skip
+_SIGNS = str.maketrans({
+    "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u00d7": "*", "\u00f7": "/", "\u2044": "/",
+    "\u2215": "/",
+})  # fmt: skip
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,!]|\u2009|\u202f)(?=\d{3}(?!\d))", re.ASCII)
 _FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")

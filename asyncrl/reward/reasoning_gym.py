@@ -2,10 +2,10 @@
 
 `prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym_task.py writes it, or a bare entry.
 
-Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, anything at all
-(game_of_life_halting). Others pass the model's text to `eval` or to sympy's evaluating parser, which would run model-written
-code in this process. So a text that is not the reference answer itself reaches the scorer only in the
-family's own shape (`_SHAPES`).
+Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, `nan`
+(complex_arithmetic), 0 for any probability (coin_flip), anything at all (game_of_life_halting). Others pass the model's text to
+`eval` or to sympy's evaluating parser, which would run model-written code in this process. So a text reaches the scorer only
+where it reads as the reference does, or in the family's own shape where other answers are right (`_SHAPES`).
 tests/unit/reward/test_reasoning_gym.py tries every family of the installed version against the same probes.
 
 What no scorer can close: in some families a constant answer is often right (letter_counting, syllogism, gcd).
@@ -19,12 +19,13 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from asyncrl.config.reward import ReasoningGymReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_extract, extract_answer, import_optional
+from asyncrl.reward.numbers import parse_quantity
 
 Entry = dict[str, Any]
 Shape = Callable[[str, str], bool]
@@ -40,7 +41,8 @@ _TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|\d+(?:\.\d+)?|\*\*|\S")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"})
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "(", ")"})
 _FRACTION = re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?")
-_NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(?:\.\d+)?%?\.?")
+_READ_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.ASCII)
+_READ = re.compile(rf"{_READ_NUMBER.pattern}(?:(?=[ij]\b)|(?!\w))|\w+|[^\w\s,'\"$.]")
 _LOCK_BUTTONS = re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*")
 
 
@@ -67,9 +69,8 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
         except Exception as error:
             # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
             with contextlib.suppress(Exception):
-                if reference is not None:
-                    dataset.score_answer(str(reference), entry)
-                    return 0.0
+                dataset.score_answer("{}" if reference is None else str(reference), entry)
+                return 0.0
             raise RewardError(f"the scorer of reasoning-gym's {family} raised {type(error).__name__}: {error}") from error
 
     return score
@@ -106,15 +107,45 @@ def _dataset(family: str, options_json: str) -> Any:  # noqa: ANN401 - reasoning
 def _has_shape(family: str, answer: str, entry: Entry) -> bool:
     if answer == str(entry.get("answer")).strip():
         return True
-    # Its numbers may not be far longer than those of the question and the reference, nor have a large exponent.
+    # It may not be far longer than question and reference, its numbers not far longer than theirs, and its exponents not large.
     own = f"{entry.get('question')} {entry.get('answer')}"
+    if len(answer) > 10 * len(own) + 1000:
+        return False
     longest = max(map(len, _DIGITS.findall(own)), default=0)
     if any(len(digits) > _MAX_DIGITS + longest for digits in _DIGITS.findall(answer)) or _LARGE_EXPONENT.search(answer):
         return False
-    shape = _SHAPES.get(family)
+    shape = _SHAPES.get(family, _reads_as)
     if isinstance(shape, re.Pattern):
         return shape.fullmatch(answer) is not None
-    return shape is None or shape(answer, str(entry.get("answer")).strip())
+    return shape(answer, str(entry.get("answer")).strip())
+
+
+def _reads_as(answer: str, reference: str, order: Callable[[list[str]], list[str]] = list, tolerance: float = 1e-3) -> bool:
+    """Whether two texts have the same words, signs and numbers, but for case, blanks, commas, quotes and rounding."""
+    given, wanted = (order(_READ.findall(re.sub(r"([-+])\s+(?=\d)", r"\1", text.casefold()))) for text in (answer, reference))
+    return len(given) == len(wanted) and all(
+        one == other
+        or (
+            _READ_NUMBER.fullmatch(one)
+            and _READ_NUMBER.fullmatch(other)
+            and math.isclose(float(one), float(other), rel_tol=tolerance)
+        )
+        for one, other in zip(given, wanted, strict=True)
+    )
+
+
+def _same_share(answer: str, reference: str) -> bool:
+    """Whether two probabilities, each a decimal or a fraction, are within a thousandth of each other."""
+    given, wanted = parse_quantity(answer), parse_quantity(reference)
+    return given is not None and wanted is not None and abs(given.value - wanted.value) <= abs(wanted.value) / 1000
+
+
+def _is_json(answer: str, reference: str) -> bool:
+    """Whether it is one list or object with nothing around it, or the reference."""
+    try:
+        return isinstance(json.loads(answer), list | dict)
+    except (ValueError, RecursionError):
+        return _reads_as(answer, reference)
 
 
 def _statements(text: str) -> list[str]:
@@ -196,12 +227,29 @@ _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     "polynomial_multiplication": _expression,
     # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
     "fraction_simplification": _FRACTION,
-    "gsm_symbolic": _NUMBER,
     "knights_knaves": lambda answer, reference: _statements(answer) == _statements(reference),
     "letter_jumble": _same_words,
     "quantum_lock": _LOCK_BUTTONS,
     "sokoban": re.compile(r"[UDLR]+"),
     "survo": _same_words,
+    # Several answers are right, and the scorer checks their parts.
+    "kakurasu": re.compile(r"[01\s]+"),
+    "palindrome_generation": re.compile(r"[A-Za-z]+"),
+    "prime_factorization": re.compile(r"\d+(?:\s*\u00d7\s*\d+)*"),
+    "rubiks_cube": re.compile(r"(?:[A-Za-z]{1,2}[2']{0,2}\s*){1,1000}"),
+    "rush_hour": re.compile(r"(?:[A-Z][+-]\d\s*){1,300}"),
+    "shortest_path": re.compile(r"[a-z\s]+"),
+    "tower_of_hanoi": re.compile(r"(?:Move disk \d+ from Peg \d+ to Peg \d+\s*)+"),
+    "word_ladder": re.compile(r"[A-Za-z]+(?:\s*,\s*[A-Za-z]+)*"),
+    "cryptarithm": re.compile(r"[A-Z]=\d(?:\s*,\s*[A-Z]=\d)*"),
+    "propositional_logic": lambda answer, _: len(answer) <= _MAX_EXPRESSION_CHARS,
+    **dict.fromkeys(
+        ("boxnet", "codeio", "graph_color", "group_anagrams", "jugs", "knight_swap", "palindrome_partitioning"), _is_json
+    ),
+    # One answer is right, in any order, exactly, or as a fraction or a decimal.
+    "polynomial_equations": partial(_reads_as, order=sorted),
+    "number_sorting": partial(_reads_as, tolerance=0),
+    **dict.fromkeys(("coin_flip", "dice"), _same_share),
 }
 
 _TUPLE_FAMILIES = frozenset({"arc_agi", "rearc"})

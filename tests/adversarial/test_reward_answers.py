@@ -159,7 +159,10 @@ def test_no_answer_makes_a_judge_hang(mode):
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize(
     "family",
-    ["simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"],
+    [
+        *("simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"),
+        *("rubiks_cube", "rush_hour", "propositional_logic", "jugs", "graph_color", "boxnet", "dice"),
+    ],
 )
 def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
     reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -174,6 +177,11 @@ def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
         "factorial(10**9)",
         "9**99**9*x + C",
         "10**(10**8)",
+        "R99999999",
+        "A+999999999",
+        "P \u2227 " * 3000 + "P",
+        "\u00ac" * 5000 + "P",
+        '["fill A"' + ', "fill A"' * 50_000 + "]",
     ):
         started_s = time.process_time()
         assert reward(RewardInput(Prompt("p", reference_json=json.dumps(entry)), f"<answer>{bomb}</answer>", "stop", 4)) == 0.0, (

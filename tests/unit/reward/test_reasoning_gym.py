@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -39,7 +40,15 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
     if family not in NO_REFERENCE:
         assert score(entry, reference) == 1.0
     candidates = " ".join(map(str, range(30)))
+    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5, 6)]
     for junk in (
+        *("nan", "inf", "0", "1", "-1", "[]", "{}", "()", "[0]", "[[]]", '{"a": 1}', "True", "yes", "*", "?"),
+        *(f"{reference} or {other}" for other in others),
+        *(f"{reference}\n{other}x" for other in others),
+        f"not {reference}",
+        f"-{reference}",
+        f"{reference} wrong",
+        f"{reference}]",
         "",
         " ",
         "None",
@@ -86,6 +95,69 @@ def test_expressions_may_be_written_another_way():
     countdown = entry_of("countdown")
     expression = countdown["metadata"]["expression"]
     assert score(countdown, f"({expression})") == 1.0
+
+
+def numbers_moved(reference):
+    return re.sub(r"\d+\.\d+", lambda found: str(round(float(found[0]) + 0.5, 4)), reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("complex_arithmetic", lambda _: "nan"),
+        ("coin_flip", lambda _: "0"),
+        ("coin_flip", lambda _: "0.0001"),
+        ("gsm_symbolic", lambda right: f"-{right}"),
+        ("number_sorting", numbers_moved),
+        ("kakurasu", lambda right: f"[{right}]"),
+        ("spell_backward", lambda right: f"{right} or not"),
+        ("time_intervals", lambda right: f"{right}, 1"),
+        ("tower_of_hanoi", lambda right: f"-{right}"),
+        ("modulo_grid", lambda right: f"{right}]"),
+    ],
+)
+def test_what_some_scorers_take_for_right_is_wrong(family, change):
+    for seed in range(5):
+        entry = entry_of(family, seed)
+        assert score(entry, change(entry["answer"])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("complex_arithmetic", lambda right: right.replace(" ", "")),
+        ("gsm_symbolic", lambda right: f"${right}.0"),
+        ("coin_flip", lambda right: right.removeprefix("0")),
+        ("polynomial_equations", lambda right: ", ".join(reversed(right.split(", ")))),
+        ("group_anagrams", lambda right: right.replace(" ", "")),
+        ("knight_swap", lambda right: right.replace(" ", "").replace("No", "no")),
+        ("family_relationships", str.upper),
+        ("decimal_arithmetic", lambda right: f"{right}0"),
+        ("number_sorting", lambda right: right.replace(" ", "")),
+        ("prime_factorization", lambda right: " \u00d7 ".join(reversed(right.split(" \u00d7 ")))),
+        ("time_intervals", str.upper),
+        ("word_ladder", str.lower),
+    ],
+)
+def test_right_answers_may_be_written_another_way(family, change):
+    for seed in range(5):
+        entry = entry_of(family, seed)
+        assert score(entry, change(entry["answer"])) == 1.0, entry["answer"]
+
+
+def test_moves_of_a_cube_and_conclusions_reach_their_scorer():
+    entry = entry_of("rubiks_cube")
+    scramble = entry["metadata"]["scramble_moves"].split()
+    back = [move.rstrip("'") if "'" in move else f"{move}'" for move in reversed(scramble)]
+    assert score(entry, " ".join(back)) == 1.0
+    logic = entry_of("propositional_logic")
+    assert score(logic, logic["metadata"]["example_answer"]) == 1.0
+
+
+def test_an_answer_that_its_scorer_cannot_read_scores_0_where_there_is_no_reference():
+    """Else it would fail its sample, and escape a 0."""
+    for answer in ("0", "[[]]", "[0]", '{"a": 1}', "[{}]", "[[{}, 1]]"):
+        assert score(entry_of("boxnet"), answer) == 0.0
 
 
 def test_statements_may_come_in_another_order():

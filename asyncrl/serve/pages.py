@@ -132,7 +132,7 @@ class Pages:
         folder = self._records.run_folder(run)
         steps = Tail(folder / STEPS_FILE, "step", "step", newest, _whole(request, "offset"))
         events = Tail(folder / EVENTS_FILE, "seq", "event", _whole(request, "events"))
-        seconds = Tail(folder / SECONDS_FILE, "time_s", "second", -1, _whole(request, "seconds", 1 << 60))
+        seconds = Tail(folder / SECONDS_FILE, "time_s", "second", -1, _whole(request, "seconds"))
         shown: Any = None
 
         async def rows() -> list[tuple[int, str, bytes]]:

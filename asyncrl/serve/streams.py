@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import tarfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +25,8 @@ LOOK_S = 0.25
 """Between looks for new rows."""
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""
+AT_ONCE_BYTES = 64 << 10
+"""What has just been written and is no more than this is read by the loop itself."""
 MOST_CHUNK_BYTES = 4 << 20
 SUMS_FILE = "SHA256SUMS"
 """Last member of a tar: the digest of every other, as `sha256sum -c` reads it."""
@@ -39,11 +40,20 @@ class Tail:
 
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
         """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
-        self._path, self._number, self._kind, self._after, self._offset = path, number, kind, after, offset
-        self._inode = 0
+        self._path, self._kind, self._after, self._offset, self._inode = path, kind, after, offset, 0
+        row = msgspec.defstruct("Row", [("number", float)], rename={"number": number})
+        self._numbered: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come."""
+        try:
+            about = self._path.stat()
+        except FileNotFoundError:
+            return []
+        if (about.st_ino, about.st_size) == (self._inode, self._offset):
+            return []
+        if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
+            return list(self._read())  # a thread would cost more
         return await asyncio.to_thread(lambda: list(self._read()))
 
     def _read(self) -> Iterator[tuple[int, str, bytes]]:
@@ -65,8 +75,8 @@ class Tail:
     def _rows_in(self, chunk: bytes) -> Iterator[tuple[int, str, bytes]]:
         for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
             try:
-                number = int(json.loads(line)[self._number])
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                number = int(self._numbered.decode(line).number)
+            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
                 continue  # torn by a writer that was killed
             if number > self._after:
                 yield number, self._kind, line
@@ -104,10 +114,12 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
         while True:
             over = is_over()  # asked first: what was written before the end is still read
             found = await rows()
-            for number, name, line in found:
-                shown = b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), line) if as_events else line + b"\n"
-                await response.write(shown)
             if found:
+                shown = [
+                    b"id: %d\nevent: %b\ndata: %b\n\n" % (number, name.encode(), line) if as_events else line + b"\n"
+                    for number, name, line in found
+                ]
+                await response.write(b"".join(shown))
                 silent_s = 0.0
                 continue
             if over:

@@ -136,7 +136,7 @@ async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKE
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log)
     try:
         async with asyncio.timeout(RUN_TIMEOUT_S):
-            lost = await _follow(run_folder, process)
+            lost = await follow(run_folder, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -152,7 +152,7 @@ async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKE
     }
 
 
-async def _follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
+async def follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
     """Wait until the run has ended; return how many groups are in no state."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while read_endpoint(run_folder) is None:

@@ -1,55 +1,169 @@
-"""The service and what a program drives itself; one function a figure.
+"""The service and what a program drives itself; one function a figure. All runs are the quickstart, on a short warm-up.
 
-`session_vs_run`: the quickstart's steps a second as a loop over a `Session`, against a `Run` of the same config, in turns.
+`session_vs_run`: steps a second as a loop over a `Session`, against a `Run` of the same config, in turns.
+
+`kept_vs_not`: steps a second with events, seconds and samples written, against a run that writes none of them, in turns. The
+spread is that of the rounds.
+
+`read_vs_alone`: steps a second of a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in
+turns of 20 steps of the same run. The readers are on the same cores. The spread is that of the pairs.
+
+`step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50.
+
+`adoption_s`: three live runs, the daemon killed by SIGKILL; from the start of the next one until it has adopted all and is ready,
+Python's own start included. The daemon is told that it has 64 cores, so that three runs fit. `lost_or_repeated` counts their
+steps that are not in steps.jsonl exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+
+import aiohttp
 
 from asyncrl.client import Run
-from asyncrl.config.load import load_config
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.errors import AsyncRLError
+from asyncrl.observe.steps import STEPS_FILE, StepReport, read_lines, read_steps
+from asyncrl.serve.client import Server
+from asyncrl.serve.daemon import TOKEN_FILE, URL_FILE
 from asyncrl.session import Session
+from benchmarks.controller import follow
 from benchmarks.harness import BenchResult, Ratio, ratio
 
 ROUNDS = 3
 NUM_STEPS = 60
 SKIPPED_STEPS = 10
 """At the start of a run, while pipelines fill."""
+KEPT_STEPS = 160
+NUM_READERS = 50
+READ_BYTES, READ_PAUSE_S = 4096, 0.5
+"""8 kB a second; the run writes 50."""
+WINDOW_STEPS, SETTLE_STEPS = 20, 5
+PAIRS = 10
+"""Of windows, for each round."""
+NUM_ADOPTED = 3
+LONG = 100_000
+"""Steps of a run that is told to end."""
+SETTINGS = {
+    "num_steps": NUM_STEPS, "checkpoint.every_steps": 0, "learner.learning_rate": 1e-4, "eval.at_start": False,
+    "eval.at_end": False, "model.warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3},
+}  # fmt: skip
+"""Of the quickstart, but for how long it is: answers of the right length are enough, and nothing is evaluated."""
 
 
 def run(rounds: int = 0) -> BenchResult:
     """Run the benchmark; `rounds` 0 means 3."""
     figures: dict[str, float] = {}
     ratios: dict[str, Ratio] = {}
-    session_vs_run(rounds or ROUNDS, figures, ratios)
+    for figure in (session_vs_run, kept_vs_not, read_vs_alone, adopted):
+        with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder:
+            try:
+                asyncio.run(figure(Path(folder), rounds or ROUNDS, figures, ratios))
+            finally:
+                for pid in [pid for run_folder in Path(folder, "runs").glob("*") for pid in find_controllers(run_folder)]:
+                    os.kill(pid, signal.SIGKILL)  # its processes end with it
     return BenchResult("service", figures, ratios)
 
 
-def session_vs_run(rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
-    """Measure steps a second of both sides, and enter their medians and ratio."""
+async def session_vs_run(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Measure both sides in turns."""
     sides: dict[str, list[float]] = {"run": [], "session": []}
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder:
-        for number in range(rounds):
-            for side, measure in (("run", _of_run), ("session", _of_session)):
-                sides[side].append(asyncio.run(measure(_quickstart(Path(folder), f"{side}-{number}"))))
+    for number in range(rounds):
+        for side, measure in (("run", _of_run), ("session", _of_session)):
+            sides[side].append(await measure(_quickstart(folder, f"{side}-{number}")))
     middle = {side: statistics.median(values) for side, values in sides.items()}
     figures |= {f"{side}_steps_per_s": value for side, value in middle.items()}
     ratios["session_vs_run"] = ratio(middle["session"] / middle["run"], 0.9)
 
 
-def _quickstart(folder: Path, name: str) -> RunConfig:
-    """Return the quickstart, but for how long it is: answers of the right length are enough, and nothing is evaluated."""
-    return load_config("quickstart", {
-        "name": name, "folder": str(folder), "num_steps": NUM_STEPS, "checkpoint.every_steps": 0,
-        "model.warm_start": {"steps": 60, "batch_size": 64, "learning_rate": 2e-3}, "learner.learning_rate": 1e-4,
-        "eval.at_start": False, "eval.at_end": False,
-    })  # fmt: skip
+async def kept_vs_not(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Measure both sides in turns, the first of which alternates."""
+    sides: dict[str, list[float]] = {"kept": [], "bare": []}
+    for number in range(2 * rounds):
+        for side in sorted(sides, reverse=number % 2 == 0):
+            more = {"num_steps": KEPT_STEPS, "observe.samples": 32 if side == "kept" else 0}
+            sides[side].append(await _of_hosted(_quickstart(folder, f"{side}-{number}", more), side))
+    _enter("kept_vs_not", sides["kept"], sides["bare"], figures, ratios)
+
+
+async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Measure windows of one run with readers and without; and how late steps come where nobody else reads."""
+    sides: dict[str, list[float]] = {"alone": [], "read": []}
+    late_s = list[float]()
+    async with _daemon(folder) as server:
+        await server.submit("quickstart", name="read", set=SETTINGS | {"num_steps": LONG})
+        await _reach(server, ["read"], SKIPPED_STEPS)
+        for number in range(2 * PAIRS * rounds):
+            side = "read" if number % 4 in {1, 2} else "alone"
+            async with _readers(folder, "read", NUM_READERS if side == "read" else 0):
+                times, late = await _window(server, "read")
+            sides[side].append(WINDOW_STEPS / (times[-1] - times[0]))
+            late_s += late if side == "alone" else []
+    _enter("read_vs_alone", sides["read"], sides["alone"], figures, ratios)
+    figures["step_in_stream_s"] = statistics.median(late_s[:50])
+    ratios["step_in_stream_s"] = ratio(figures["step_in_stream_s"], 1.0, at_least=False)
+
+
+async def _window(server: Server, name: str) -> tuple[list[float], list[float]]:
+    """Return when steps of a run were done, from now on but for the first, and how late each came."""
+    times, late_s = list[float](), list[float]()
+    first = (await server.show(name)).version + SETTLE_STEPS
+    async with server.connect(name) as client:
+        async for report in client.steps(first):
+            times.append(report.time_s)
+            late_s.append(time.time() - report.time_s)  # noqa: TID251 - a report's clock is the wall's
+            if len(times) > WINDOW_STEPS:
+                break
+    return times, late_s
+
+
+async def adopted(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Kill the daemon of live runs, and start the next, over and over; then count the runs' steps."""
+    names, took_s = [f"run-{number}" for number in range(NUM_ADOPTED)], list[float]()
+    async with _daemon(folder, "kill") as server:
+        for name in names:
+            await server.submit("quickstart", name=name, set=SETTINGS | {"num_steps": LONG, "algorithm.groups_per_step": 8})
+        await _reach(server, names, SKIPPED_STEPS)
+    for _ in range(rounds):
+        begun_s = time.perf_counter()
+        async with _daemon(folder, "kill") as server:
+            await _ready(folder)
+            took_s.append(time.perf_counter() - begun_s)
+            begun = [await server.show(name) for name in names]
+            await _reach(server, names, max(record.version for record in begun) + SKIPPED_STEPS)
+    wrong = sum(record.attempts for record in begun) - NUM_ADOPTED
+    for name in names:
+        done = Counter(report.step for report in read_lines(folder / "runs" / name / STEPS_FILE, StepReport))
+        wrong += sum(done[step] != 1 for step in range(max(done) + 1))
+    figures["adoption_s"] = statistics.median(took_s)
+    ratios["adoption_s"] = ratio(max(took_s), 5.0, at_least=False)
+    ratios["lost_or_repeated"] = ratio(wrong, 0, at_least=False)
+
+
+def _enter(name: str, side: list[float], other: list[float], figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Enter the median of the ratios of pairs, and their middle half as the spread."""
+    pairs = sorted(one / two for one, two in zip(side, other, strict=True))
+    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
+    figures |= {f"{name}_quarter_below": low, f"{name}_quarter_above": high, f"{name}_steps_per_s": statistics.median(side)}
+    ratios[name] = ratio(middle, 0.99)
+
+
+def _quickstart(folder: Path, name: str, more: Mapping[str, int] = MappingProxyType({})) -> RunConfig:
+    return load_config("quickstart", {**SETTINGS, "name": name, "folder": str(folder), **more})
 
 
 async def _of_run(config: RunConfig) -> float:
@@ -66,5 +180,90 @@ async def _of_session(config: RunConfig) -> float:
     return _steps_per_s(times)
 
 
+async def _of_hosted(config: RunConfig, kind: str) -> float:
+    """Have a run to its end; `bare` is one that keeps nothing but its steps."""
+    run_folder = Path(config.folder, config.name)
+    (run_folder / "logs").mkdir(parents=True)
+    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    async with _started(kind, run_folder, "end") as process:
+        await follow(run_folder, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+    return _steps_per_s([report.time_s for report in read_steps(run_folder)])
+
+
 def _steps_per_s(times: list[float]) -> float:
     return (len(times) - 1 - SKIPPED_STEPS) / (times[-1] - times[SKIPPED_STEPS])
+
+
+@contextlib.asynccontextmanager
+async def _started(kind: str, folder: Path, leave: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start service_host.py; leaving, it is killed, or told to end."""
+    command, log = (sys.executable, "-m", "benchmarks.service_host", kind, str(folder)), folder / f"{kind}.log"
+    with log.open("ab") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            (process.kill if leave == "kill" else process.terminate)()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _daemon(folder: Path, leave: str = "end") -> AsyncIterator[Server]:
+    """Have a daemon of 64 cores, which leaves its runs alive."""
+    (folder / URL_FILE).unlink(missing_ok=True)
+    async with _started("daemon", folder, leave) as process:
+        while not (folder / URL_FILE).exists():
+            if process.returncode is not None:
+                raise AsyncRLError((folder / "daemon.log").read_text(errors="replace")[-2000:])
+            await asyncio.sleep(0.02)
+        async with Server(*_address(folder)) as server:
+            yield server
+
+
+def _address(folder: Path) -> tuple[str, str]:
+    return (folder / URL_FILE).read_text(encoding="utf-8"), (folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
+
+
+async def _ready(folder: Path) -> None:
+    """Wait until the daemon says that it is."""
+    async with aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{_address(folder)[0]}/readyz") as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.02)
+
+
+async def _reach(server: Server, names: list[str], version: int) -> None:
+    """Wait until runs are live and have done so many steps."""
+    for name in names:
+        while (record := await server.show(name)).state != "live" or record.version < version:
+            if record.state == "ended":
+                raise AsyncRLError(record.reason)
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def _readers(folder: Path, name: str, number: int) -> AsyncIterator[None]:
+    """Have some read a run's stream, from now on, slowly."""
+    url, token = _address(folder)
+    offset = (folder / "runs" / name / STEPS_FILE).stat().st_size
+
+    async def read(http: aiohttp.ClientSession) -> None:
+        async with http.get(f"{url}/v1/runs/{name}/live?offset={offset}", headers={"Accept": "text/event-stream"}) as answer:
+            while await answer.content.read(READ_BYTES):  # noqa: ASYNC110 - slow is what it is
+                await asyncio.sleep(READ_PAUSE_S)
+
+    timeout, headers = aiohttp.ClientTimeout(total=None), {"Authorization": f"Bearer {token}"}
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=READ_BYTES) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        reading = [group.create_task(read(http)) for _ in range(number)]
+        yield
+        for task in reading:
+            task.cancel()

@@ -334,7 +334,7 @@ def view(
     port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Show runs in a browser, on this machine only; nothing in their folders is changed."""
-    from asyncrl.serve.view import view_runs
+    from asyncrl.serve.daemon import view_runs
 
     asyncio.run(view_runs([_newest(folder) for folder in folders] or [_newest(None)], port, print))
 

@@ -201,17 +201,17 @@ class RunClient:
         Raises:
             RunError: The run has reward functions of its own, another program judges, or nothing answers.
         """
-
-        async def ask(judged: Judged) -> list[ScoreRequest]:
-            return await self._call("POST", "score", list[ScoreRequest], judged)
-
         refused: BaseException | None = None
         try:
-            await judge_for(ask, function)
+            await judge_for(self.judge, function)
         except* RunError as errors:
             refused = errors.exceptions[0]
         if refused is not None and (await self.status()).phase not in {*ENDED, "draining"}:
             raise refused
+
+    async def judge(self, judged: Judged) -> list[ScoreRequest]:
+        """Say what was judged, and return what else is to be, waiting a little for some; `score` does it over and over."""
+        return await self._call("POST", "score", list[ScoreRequest], judged)
 
     async def take(self) -> GroupsTaken:
         """Take the next step's scored groups, waiting until there are enough (`learner.kind = "external"`).

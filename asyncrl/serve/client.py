@@ -20,9 +20,8 @@ from asyncrl.config.load import dump_config, find_config, read_config_text
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LaunchError, RunError
 from asyncrl.serve.records import RunRecord
-from asyncrl.serve.routes import Fork
 from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE
-from asyncrl.serve.submit import Submission
+from asyncrl.serve.submit import Fork, Submission
 from asyncrl.sweep.statistics import Comparison, compare
 
 LOOK_S = 1.0

@@ -32,7 +32,8 @@ from asyncrl.control.launch.controller_process import find_controllers, live_con
 from asyncrl.control.lifecycle.pid_file import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import read_evals, read_events, read_steps
-from asyncrl.schema.status import ENDED, RunStatus
+from asyncrl.schema.samples import ScoreRequest
+from asyncrl.schema.status import ENDED, Judged, RunStatus
 from asyncrl.serve.queue import Machine, admit, in_order, misfits
 from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord, ServerEvent
 
@@ -55,6 +56,8 @@ class Keeper:
         self.settled = asyncio.Event()
         self.statuses: dict[str, RunStatus] = {}
         """The newest of every live run."""
+        self._clients: dict[str, RunClient] = {}
+        """Of those that are followed."""
         self._changed = asyncio.Event()
         self._drains = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -220,6 +223,40 @@ class Keeper:
         async with self._connected(run) as client:
             return await getattr(client, what)(**given)
 
+    def status(self, run: str) -> RunStatus:
+        """Return a live run's own status, or what is known of one that is not."""
+        if (status := self.statuses.get(run)) is not None:
+            return status
+        record = self.records.runs[run]
+        ended = "failed" if record.outcome == "failed" else "stopped"
+        phases = {"queued": "queued", "starting": "starting", "live": "starting"}
+        return RunStatus(
+            name=run, run_folder=str(self.records.run_folder(run)), reason=record.reason, version=record.version,
+            phase=phases.get(record.state, ended), num_steps=record.num_steps,
+            accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
+        )  # fmt: skip
+
+    async def judge(self, run: str, judged: Judged) -> list[ScoreRequest]:
+        """Tell a run what a program has judged; return what it is to judge: nothing yet where the run is not live.
+
+        What a controller has not heard of as it is lost, the next one asks for again.
+
+        Raises:
+            RunError: The run has ended, has rewards of its own, or another program judges.
+        """
+        record, client = self.records.runs[run], self._clients.get(run)
+        if record.state == "ended":
+            raise RunError(f"{run} has ended: {record.reason or record.outcome}")
+        with contextlib.suppress(RunLostError):
+            if client is not None:
+                try:
+                    return await client.judge(judged)
+                except RunError:
+                    self._take(run, await client.status())  # the program looks whether the run ends
+                    raise
+        await self._clock.sleep(LOOK_S)
+        return []
+
     async def drain_all(self) -> None:
         """Drain every live run and wait for their ends; nothing else is started. The next daemon goes on with them."""
         self._drains = True
@@ -319,11 +356,15 @@ class Keeper:
         status: RunStatus | None = None
         try:
             async with connect(folder) as client:
-                while status is None or status.phase not in ENDED:
-                    status = await client.status()
-                    self._take(run, status)
-                    seen = await self._pass_on(run, folder, seen)
-                    await self._clock.sleep(0 if status.phase in ENDED else LOOK_S)
+                self._clients[run] = client
+                try:
+                    while status is None or status.phase not in ENDED:
+                        status = await client.status()
+                        self._take(run, status)
+                        seen = await self._pass_on(run, folder, seen)
+                        await self._clock.sleep(0 if status.phase in ENDED else LOOK_S)
+                finally:
+                    del self._clients[run]  # before it is closed
         except AsyncRLError as error:
             lost = str(error)
         else:

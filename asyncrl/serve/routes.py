@@ -8,7 +8,6 @@ orders of a run answer in it: `asyncrl.connect(url, token=...)` speaks to a run 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import sqlite3
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import ClientPayloadError, http_exceptions, web
@@ -28,55 +27,29 @@ from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import load_config, read_toml
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
-from asyncrl.observe.sinks import render_prometheus
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals, read_steps
-from asyncrl.schema.status import RunStatus
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals
+from asyncrl.schema.samples import ScoreRequest
+from asyncrl.schema.status import Judged, RunStatus
 from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import disk_fault
+from asyncrl.serve.overview import compared, metrics_text
 from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order, waits
-from asyncrl.serve.records import Answered, Records, Role, RunRecord, ServerEvent
-from asyncrl.serve.streams import Tail, json_response, last_event_id, send_tar, stream
-from asyncrl.serve.submit import Label, Labels, Priority, RefusedError, Submission, change_faults, resolve
+from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
+from asyncrl.serve.streams import Tail, file_or_list, json_response, last_event_id, send_tar, stream
+from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, resolve
 
-PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
-"""In a run's folder: what is not for download."""
 MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
-MOST_SERIES = 300
-"""Metrics of one run in /metrics."""
+MOST_COMPARED = 50
+MOST_JUDGED_BYTES = 16 << 20
+"""Of what a program has judged; what its function raised is in it."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[web.Request], object]
 """A response, or a value that becomes one; or what is awaited for either."""
-
-
-class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /v1/runs/{run}/fork: a new run from a checkpoint's weights, with a new optimizer."""
-
-    name: str
-    checkpoint: str = ""
-    """Name of the folder under checkpoints/; left out: the newest."""
-    set: dict[str, Any] = {}
-    priority: Priority = 0
-    project: Label = ""
-    tags: Labels = ()
-
-
-class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /v1/runs/{run}/resume; may be left out."""
-
-    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
-    """Of a run that has ended: the goal from now on; 0: as before."""
-
-
-class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /v1/tokens."""
-
-    name: str
-    role: Role
 
 
 class Route(NamedTuple):
@@ -160,6 +133,7 @@ class Service:
             *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
             Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
             Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
+            Route("POST", f"{run}/score", "submitter", self.score, "Judge a run's samples, as its client does: msgpack."),
             Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork),
             Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
             Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
@@ -244,9 +218,8 @@ class Service:
 
     def openapi(self, _request: web.Request) -> dict[str, Any]:
         """Return the table as OpenAPI."""
-        _, schemas = msgspec.json.schema_components(
-            [Submission, Fork, Resume, NewToken, Login], ref_template="#/components/schemas/{name}"
-        )  # fmt: skip
+        bodies = [Submission, Fork, Resume, NewToken, Login]
+        _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
         paths: dict[str, dict[str, Any]] = {}
         for route in self.routes():
             operation: dict[str, Any] = {"summary": route.summary, "responses": {"200": {"description": "OK"}}}
@@ -270,18 +243,7 @@ class Service:
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         """Return the daemon's own counts, and the newest metrics of every live run."""
-        runs = self.records.runs.values()
-        states = {state: sum(run.state == state for run in runs) for state in ("queued", "starting", "live", "ended")}
-        lines = ["# TYPE asyncrl_serve_runs gauge", *(f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items())]
-        lines += ["# TYPE asyncrl_serve_requests_total counter"]
-        lines += [f'asyncrl_serve_requests_total{{status="{status}"}} {n}' for status, n in sorted(self.answered.items())]
-        live = [run for run in runs if run.state == "live"]
-        read = await asyncio.to_thread(lambda: {run: _newest_metrics(self.records.run_folder(run.id)) for run in live})
-        newest = {
-            f'run="{_escaped(run.id)}",project="{_escaped(run.project)}"': {**values, "version": run.version}
-            for run, values in read.items()
-        }
-        return web.Response(text="\n".join(lines) + "\n" + render_prometheus(newest))
+        return web.Response(text=await asyncio.to_thread(metrics_text, self.records, dict(self.answered)))
 
     def machine(self, _: web.Request) -> dict[str, Any]:
         """Return the inventory and what runs hold of it."""
@@ -384,16 +346,7 @@ class Service:
 
     def status(self, request: web.Request) -> RunStatus:
         """Return a live run's own status, or what is known of one that is not."""
-        record = self.records.runs[request.match_info["run"]]
-        if (status := self.keeper.statuses.get(record.id)) is not None:
-            return status
-        ended = "failed" if record.outcome == "failed" else "stopped"
-        phases = {"queued": "queued", "starting": "starting", "live": "starting"}
-        return RunStatus(
-            name=record.id, run_folder=str(self.records.run_folder(record.id)), reason=record.reason, version=record.version,
-            phase=phases.get(record.state, ended), num_steps=record.num_steps,
-            accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
-        )  # fmt: skip
+        return self.keeper.status(request.match_info["run"])
 
     def evaluations(self, request: web.Request) -> Awaitable[list[EvalReport]]:
         """Return a run's evaluations."""
@@ -431,35 +384,19 @@ class Service:
         result: ChangeResult = await self.keeper.ask(run, "change", who, values=asked.values, who=who)
         return result
 
-    async def files(self, request: web.Request) -> web.StreamResponse:
-        """Return a file (ranges and ETag are understood), or what is in a folder."""
-        folder = self.records.run_folder(request.match_info["run"]).resolve()
-        asked = request.match_info["path"]
-        try:
-            path = (folder / asked).resolve()
-            found = path.is_relative_to(folder) and not PRIVATE & set(path.relative_to(folder).parts)
-            found = found and (path.is_file() or path.is_dir())
-        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a zero byte
-            found = False
-        if not found:
-            raise ForbiddenError(404, f"the run has no file {asked!r}")
-        if path.is_dir():
-            rows = []
-            for child in sorted(child for child in path.iterdir() if child.name not in PRIVATE):
-                with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
-                    stat = child.stat()
-                    rows.append({
-                        "name": child.name, "folder": child.is_dir(), "bytes": stat.st_size, "changed_s": stat.st_mtime,
-                    })  # fmt: skip
-            return json_response(rows)
-        response = web.FileResponse(path)
-        response.headers["Content-Disposition"] = "attachment"
-        return response
+    def files(self, request: web.Request) -> web.StreamResponse:
+        """Return a file, or what is in a folder."""
+        return file_or_list(self.records.run_folder(request.match_info["run"]), request.match_info["path"])
 
     async def order(self, name: str, request: web.Request) -> object:
         """Ask a live run for something."""
         answer = await self.keeper.ask(request.match_info["run"], name, request[WHO].name)
         return self.status(request) if answer is None else answer
+
+    async def score(self, request: web.Request) -> list[ScoreRequest]:
+        """Take in what a program has judged of a run, and return what it is to judge next."""
+        body = await read_body(request, MOST_JUDGED_BYTES, READ_TIMEOUT_S)
+        return await self.keeper.judge(request.match_info["run"], msgspec.msgpack.decode(body, type=Judged))
 
     async def resume(self, request: web.Request) -> object:
         """Have a paused run go on, or queue one that has ended again."""
@@ -478,17 +415,11 @@ class Service:
     async def compare(self, request: web.Request) -> dict[str, Any]:
         """Return what differs between runs: settings and results."""
         names = [name for name in request.query.get("runs", "").split(",") if name]
-        unknown = [name for name in names if name not in self.records.runs]
-        if unknown or not 1 <= len(names) <= 50:
-            raise ForbiddenError(
-                404 if unknown else 400, f"no run {', '.join(unknown)}" if unknown else "runs=A,B names 1 to 50 runs"
-            )
-        rows = await asyncio.to_thread(
-            lambda: [_compared(self.records.runs[name], self.records.run_folder(name)) for name in names]
-        )
-        keys = {key for row in rows for key in row["config"]}
-        same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
-        return {"runs": [{**row, "config": {k: v for k, v in row["config"].items() if k not in same}} for row in rows]}
+        if unknown := [name for name in names if name not in self.records.runs]:
+            raise ForbiddenError(404, f"no run {', '.join(unknown)}")
+        if not 1 <= len(names) <= MOST_COMPARED:
+            raise ForbiddenError(400, f"runs=A,B names 1 to {MOST_COMPARED} runs")
+        return {"runs": await asyncio.to_thread(compared, self.records, names)}
 
     # -- tokens ----------------------------------------------------------------------------------------------------------
 
@@ -526,48 +457,3 @@ def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
     if "application/msgpack" in request.headers.get("Accept", ""):
         return web.Response(text=text, status=status)
     return json_response({"error": text}, status)
-
-
-def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return found
-
-
-def _compared(record: RunRecord, folder: Path) -> dict[str, Any]:
-    steps = read_steps(folder)
-    source = folder / ("config.toml" if (folder / "config.toml").exists() else "submitted.toml")
-    last, span_s = steps[-50:], steps[-1].time_s - steps[0].time_s if len(steps) > 1 else 0.0
-    return {
-        "run": record.id,
-        "outcome": record.outcome or record.state,
-        "version": record.version,
-        "accuracy_before": record.accuracy_before,
-        "accuracy_after": record.accuracy_after,
-        "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
-        "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
-        "steps_per_s": (len(steps) - 1) / span_s if span_s else None,
-        "config": _flat(msgspec.to_builtins(load_config(source))),
-    }
-
-
-def _newest_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics of a run's newest step, the first MOST_SERIES of them."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_BODY_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            values: dict[str, float] = msgspec.json.decode(line)["metrics"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            continue
-        return dict(sorted(values.items())[:MOST_SERIES])
-    return {}
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

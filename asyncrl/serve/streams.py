@@ -1,4 +1,4 @@
-"""What is sent piece by piece: rows that come while somebody reads (server-sent events with numbers, or JSON lines), and tars.
+"""What is sent piece by piece: rows that come while somebody reads (server-sent events with numbers, or JSON lines), files, tars.
 
 Rows come from files and from the database, never from a run's controller: readers cost a run nothing, however many and however
 slow they are. A reader that is too slow is held back by its own connection.
@@ -23,6 +23,8 @@ from asyncrl.serve.guard import ForbiddenError
 
 LOOK_S = 0.25
 """Between looks for new rows."""
+PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
+"""In a run's folder: what is not for download."""
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""
 AT_ONCE_BYTES = 64 << 10
@@ -176,4 +178,33 @@ async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
             await send(SUMS_FILE, len(sums), iter((sums,)))
             await response.write(bytes(2 * tarfile.BLOCKSIZE))
             await response.write_eof()
+    return response
+
+
+def file_or_list(folder: Path, asked: str) -> web.StreamResponse:
+    """Return a file of a run's folder (ranges and ETag are understood), or what is in a folder of it.
+
+    Raises:
+        ForbiddenError: There is none, or it is not for download.
+    """
+    folder = folder.resolve()
+    try:
+        path = (folder / asked).resolve()
+        found = path.is_relative_to(folder) and not PRIVATE & set(path.relative_to(folder).parts)
+        found = found and (path.is_file() or path.is_dir())
+    except (OSError, RuntimeError, ValueError):  # too long, a loop of links, a zero byte
+        found = False
+    if not found:
+        raise ForbiddenError(404, f"the run has no file {asked!r}")
+    if path.is_dir():
+        rows = []
+        for child in sorted(child for child in path.iterdir() if child.name not in PRIVATE):
+            with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
+                stat = child.stat()
+                rows.append({
+                    "name": child.name, "folder": child.is_dir(), "bytes": stat.st_size, "changed_s": stat.st_mtime,
+                })  # fmt: skip
+        return json_response(rows)
+    response = web.FileResponse(path)
+    response.headers["Content-Disposition"] = "attachment"
     return response

@@ -1,4 +1,4 @@
-"""From what a client submits to a checked config: every fault at once, and nothing started.
+"""What a client submits, and from there to a checked config: every fault at once, and nothing started.
 
 A function that a config names is code of the client's that this machine would run. It is refused unless its file lies below one
 of the daemon's code roots.
@@ -25,7 +25,7 @@ from asyncrl.control.tools.inputs import check_user_functions, path_faults, user
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.serve.machine import demand_of
 from asyncrl.serve.queue import Machine, misfits
-from asyncrl.serve.records import Demand
+from asyncrl.serve.records import Demand, Role
 
 MOST_FAULTS = 50
 MOST_CONFIG_CHARS = 1 << 16
@@ -56,6 +56,32 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     project: Label = ""
     tags: Labels = ()
     priority: Priority = 0
+
+
+class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/runs/{run}/fork: a new run from a checkpoint's weights, with a new optimizer."""
+
+    name: str
+    checkpoint: str = ""
+    """Name of the folder under checkpoints/; left out: the newest."""
+    set: dict[str, Any] = {}
+    priority: Priority = 0
+    project: Label = ""
+    tags: Labels = ()
+
+
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/runs/{run}/resume; may be left out."""
+
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    """Of a run that has ended: the goal from now on; 0: as before."""
+
+
+class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/tokens."""
+
+    name: str
+    role: Role
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -194,6 +194,33 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
     assert await daemon.end() == 0
 
 
+async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resumed(daemon, tmp_path):
+    judged = []
+
+    async def reward(prompt: asyncrl.Prompt, text: str) -> float:
+        judged.append(text)
+        return float(len(judged) % 3)
+
+    async with await daemon.start() as server:
+        caller = {"reward": {"functions": [{"kind": "caller"}]}, "num_steps": 20, "generate__engine": SLOW}
+        await server.submit(settings(tmp_path, **caller), name="one")
+        folder = daemon.folder / "runs" / "one"
+        async with server.connect("one") as client, asyncio.TaskGroup() as group:
+            group.create_task(client.score(reward))
+            await until(server, "one", lambda record: record.version >= 2)
+            os.kill(read_endpoint(folder).pid, signal.SIGKILL)
+            async for ended in server.ended(["one"]):
+                assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await server.submit(settings(tmp_path, num_steps=1000), name="own")
+        await until(server, "own", lambda record: record.version >= 1)
+        async with server.connect("own") as client:
+            with pytest.raises(asyncrl.RunError, match="reward functions of its own"):
+                await client.score(reward)
+            await client.stop()
+    balanced(folder, 20)
+    assert len(judged) >= 20 * 16
+
+
 async def test_events_are_streamed_and_a_run_that_cannot_start_has_failed_with_its_reason(daemon, tmp_path):
     async with await daemon.start() as server:
         await server.submit({**settings(tmp_path), "transport": {"kind": "tcp", "host": "203.0.113.1"}}, name="one")

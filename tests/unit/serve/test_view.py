@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.serve.view import view_runs
+from asyncrl.serve.daemon import view_runs
 
 
 async def test_folders_of_the_same_name_cannot_be_told_apart(tmp_path):

@@ -161,7 +161,8 @@ def test_no_answer_makes_a_judge_hang(mode):
     "family",
     [
         *("simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"),
-        *("rubiks_cube", "rush_hour", "propositional_logic", "jugs", "graph_color", "boxnet", "dice"),
+        *("rubiks_cube", "rush_hour", "propositional_logic", "jugs", "graph_color", "boxnet", "dice", "tower_of_hanoi"),
+        *("word_ladder", "cryptarithm", "quantum_lock", "prime_factorization"),
     ],
 )
 def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
@@ -178,6 +179,10 @@ def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
         "9**99**9*x + C",
         "10**(10**8)",
         "R99999999",
+        "R" * 1000 + "!",
+        "A+1" * 290 + "!",
+        "Move disk 1 from Peg 1 to Peg 2 " * 90 + "!",
+        "A=1," * 900 + "!",
         "A+999999999",
         "P \u2227 " * 3000 + "P",
         "\u00ac" * 5000 + "P",

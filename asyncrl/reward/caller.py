@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from asyncrl.errors import kind_of, trace_of
+from asyncrl.reward.inputs import shown
 from asyncrl.schema.samples import Member, Prompt, Score, ScoreRequest, Scores
 from asyncrl.schema.status import Judged
 
@@ -55,5 +56,5 @@ async def _score(function: Reward, prompt: Prompt, index: int, text: str) -> Sco
         if not math.isfinite(reward):
             raise ValueError(f"it must be a finite number, got {reward}")  # noqa: TRY301 - it fails as what the function raises
     except Exception as error:  # noqa: BLE001 - the boundary: whatever a user's function raises
-        return Score(index, 0.0, error=f"the caller's reward: {error}", error_kind=kind_of(error), trace=trace_of(error))
+        return Score(index, 0.0, error=f"the caller's reward: {shown(error)}", error_kind=kind_of(error), trace=trace_of(error))
     return Score(index, reward, {"caller": reward})

@@ -28,6 +28,8 @@ class RewardInput(msgspec.Struct, frozen=True):
     """Which member of its group it is."""
 
 
+MOST_SHOWN_CHARS = 1000
+"""Of what a function raised or returned."""
 RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
 """Judges one sample; sync or async; what it raises fails the sample with that reason."""
 
@@ -113,3 +115,12 @@ def import_optional(module: str, kind: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise RewardError(f"reward {kind} needs the package {error.name}: pip install 'asyncrl[tasks]'") from error
+
+
+def shown(value: object) -> str:
+    """Return what a user's function raised or returned as text that can be sent: bounded, and without lone surrogates."""
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except Exception:  # noqa: BLE001 - the value's own method, or an integer of too many digits
+        text = f"a value of {type(value).__name__} that cannot be shown"
+    return text[:MOST_SHOWN_CHARS].encode("utf-8", "replace").decode()

@@ -188,7 +188,7 @@ class RewardPool:
                 stopped, judgements = "", tuple[Judgement, ...]()
                 try:
                     async with asyncio.timeout(self._config.timeout_s):
-                        judgements = await process.judgements()
+                        judgements = await process.judgements(len(jobs))
                 except TimeoutError:
                     stopped = "time"
                 except ProcessDied as died:
@@ -202,8 +202,9 @@ class RewardPool:
                 if not stopped:
                     continue
                 await self._stop(process)
-                while jobs and process.mark.sample > jobs[0].number and not process.mark.in_batch:
-                    jobs.rotate(-1)  # it was judged, and what was said of it did not get out: it is judged again
+                at = [job.number for job in jobs]
+                if process.mark.sample in at and not process.mark.in_batch:
+                    jobs.rotate(-at.index(process.mark.sample))  # what was said of those before did not get out: judged again
                 if (failure := self._blame(process, jobs, stopped)) is not None:
                     self._finish(jobs.popleft(), failure)
                 self.counts.replaced += 1
@@ -213,11 +214,11 @@ class RewardPool:
     def _blame(self, process: ScoringProcess, jobs: deque[_Job], stopped: str) -> Judgement | None:
         """Note what stopped a process at the first of its jobs; return the judgement that fails that sample, if one does."""
         job, mark = jobs[0], process.mark
-        if mark.in_batch and mark.sample >= job.number:
+        if mark.in_batch and mark.sample >= job.number and not job.is_alone:
             for each in jobs:
                 each.is_alone = True
             return None
-        if mark.sample < job.number:
+        if mark.sample < job.number or not 0 <= mark.function < len(self._config.functions):
             job.num_lost += 1
             if job.num_lost < _MAX_LOST:
                 return None

@@ -30,7 +30,7 @@ from asyncrl.config.reward import (
 )
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
-from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern, matches_whole
+from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern, matches_whole, shown
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
@@ -40,8 +40,6 @@ BATCH_SIZE = 32
 """Samples that a function for several is called with, at most."""
 MOST_AWAITED = 128
 """Samples that an async function is awaited for at the same time, at most."""
-MOST_SHOWN_CHARS = 1000
-"""Of what a function raised or returned."""
 Resolve = Callable[[Awaitable[object]], object]
 """Runs an awaitable to its end in the scoring process's own event loop."""
 Outcome = tuple[float, dict[str, float]] | RewardError
@@ -139,16 +137,7 @@ def _call(name: str, function: Callable[[], object], resolve: Resolve) -> object
     except MemoryError:
         raise
     except BaseException as error:  # SystemExit and a CancelledError that nobody asked for are the function's own too
-        raise RewardError(f"{name}: {type(error).__name__}: {_shown(error)}") from error
-
-
-def _shown(value: object) -> str:
-    """Return what a user's function raised or returned as text that can be sent: bounded, and without lone surrogates."""
-    try:
-        text = str(value) if isinstance(value, BaseException) else repr(value)
-    except Exception:  # noqa: BLE001 - the value's own method, or an integer of too many digits
-        text = f"a value of {type(value).__name__} that cannot be shown"
-    return text[:MOST_SHOWN_CHARS].encode("utf-8", "replace").decode()
+        raise RewardError(f"{name}: {type(error).__name__}: {shown(error)}") from error
 
 
 def _checked(name: str, value: object) -> float:
@@ -157,9 +146,9 @@ def _checked(name: str, value: object) -> float:
     except MemoryError:
         raise
     except Exception as error:
-        raise RewardError(f"{name}: returned {_shown(value)}, which is not a number") from error
+        raise RewardError(f"{name}: returned {shown(value)}, which is not a number") from error
     if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(f"{name}: returned {_shown(value)}, which is not a finite number")
+        raise RewardError(f"{name}: returned {shown(value)}, which is not a finite number")
     return number
 
 
@@ -169,7 +158,7 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | R
     except (MemoryError, RewardError):
         raise
     except Exception as error:
-        said = f"{name}: returned {_shown(values)} for {num_wanted} samples, which is not a list of numbers"
+        said = f"{name}: returned {shown(values)} for {num_wanted} samples, which is not a list of numbers"
         raise RewardError(said) from error
     if len(numbers) != num_wanted:
         raise RewardError(f"{name}: returned {len(numbers)} numbers for {num_wanted} samples")
@@ -207,7 +196,7 @@ def _build_batch(name: str, config: RewardFunctionConfig) -> tuple[BatchFunction
         except RewardError as said:
             return said
         except BaseException as error:  # noqa: BLE001 - the boundary: what a user's function raises fails its sample
-            failure = RewardError(f"{name}: {type(error).__name__}: {_shown(error)}")
+            failure = RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
             failure.__cause__ = error
             return failure
 

@@ -243,13 +243,19 @@ class ScoringProcess:
         self.num_sent += len(items)
         self._writer.write(_message(Work(tuple(items))))
 
-    async def judgements(self) -> tuple[Judgement, ...]:
-        """Return the judgements of the next samples, one or more.
+    async def judgements(self, most: int) -> tuple[Judgement, ...]:
+        """Return the judgements of the next samples, at least one and at most so many.
 
         Raises:
-            ProcessDied: The child ended instead.
+            ProcessDied: The child ended instead, or a function wrote into its socket.
         """
-        return _judgements.decode(await self._read())
+        try:
+            judgements = _judgements.decode(await self._read())
+        except msgspec.MsgspecError as error:
+            raise ProcessDied("it sent something that is no judgement") from error
+        if not 0 < len(judgements) <= most:
+            raise ProcessDied(f"it sent {len(judgements)} judgements of {most} samples")
+        return judgements
 
     def kill(self) -> None:
         """End the child and all it started, now. Safe to repeat."""

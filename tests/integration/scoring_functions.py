@@ -1,6 +1,7 @@
 """A user's reward functions, good and bad, for tests of the pool; imported by path in the scoring processes."""
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -74,6 +75,13 @@ def make_noise():
     os.write(1, b"more noise\n")
 
 
+def write_everywhere(payload):
+    """Write into every descriptor of the process, its socket and its mark among them."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, payload)
+
+
 async def on_demand_later(prompt, text):
     return on_demand(prompt, text)
 
@@ -102,6 +110,9 @@ ACTS = {
     "exit": lambda: sys.exit(1),
     "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
     "noise": make_noise,
+    "write junk": lambda: write_everywhere(b"\x04\0\0\0junk" * 4),
+    "write a length": lambda: write_everywhere(b"\xff\xff\xff\x7fjunkjunkjunk"),
+    "write judgements": lambda: write_everywhere(b"\x51\0\0\0\xdc\0\x28" + b"\x81\xa0" * 39),
     "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "pid": os.getpid,
     "torch": lambda: "torch" in sys.modules,

@@ -97,6 +97,13 @@ async def test_what_ends_its_process_costs_one_sample_only():
         assert pool.pids != before
 
 
+@pytest.mark.parametrize("how", ["write junk", "write a length", "write judgements"])
+async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(how):
+    async with pool_of(ON_DEMAND, timeout_s=1.0) as pool:
+        assert (await all_scores(pool, [how]))[0].reward == 0.0
+        assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3
+
+
 @pytest.mark.parametrize("how", ["hang", "backtrack"])
 @pytest.mark.timed
 async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counted(how):

@@ -48,12 +48,12 @@ ROUNDS = 3
 NUM_STEPS = 60
 SKIPPED_STEPS = 10
 """At the start of a run, while pipelines fill."""
-KEPT_STEPS = 160
+KEPT_STEPS = 110
 NUM_READERS = 50
 READ_BYTES, READ_PAUSE_S = 4096, 0.5
 """8 kB a second; the run writes 50."""
 WINDOW_STEPS, SETTLE_STEPS = 20, 5
-PAIRS = 10
+PAIRS = 6
 """Of windows, for each round."""
 NUM_ADOPTED = 3
 LONG = 100_000

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from asyncrl.client import START_TIMEOUT_S, Run, RunClient, connect, is_live
 from asyncrl.clock import Clock
+from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, live_controller
@@ -44,6 +45,8 @@ LOOK_S = 0.5
 MOST_RESTARTS = 2
 BACKOFF_S = 1.0
 AGAIN_S = 5.0
+START = "start"
+"""In a fork's folder: what it begins with, as hard links: its parent may remove that checkpoint before the fork's turn comes."""
 GONE_S = 60.0
 """For the controller of a run that has ended to be gone."""
 
@@ -143,7 +146,7 @@ class Keeper:
             RunError: There is a run of that name.
         """
         folder = self.records.run_folder(config.name)
-        left = {SUBMITTED_FILE, f"{RECORD_FILE}.partial"}  # by a daemon that was killed before the run was queued
+        left = {START, SUBMITTED_FILE, f"{RECORD_FILE}.partial"}  # by a daemon that was killed before the run was queued
         if config.name in self.records.runs or (folder.exists() and {path.name for path in folder.iterdir()} - left):
             raise RunError(f"there is a run {config.name!r}; give this one another name")
         number = 1 + max((record.number for record in self.records.runs.values()), default=0)
@@ -153,6 +156,12 @@ class Keeper:
         )  # fmt: skip
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
+            if parent and isinstance(config.model, PretrainedModel):
+                shutil.rmtree(folder / START, ignore_errors=True)
+                shutil.copytree(
+                    config.model.path, folder / START, copy_function=os.link, ignore=shutil.ignore_patterns("trainer")
+                )
+                config = replace(config, model=replace(config.model, path=str(folder / START)))
             (folder / SUBMITTED_FILE).write_text(dump_config(config), encoding="utf-8")
             self.records.put_run(record, answers)
         except (OSError, sqlite3.Error):

@@ -110,7 +110,8 @@ def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.N
     Beside names that only the program can have, it may be used where nothing else of the program is: `sqrt` may be the program's.
     """
     helpers = global_names & _HELPERS
-    if not helpers or not rooted - _HELPERS:
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if not helpers or not rooted - _HELPERS - own:
         return None
     alone = set[ast.AST]()
     for node in ast.walk(tree):

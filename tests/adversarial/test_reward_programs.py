@@ -786,7 +786,7 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
                 "assert isclose(1, 1.0)",
                 "assert add(1)(2) == 3",
                 "assert sqrt(4) == 2 and cube(2) == 8 and abs(sqrt(2) - 1.4142) < 1e-3",
-                "c = Counter()\nc.add('a')\nassert c.total == 1",
+                "c = Counter()\nc.add('a')\nassert c.total == double(1)",
                 "from solution import Counter\nc = Counter(tokens('a b'))\nassert c.total == 2",
                 "from math import sqrt\nassert f(2) == sqrt(2)",
                 "random.seed(1)\nassert f(1) == 2",

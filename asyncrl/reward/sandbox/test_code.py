@@ -107,7 +107,8 @@ def _has(module: str, attribute: str) -> bool:
 def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.Name | None:
     """Return a name of the standard library by which a test judges something of the program, and that it does not import.
 
-    Beside names that only the program can have, it may be used where nothing else of the program is: `sqrt` may be the program's.
+    Beside names that only the program can have, it may be used where nothing else of the program is, and be called without
+    arguments: `sqrt` and `Counter` may be the program's.
     """
     helpers = global_names & _HELPERS
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -118,6 +119,8 @@ def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.N
         if isinstance(node, (ast.Compare, ast.Assert, ast.Expr)):
             names = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in rooted]
             alone.update(names if len({name.id for name in names}) == 1 else ())
+        elif isinstance(node, ast.Call) and not node.args and not node.keywords:
+            alone.add(node.func)
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in helpers]
     return next((name for name in used if name not in alone), None)
 

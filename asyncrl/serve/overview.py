@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import render_prometheus
 from asyncrl.observe.steps import read_steps
-from asyncrl.serve.records import SUBMITTED_FILE, Records, RunRecord
+from asyncrl.serve.records import Records, RunRecord
 
 MOST_SERIES = 300
 """Metrics of one run in /metrics."""
@@ -39,15 +39,14 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return results of runs, and those settings in which they differ."""
-    rows = [_row(records.runs[name], records.run_folder(name)) for name in names]
+    rows = [_row(records.runs[name], records.run_folder(name), records.config_file(name)) for name in names]
     keys = {key for row in rows for key in row["config"]}
     same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
     return [{**row, "config": {key: value for key, value in row["config"].items() if key not in same}} for row in rows]
 
 
-def _row(record: RunRecord, folder: Path) -> dict[str, Any]:
+def _row(record: RunRecord, folder: Path, config: Path) -> dict[str, Any]:
     steps = read_steps(folder)
-    source = folder / ("config.toml" if (folder / "config.toml").exists() else SUBMITTED_FILE)
     last, span_s = steps[-LAST_STEPS:], steps[-1].time_s - steps[0].time_s if len(steps) > 1 else 0.0
     return {
         "run": record.id,
@@ -58,7 +57,7 @@ def _row(record: RunRecord, folder: Path) -> dict[str, Any]:
         "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
         "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
         "steps_per_s": (len(steps) - 1) / span_s if span_s else None,
-        "config": _flat(msgspec.to_builtins(load_config(source))),
+        "config": _flat(msgspec.to_builtins(load_config(config))),
     }
 
 

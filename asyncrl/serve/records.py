@@ -157,6 +157,11 @@ class Records:
         """Return a run's folder."""
         return self.elsewhere.get(run) or self._folder / RUNS / run
 
+    def config_file(self, run: str) -> Path:
+        """Return where a run's config is: as it is now, or, before its first start, as it was submitted."""
+        path = self.run_folder(run) / "config.toml"
+        return path if path.exists() else path.with_name(SUBMITTED_FILE)
+
     def put_run(self, record: RunRecord, answers: tuple[str, Answered] | None = None) -> None:
         """Keep a run's record as it is now, here and in its folder, and the idempotency key that it answers."""
         folder = self.run_folder(record.id)

@@ -24,7 +24,7 @@ from aiohttp import ClientPayloadError, http_exceptions, web
 from asyncrl import __version__
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult
-from asyncrl.config.load import load_config, read_toml
+from asyncrl.config.load import load_config
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals
@@ -38,7 +38,7 @@ from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order, waits
 from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
 from asyncrl.serve.streams import Tail, file_or_list, json_response, last_event_id, send_tar, stream
-from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, resolve
+from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
 
 MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
@@ -304,7 +304,14 @@ class Service:
         if (known := made_before()) is not None:
             return known
         self._takes_work()
-        submission, parent = self._of_fork(run, asked) if isinstance(asked, Fork) else (asked, "")
+        if isinstance(asked, Submission):
+            submission, parent = asked, ""
+        else:
+            checkpoint = self._checkpoint(run, asked.checkpoint)
+            submission, parent = (
+                of_fork(asked, checkpoint, self.records.runs[run].project),
+                f"{run}/checkpoints/{checkpoint.name}",
+            )
         folder, there = self.records.run_folder(""), self.keeper.machine
         config, demand = await asyncio.get_running_loop().run_in_executor(
             self._checkers, resolve, submission, folder, self.code_roots, there
@@ -316,16 +323,6 @@ class Service:
             priority=submission.priority, parent=parent, answers=(key, Answered(digest, config.name)) if key else None,
         )  # fmt: skip
         return json_response(record, 201)
-
-    def _of_fork(self, run: str, asked: Fork) -> tuple[Submission, str]:
-        """Return a run that begins with a checkpoint of another, and which checkpoint that is."""
-        checkpoint = self._checkpoint(run, asked.checkpoint)
-        config = read_toml(self.records.run_folder(run) / "config.toml")
-        submission = Submission(
-            config={**config, "model": {"kind": "pretrained", "path": str(checkpoint)}}, set=asked.set, name=asked.name,
-            priority=asked.priority, tags=asked.tags, project=asked.project or self.records.runs[run].project,
-        )  # fmt: skip
-        return submission, f"{run}/checkpoints/{checkpoint.name}"
 
     def _checkpoint(self, run: str, name: str) -> Path:
         """Return a checkpoint of a run, the newest where none is named."""
@@ -368,9 +365,8 @@ class Service:
 
     async def config(self, request: web.Request) -> web.StreamResponse:
         """Return a run's config as it is now, or as it was submitted."""
-        folder = self.records.run_folder(request.match_info["run"])
-        path = next((path for path in (folder / "config.toml", folder / "submitted.toml") if path.exists()), None)
-        if path is None:
+        path = self.records.config_file(request.match_info["run"])
+        if not path.exists():
             raise ForbiddenError(404, "the run has no config")
         return web.Response(text=path.read_text(encoding="utf-8"), content_type="application/toml")
 

@@ -133,6 +133,16 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     return config, demand
 
 
+def of_fork(asked: Fork, checkpoint: Path, project: str) -> Submission:
+    """Return a run that begins with a checkpoint of another, which has a config beside its checkpoints, and a project."""
+    config = read_toml(checkpoint.parents[1] / "config.toml")
+    kept = {field: value for field, value in config["model"].items() if field in PretrainedModel.__struct_fields__}
+    return Submission(
+        config={**config, "model": {**kept, "kind": "pretrained", "path": str(checkpoint)}}, set=asked.set, name=asked.name,
+        priority=asked.priority, tags=asked.tags, project=asked.project or project,
+    )  # fmt: skip
+
+
 def change_faults(config: RunConfig, values: Mapping[str, Any]) -> list[Fault]:
     """Return what is wrong with each change of a live run's config."""
     faults = []

@@ -2,8 +2,9 @@
 
 import pytest
 
+from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.serve.queue import Machine
-from asyncrl.serve.submit import RefusedError, Submission, resolve
+from asyncrl.serve.submit import Fork, RefusedError, Submission, of_fork, resolve
 
 MACHINE = Machine(cores=2, memory_bytes=64 << 30)
 
@@ -59,3 +60,12 @@ def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
 def test_what_the_machine_does_not_have_is_said_by_its_sum(tmp_path):
     faults = faults_of(tmp_path, set={"learner.device": "cuda", "generate.engine.device": "cuda", "model.hidden_size": 128})
     assert "takes 1 GPUs and this machine has 0" in faults["machine"].allowed
+
+
+def test_a_fork_has_the_settings_of_its_parent_and_begins_with_the_checkpoint(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    parent = resolve_config("quickstart", {"name": "parent", "seed": 7, "model.fp32_head": True})
+    (tmp_path / "config.toml").write_text(dump_config(parent))
+    submission = of_fork(Fork("child"), checkpoint, "p")
+    assert submission.config["model"] == {"kind": "pretrained", "path": str(checkpoint), "fp32_head": True}
+    assert (submission.config["seed"], submission.name, submission.project) == (7, "child", "p")

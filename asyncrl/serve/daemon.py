@@ -87,7 +87,9 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
             await listen(runner, options.host, options.port, context)
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
-            (options.folder / URL_FILE).write_text(url, encoding="utf-8")
+            aside = options.folder / f"{URL_FILE}.partial"
+            aside.write_text(url, encoding="utf-8")
+            aside.replace(options.folder / URL_FILE)  # whoever waits for it reads all of it
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(keeper.run(), name="keeper")

@@ -110,8 +110,9 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
             f"{', '.join(fixed)} cannot change while the run goes on: fork it, or drain it and `asyncrl resume RUN --set ...`; "
             f"what can is {known}"
         )
-    if "algorithm.kl.coefficient" in values and config.algorithm.kl is None:
-        raise ConfigError("algorithm.kl.coefficient cannot change: this run has no [algorithm.kl], so no reference is loaded")
+    if "algorithm.kl.coefficient" in values and ((kl := config.algorithm.kl) is None or kl.target is not None):
+        why = "this run has no [algorithm.kl], so no reference is loaded" if kl is None else "algorithm.kl.target adapts it"
+        raise ConfigError(f"algorithm.kl.coefficient cannot change: {why}")
     if "generate.num_workers" in values and (
         config.placement.kind != "disaggregated" or config.generate.engine.kind != "transformers"
     ):

@@ -25,7 +25,7 @@ from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.observe.steps import EvalReport, RunEvent, StepReport, read_events
+from asyncrl.observe.steps import EVENTS_FILE, EvalReport, StepReport, Tail
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.schema.status import (
@@ -142,8 +142,8 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         after = int(request.query.get("after", "0"))
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async for event in control.events_after(after):
-            await response.write(msgspec.json.encode(event) + b"\n")
+        async for line in control.events_after(after):
+            await response.write(line + b"\n")
         await response.write_eof()
         return response
 
@@ -295,16 +295,17 @@ class RunApi:
             seen = sent
             await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
 
-    async def events_after(self, seen: int) -> AsyncIterator[RunEvent]:
-        """Yield events behind number `seen` until the run has ended."""
+    async def events_after(self, seen: int) -> AsyncIterator[bytes]:
+        """Yield events behind number `seen`, as JSON, until the run has ended."""
+        reporter, tail = self._run.reporter, Tail(self._run.run_folder / EVENTS_FILE, "seq", "event", seen)
         while True:
             is_over = self._run.over.is_set()  # asked first: what was written before the end is still read
-            for event in await asyncio.to_thread(lambda after: list(read_events(self._run.run_folder, after)), seen):
-                seen = event.seq
-                yield event
+            newest = reporter.num_events
+            while rows := await tail.rows():
+                for _, _, line in rows:
+                    yield line
             if is_over:
                 return
-            newest, reporter = seen, self._run.reporter
             await self._until_moved(lambda: reporter.num_events > newest or self._run.over.is_set())  # noqa: B023 - awaited at once
 
     async def _until_moved(self, reached: Callable[[], bool]) -> None:

@@ -46,6 +46,7 @@ from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.local import Launcher
 from asyncrl.control.launch.processes import plan_processes, spec_maker
 from asyncrl.control.lifecycle import events as ev
+from asyncrl.control.lifecycle.pid_file import PidRecord
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.control.peers import Peer, Peers
@@ -126,7 +127,7 @@ class Controller:
             self.feeder.record = self._record_step if config.observe.record == "batches" else None
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
             self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
-        callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_leave)
+        callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_restart, self._on_leave)
         spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
             self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, clock, self.run_folder
@@ -440,7 +441,7 @@ class Controller:
             case VersionLive() if is_current:
                 self.stall_detector.moved("live", now)
                 peer.live_version = message.version
-                self.reporter.note_live(message, self.weights)
+                self.reporter.note_live(message, self.weights, self.peers)
                 self.dispatcher.tell(buffer_events.VersionIsLive(peer.name, message.version))
             case StepDone():
                 self.step_done(message)
@@ -449,7 +450,7 @@ class Controller:
                 if self.switching is not None:
                     self.switching.announced(message.version)
             case msg.CheckpointDone():
-                self.reporter.note_event("checkpoint", message.folder, version=message.version)
+                self.reporter.note_event("checkpoint", f"checkpoints/{Path(message.folder).name}", version=message.version)
                 log.info("checkpoint of version %d: %s (%.1f s)", message.version, message.folder, message.seconds)
                 self.buffer.forget(min(self.checkpoints.done(message), max(self.feeder.version, 0)), now)
                 self._finish_drain()
@@ -471,6 +472,7 @@ class Controller:
         self.buffer.version_published(ready.version)
         if self._is_resumed and not self.resumed:
             self.resumed = f"resumed at step {ready.version} from {ready.checkpoint or 'the model as the run began'}"
+            self.reporter.note_event("restart", "run", self.resumed, ready.version)
         if self.switching is not None:
             self.switching.join(peer, self.model_folder)
         self.tell_model_folder()
@@ -696,12 +698,17 @@ class Controller:
         if over is None:
             return
         step, groups = over
-        path = self.run_folder / "set_aside" / f"step-{step}.msgpack"
+        file = f"set_aside/step-{step}.msgpack"
+        path = self.run_folder / file
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(msgspec.msgpack.encode(groups))
         named = ", ".join(str(group.group_id) for group in groups)
-        self.reporter.note_event("set_aside", str(path), f"the learner died twice over groups {named}", step)
+        self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
         log.error("the learner died twice over step %d: groups %s are set aside in %s and not trained", step, named, path)
+
+    def _on_restart(self, record: PidRecord) -> None:
+        text = f"incarnation {record.incarnation}, pid {record.pid}"
+        self.reporter.note_event("restart", record.name, text, self.feeder.version)
 
     def _on_leave(self, name: str) -> None:
         self.autoscaler.leaves(name, self.clock.now())

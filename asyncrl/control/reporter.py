@@ -29,7 +29,7 @@ from asyncrl.control.peers import Peers
 from asyncrl.control.stall_detector import Wait
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
-from asyncrl.observe.decisions.bias import SelectionBias
+from asyncrl.observe.decisions.bias import INTENDED, SelectionBias
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
@@ -91,6 +91,11 @@ class Reporter:
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
         self._sync_ms: dict[str, float] = {}
+        self._swapped = -1
+        """Newest version that every generator has had, or a newer one."""
+        self._lost: Counter[str] | None = None
+        """Groups that were dropped without intent, or failed, by reason, as of the newest second; None before the first."""
+        self._in_burst = False
         self._weights_metrics: dict[str, float] = {}
         self._deaths: Counter[str] = Counter()
         self._last_step_s = clock.now()
@@ -184,10 +189,16 @@ class Reporter:
         self._weights_metrics["weights/update_bytes"] = available.update_bytes
         self.note_spans(*sp.spans_of(available))
 
-    def note_live(self, live: VersionLive, newest: WeightsAvailable | None) -> None:
+    def note_live(self, live: VersionLive, newest: WeightsAvailable | None, peers: Peers) -> None:
         """Record that a generator has swapped; warn where its engine and the learner do not agree."""
         published_s = self._published_s.get(live.version, newest.published_s if newest else live.live_s)
         self._sync_ms[live.generator] = (live.live_s - published_s) * 1000
+        swapped = min((peer.live_version for peer in peers.of("generator") if peer.num_slots), default=-1)
+        if swapped > self._swapped:
+            self._swapped, after_s = swapped, live.live_s - self._published_s.get(swapped, live.live_s)
+            self.note_event(
+                "swap", live.generator, f"the last to have it, {after_s * 1000:.0f} ms after it was published", swapped
+            )
         self._weights_metrics["weights/swap_ms"] = live.swap_ms
         if live.probe_error >= 0:
             self._weights_metrics["weights/probe_error"] = live.probe_error
@@ -334,6 +345,18 @@ class Reporter:
             "process/slots": float(sum(peer.num_slots for peer in peers.of("generator"))),
         }
         self._seconds_file.write(SecondReport(now, finite(values)))
+        self._look_for_drops(dispatcher)
+
+    def _look_for_drops(self, dispatcher: Dispatcher) -> None:
+        """Tell of a second that lost as many groups as a step has, where the second before did not."""
+        counts = dispatcher.buffer.counts()
+        lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in INTENDED})
+        new, self._lost = lost - (lost if self._lost is None else self._lost), lost
+        is_burst, was_burst = new.total() >= self._config.algorithm.groups_per_step, self._in_burst
+        self._in_burst = is_burst
+        if is_burst and not was_burst:
+            version = self.steps[-1].version if self.steps else -1
+            self.note_event("drops", "groups", ", ".join(f"{n} {reason}" for reason, n in new.most_common()), version)
 
     def _now(
         self, dispatcher: Dispatcher, peers: Peers, idle: dict[str, tuple[float, float, float]]

@@ -5,10 +5,12 @@ Written by the controller through `JsonLines`; read by report.py, display.py, `a
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +20,10 @@ EVENTS_FILE = "events.jsonl"
 SECONDS_FILE = "seconds.jsonl"
 MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
+AT_ONCE_BYTES = 64 << 10
+"""What has just been written and is no more than this is read by the loop itself."""
+MOST_READ_BYTES = 4 << 20
+"""By a `Tail` at once."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +82,10 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
         return ("reward", self.reward_mean) if self.accuracy is None else ("accuracy", self.accuracy)
 
 
-EventKind = Literal["phase", "death", "checkpoint", "evaluation", "joined", "left", "set_aside", "alarm", "change"]
-"""Of an event."""
+EventKind = Literal[
+    "phase", "death", "restart", "swap", "drops", "change", "alarm", "checkpoint", "evaluation", "joined", "left", "set_aside"
+]  # fmt: skip
+"""Of an event; docs/observability.md says when each comes."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,7 +95,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     time_s: float
     kind: EventKind
     subject: str = ""
-    """The phase, the process, the folder of the checkpoint."""
+    """The phase, the process, the checkpoint, the rule, who asked; files by their place in the run's folder."""
     text: str = ""
     """Why, in words."""
     version: int = -1
@@ -167,6 +175,53 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
                     row = None
                 if row is not None:
                     yield row
+
+
+class Tail:
+    """The whole lines of a file of JSON lines, each once, from a number on."""
+
+    def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
+        """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
+        self._path, self._kind, self._after, self._offset, self._inode = path, kind, after, offset, 0
+        row = msgspec.defstruct("Row", [("number", float)], rename={"number": number})
+        self._numbered: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
+
+    async def rows(self) -> list[tuple[int, str, bytes]]:
+        """Return what has come."""
+        try:
+            about = self._path.stat()
+        except FileNotFoundError:
+            return []
+        if (about.st_ino, about.st_size) == (self._inode, self._offset):
+            return []
+        if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
+            return list(self._read())  # a thread would cost more
+        return await asyncio.to_thread(lambda: list(self._read()))
+
+    def _read(self) -> Iterator[tuple[int, str, bytes]]:
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
+                    old, after = set_behind(self._path), self._offset
+                    self._offset = 0
+                    yield from self._rows_in(old.read_bytes()[after:] if old.exists() else b"")
+                self._inode = about.st_ino
+                file.seek(self._offset)
+                chunk = file.read(MOST_READ_BYTES)
+        except FileNotFoundError:
+            return
+        self._offset += chunk.rfind(b"\n") + 1
+        yield from self._rows_in(chunk)
+
+    def _rows_in(self, chunk: bytes) -> Iterator[tuple[int, str, bytes]]:
+        for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
+            try:
+                number = int(self._numbered.decode(line).number)
+            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
+                continue  # torn by a writer that was killed
+            if number > self._after:
+                yield number, self._kind, line
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from asyncrl.client import START_TIMEOUT_S, Run, RunClient, connect, is_live
@@ -32,7 +33,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, live_controller
 from asyncrl.control.lifecycle.pid_file import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
-from asyncrl.observe.steps import read_evals, read_events, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, RunEvent, Tail, read_evals, read_events, read_steps
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
 from asyncrl.serve.queue import Machine, admit, in_order, misfits
@@ -361,7 +362,7 @@ class Keeper:
     async def _follow(self, run: str) -> tuple[str, str]:
         """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""
         folder = self.records.run_folder(run)
-        seen = max((event.seq for event in read_events(folder)), default=0)
+        events = Tail(folder / EVENTS_FILE, "seq", "event", max((event.seq for event in read_events(folder)), default=0))
         status: RunStatus | None = None
         try:
             async with connect(folder) as client:
@@ -370,7 +371,7 @@ class Keeper:
                     while status is None or status.phase not in ENDED:
                         status = await client.status()
                         self._take(run, status)
-                        seen = await self._pass_on(run, folder, seen)
+                        await self._pass_on(run, events)
                         await self._clock.sleep(0 if status.phase in ENDED else LOOK_S)
                 finally:
                     del self._clients[run]  # before it is closed
@@ -380,7 +381,7 @@ class Keeper:
             await self._until_gone(folder)
             return status.phase, status.reason
         await self._until_gone(folder)
-        await self._pass_on(run, folder, seen)
+        await self._pass_on(run, events)
         last = _last_phase(folder, self.records.runs[run].events_before)
         return last if last is not None and last[0] in ENDED else ("", lost)
 
@@ -395,11 +396,11 @@ class Keeper:
         else:
             self.records.runs[run] = newer
 
-    async def _pass_on(self, run: str, folder: Path, seen: int) -> int:
-        for event in await asyncio.to_thread(lambda after: list(read_events(folder, after)), seen):
-            await self.tell(event.kind, run, f"{event.subject} {event.text}".strip())
-            seen = event.seq
-        return seen
+    async def _pass_on(self, run: str, events: Tail) -> None:
+        for _, _, line in await events.rows():
+            event = msgspec.json.decode(line, type=RunEvent)
+            if event.kind != "swap":  # one a step; the run's own file has them
+                await self.tell(event.kind, run, f"{event.subject} {event.text}".strip())
 
     async def _until_gone(self, folder: Path) -> None:
         with contextlib.suppress(TimeoutError):

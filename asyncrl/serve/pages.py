@@ -28,12 +28,12 @@ from asyncrl.control.api import READ_TIMEOUT_S, read_body
 from asyncrl.errors import LedgerError
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
 from asyncrl.observe.spans import MAX_BINS, Timeline
-from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, read_lines
+from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, Tail, read_lines
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.records import Records
-from asyncrl.serve.streams import Tail, json_response, last_event_id, stream
+from asyncrl.serve.streams import json_response, last_event_id, stream
 
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".LICENSE": "text/plain"}

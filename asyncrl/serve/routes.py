@@ -27,7 +27,7 @@ from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import load_config
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
 from asyncrl.errors import AsyncRLError, ConfigError, RunError
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, read_evals
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, read_evals
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
 from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
@@ -37,7 +37,7 @@ from asyncrl.serve.overview import compared, metrics_text
 from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.queue import in_order, waits
 from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
-from asyncrl.serve.streams import Tail, file_or_list, json_response, last_event_id, send_tar, stream
+from asyncrl.serve.streams import file_or_list, json_response, last_event_id, send_tar, stream
 from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
 
 MOST_LISTED = 1000

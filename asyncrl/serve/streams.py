@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 import msgspec
 from aiohttp import web
 
-from asyncrl.observe.steps import set_behind
 from asyncrl.serve.guard import ForbiddenError
 
 LOOK_S = 0.25
@@ -27,61 +26,12 @@ PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
 """In a run's folder: what is not for download."""
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""
-AT_ONCE_BYTES = 64 << 10
-"""What has just been written and is no more than this is read by the loop itself."""
 MOST_CHUNK_BYTES = 4 << 20
 SUMS_FILE = "SHA256SUMS"
 """Last member of a tar: the digest of every other, as `sha256sum -c` reads it."""
 
 Rows = Callable[[], Awaitable[list[tuple[int, str, bytes]]]]
 """What has come since it was called last: number, kind, JSON."""
-
-
-class Tail:
-    """The whole lines of a file of JSON lines, each once, from a number on."""
-
-    def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
-        """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
-        self._path, self._kind, self._after, self._offset, self._inode = path, kind, after, offset, 0
-        row = msgspec.defstruct("Row", [("number", float)], rename={"number": number})
-        self._numbered: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
-
-    async def rows(self) -> list[tuple[int, str, bytes]]:
-        """Return what has come."""
-        try:
-            about = self._path.stat()
-        except FileNotFoundError:
-            return []
-        if (about.st_ino, about.st_size) == (self._inode, self._offset):
-            return []
-        if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
-            return list(self._read())  # a thread would cost more
-        return await asyncio.to_thread(lambda: list(self._read()))
-
-    def _read(self) -> Iterator[tuple[int, str, bytes]]:
-        try:
-            with self._path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
-                    old, after = set_behind(self._path), self._offset
-                    self._offset = 0
-                    yield from self._rows_in(old.read_bytes()[after:] if old.exists() else b"")
-                self._inode = about.st_ino
-                file.seek(self._offset)
-                chunk = file.read(MOST_CHUNK_BYTES)
-        except FileNotFoundError:
-            return
-        self._offset += chunk.rfind(b"\n") + 1
-        yield from self._rows_in(chunk)
-
-    def _rows_in(self, chunk: bytes) -> Iterator[tuple[int, str, bytes]]:
-        for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
-            try:
-                number = int(self._numbered.decode(line).number)
-            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
-                continue  # torn by a writer that was killed
-            if number > self._after:
-                yield number, self._kind, line
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - anything msgspec encodes

@@ -8,7 +8,9 @@ spread is that of the rounds.
 `read_vs_alone`: steps a second of a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in
 turns of 20 steps of the same run. The readers are on the same cores. The spread is that of the pairs.
 
-`step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50.
+`step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50. `step_on_page_s`: to its
+figures on the page, in a Chromium on the same cores, of the same run. `first_chart_s`: from the address of a run of 10,000 steps
+to its charts; median of the rounds. These two are left out where there is no Chromium or no playwright (`make browser`).
 
 `adoption_s`: three live runs, the daemon killed by SIGKILL; from the start of the next one until it has adopted all and is ready,
 Python's own start included. The daemon is told that it has 64 cores, so that three runs fit. `lost_or_repeated` counts their
@@ -43,6 +45,7 @@ from asyncrl.serve.daemon import TOKEN_FILE, URL_FILE
 from asyncrl.session import Session
 from benchmarks.controller import follow
 from benchmarks.harness import BenchResult, Ratio, ratio
+from benchmarks.service_page import can_look, first_chart_s, step_on_page_s, write_long_run
 
 ROUNDS = 3
 NUM_STEPS = 60
@@ -113,6 +116,14 @@ async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ra
                 times, late = await _window(server, "read")
             sides[side].append(WINDOW_STEPS / (times[-1] - times[0]))
             late_s += late if side == "alone" else []
+        if can_look():
+            figures["step_on_page_s"] = await step_on_page_s(*_address(folder), folder / "runs" / "read")
+            write_long_run(folder / "long", _quickstart(folder, "long"))
+            figures["first_chart_s"] = await first_chart_s(folder / "long", rounds)
+            for name in ("step_on_page_s", "first_chart_s"):
+                ratios[name] = ratio(figures[name], 1.0, at_least=False)
+        else:
+            print("no playwright, or no Chromium: the page is not measured; `make browser` brings both", file=sys.stderr)
     _enter("read_vs_alone", sides["read"], sides["alone"], figures, ratios)
     figures["step_in_stream_s"] = statistics.median(late_s[:50])
     ratios["step_in_stream_s"] = ratio(figures["step_in_stream_s"], 1.0, at_least=False)

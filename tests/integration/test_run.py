@@ -53,6 +53,10 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     assert [evaluation.version for evaluation in evaluations] == [0, 5]
     assert AutoModelForCausalLM.from_pretrained(status.checkpoint).config.hidden_size == 32
     assert AutoTokenizer.from_pretrained(status.checkpoint)("1+2=")["input_ids"]
+    told = list(read_events(run.run_folder))
+    assert {event.kind for event in told} >= {"phase", "swap", "checkpoint", "evaluation"}
+    newest = [event.subject for event in told if event.kind == "checkpoint"][-1]
+    assert (newest, (run.run_folder / newest).is_dir()) == ("checkpoints/step-000005", True)  # in a copy of the folder, too
     names = {path.name for path in run.run_folder.iterdir()}
     assert {"reward.png", "timeline.png", "metrics.jsonl", "steps.jsonl", "eval.jsonl", "ledger.sqlite", "config.toml"} <= names
     assert "api.json" not in names
@@ -90,6 +94,13 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     assert (status.phase, status.version) == ("stopped", num_steps), status.reason
     assert_balanced(status)
     assert {process.name: process.deaths for process in status.processes if process.deaths} == deaths
+    told = list(read_events(run.run_folder))
+    for kind in ("death", "restart"):
+        assert sorted(event.subject for event in told if event.kind == kind) == sorted(deaths)
+    swaps = [event.version for event in told if event.kind == "swap"]
+    assert swaps == sorted(set(swaps))
+    assert len(swaps) > num_steps / 4
+    assert [event.seq for event in told] == list(range(1, len(told) + 1))
     assert len(trained_groups(run.run_folder)) == num_steps * 4
     rows = [json.loads(line)["metrics"] for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     sizes = {row["weights/update_bytes"] for row in rows if "weights/update_bytes" in row}
@@ -118,6 +129,9 @@ async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, rec
     assert_balanced(status)
     assert {report.version for report in reports} == set(range(1, num_steps + 1))
     assert len(trained_groups(run.run_folder)) == num_steps * 4
+    told = list(read_events(run.run_folder))
+    assert [event.seq for event in told] == list(range(1, len(told) + 1))
+    assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
 
 
 def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):

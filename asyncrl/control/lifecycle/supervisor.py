@@ -48,6 +48,8 @@ class SupervisorCallbacks:
     on_phase: Callable[[Phase], None]
     on_end: Callable[[bool, str], None]
     """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
+    on_restart: Callable[[PidRecord], None] = lambda _: None
+    """A process that was there before is started again."""
     on_leave: Callable[[str], None] = lambda _: None
     """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
 
@@ -218,6 +220,8 @@ class Supervisor:
         record = PidRecord(start.name, start.kind, handle.pid, start.incarnation, self._clock.now())
         self.live[start.name] = LiveProcess(handle, record)
         note_pid(self._run_folder, record)
+        if start.incarnation > 1:
+            self._callbacks.on_restart(record)
         self.post(ev.ProcessStarted(start.name, start.incarnation))
         code = await handle.wait()
         self._went_away(start.name)

@@ -12,6 +12,7 @@ export async function events(name) {
   const shown = table("What happened, newest first", ["Number", "Time", "What", "Of", "Why", "Version"], []);
   const body = shown.querySelector("tbody");
   const take = (event) => {
+    if (event.kind === "swap") return; // one a step; the timeline has them
     const cells = [event.seq, time(event.time_s), event.kind, event.subject ?? "", event.text ?? "", event.version ?? ""];
     body.prepend(h("tr", {}, cells.map((cell) => h("td", {}, visible(String(cell))))));
     if (body.rows.length > MOST_EVENTS) body.lastChild.remove();

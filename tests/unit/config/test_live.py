@@ -28,7 +28,10 @@ def test_settings_of_a_step_make_its_config_from_any_later_one():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"learner.optimizer": "adamw", "algorithm.group_size": 2}, "learner.optimizer, algorithm.group_size cannot change"),
+        (
+            {"learner.optimizer": "adamw", "algorithm.group_size": 2},
+            "learner.optimizer, algorithm.group_size cannot change .*: fork it, or",
+        ),
         ({"learner.learning_rate": -1}, "learning_rate"),
         ({"buffer.max_staleness": 1.5}, "max_staleness"),
         ({"observe.alarms.no_such": "off"}, "alarms"),
@@ -44,6 +47,8 @@ def test_what_cannot_change_or_is_not_allowed_is_refused(values, said):
 def test_a_kl_coefficient_wants_a_reference():
     with pytest.raises(ConfigError, match="no reference is loaded"):
         changed(parse_config({}), {"algorithm.kl.coefficient": 0.1})
+    with pytest.raises(ConfigError, match="adapts it"):
+        changed(parse_config({"algorithm": {"kl": {"target": 0.1}}}), {"algorithm.kl.coefficient": 0.1})
 
 
 def test_generators_cannot_be_more_or_fewer_where_they_share_a_device():

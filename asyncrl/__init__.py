@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as`: exported
+    from asyncrl.algorithms.types import LossConfig as LossConfig
     from asyncrl.algorithms.types import LossInputs as LossInputs
+    from asyncrl.algorithms.types import LossOutputs as LossOutputs
     from asyncrl.client import Run as Run
     from asyncrl.client import RunClient as RunClient
     from asyncrl.client import connect as connect
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.groups import batched as batched
     from asyncrl.groups import group_norm as group_norm
     from asyncrl.groups import with_rewards as with_rewards
+    from asyncrl.learner.step.train_step import StepResult as StepResult
     from asyncrl.observe.steps import EvalReport as EvalReport
     from asyncrl.observe.steps import RunEvent as RunEvent
     from asyncrl.observe.steps import StepReport as StepReport
@@ -59,13 +62,14 @@ if TYPE_CHECKING:  # `as`: exported
     WeightPublisher = Publisher
 
 _HOMES = {
-    "asyncrl.algorithms.types": ("LossInputs",),
+    "asyncrl.algorithms.types": ("LossConfig", "LossInputs", "LossOutputs"),
     "asyncrl.client": ("Run", "RunClient", "connect"),
     "asyncrl.clock": ("SystemClock",),
     "asyncrl.config.load": ("load_config", "parse_config"),
     "asyncrl.config.run": ("RunConfig",),
     "asyncrl.errors": ("AsyncRLError", "ConfigError", "LaunchError", "RunError", "RunLostError"),
     "asyncrl.groups": ("GroupStream", "batched", "group_norm", "with_rewards"),
+    "asyncrl.learner.step.train_step": ("StepResult",),
     "asyncrl.observe.steps": ("EvalReport", "RunEvent", "StepReport"),
     "asyncrl.schema.batches": ("GroupsTaken",),
     "asyncrl.schema.samples": ("ChatMessage", "Prompt", "Sample", "ScoredGroup", "ScoredSample", "ids_from_bytes", "ids_to_bytes",

@@ -364,6 +364,8 @@ class Run(RunClient):
     ) -> None:
         if config is None and resume is None:
             raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
+        if reward is not None and not callable(reward):
+            raise ConfigError(f"reward must be a function of (prompt, text), got {reward!r}")
         given = config if config is not None else Path(resume or "") / "config.toml"
         resolved = resolve_config(given, overrides)
         if reward is not None:
@@ -378,6 +380,8 @@ class Run(RunClient):
         self._controller: ControllerProcess | None = None
 
     async def __aenter__(self) -> Self:
+        if self._http is not None:
+            raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
         await asyncio.to_thread(check_user_functions, self.config)
         self._prepare_folder()
         self._controller = ControllerProcess(self.config, self.run_folder)

@@ -8,6 +8,7 @@ lost to a cancelled wait: the next one gives the same group.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -21,6 +22,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from asyncrl.client import RunClient
+from asyncrl.control.stall_detector import CALLER_HOLDS
 from asyncrl.errors import ConfigError, LearnerError, RunError
 from asyncrl.schema.samples import Prompt, ScoredGroup
 from asyncrl.schema.status import GroupAsked, GroupGiven, GroupsAsked, Released
@@ -43,6 +45,8 @@ class StreamTerms:
     window: int
     """Groups asked for and not given yet."""
     is_over: Callable[[], bool]
+    say_after_s: float = 10.0
+    """A stream that waits for its caller says so then."""
 
 
 class GroupStream:
@@ -52,6 +56,8 @@ class GroupStream:
     """
 
     def __init__(self, run: RunClient, prompts: Iterable[PromptLike], terms: StreamTerms) -> None:
+        if prompts is None or isinstance(prompts, (str, Mapping, Prompt)):
+            raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
         self._run, self._terms = run, terms
         self._name = uuid.uuid4().hex
         self._prompts = enumerate(prompts)
@@ -117,9 +123,29 @@ class GroupStream:
             if not self._waiting:
                 return None
             said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
-            self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self.wanted)))
+            self._given.extend(await self._ask(GroupsAsked(self._name, said, self.wanted)))
             self._unsaid.clear()
         return self._given[0]
+
+    async def _ask(self, asked: GroupsAsked) -> list[GroupGiven]:
+        saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
+        try:
+            return await self._run.generate(asked)
+        finally:
+            saying.cancel()
+            await asyncio.wait([saying])
+
+    async def _say_what_is_held(self) -> None:
+        """Say so once where nothing comes until the caller does something."""
+        await asyncio.sleep(self._terms.say_after_s)
+        with contextlib.suppress(RunError):
+            status = await self._run.status()
+            if CALLER_HOLDS in status.waiting and not status.groups["taken"]:
+                log.warning(
+                    "nothing is generated: %d groups are neither trained nor released, and hold every place under "
+                    "buffer.max_staleness; train some, or `release` them",
+                    status.groups["ready"],
+                )
 
     def _pass(self) -> None:
         self._given.popleft()
@@ -128,6 +154,8 @@ class GroupStream:
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:
     """Yield lists of `n` in order; what is left at the end and is fewer is not given."""
+    if n < 1:
+        raise ConfigError(f"batched takes a size of at least 1, got {n}")
     batch = list[T]()
     async for group in groups:
         batch.append(group)
@@ -142,8 +170,8 @@ def group_norm(rewards: Sequence[Sequence[float]], epsilon: float = 1e-6) -> lis
     Source: DeepSeekMath (arXiv 2402.03300), section 4.1; the same as `algorithm.advantage = "grpo"`.
     """
     advantages = []
-    for row in rewards:
-        mean = math.fsum(row) / len(row)
+    for row in numbers_of("rewards", rewards):
+        mean = math.fsum(row) / max(len(row), 1)
         deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in row) / max(len(row) - 1, 1))
         advantages.append([(reward - mean) / (deviation + epsilon) for reward in row])
     return advantages
@@ -155,25 +183,39 @@ def with_rewards(groups: Sequence[ScoredGroup], rewards: Sequence[Sequence[float
     Raises:
         LearnerError: There are not as many as members, or one is not finite.
     """
-    check_by_member("rewards", groups, rewards)
+    rows = by_member("rewards", groups, rewards)
     replace = msgspec.structs.replace
     return [
-        replace(group, members=tuple(replace(one, reward=float(reward)) for one, reward in zip(group.members, row, strict=True)))
-        for group, row in zip(groups, rewards, strict=True)
+        replace(group, members=tuple(replace(one, reward=reward) for one, reward in zip(group.members, row, strict=True)))
+        for group, row in zip(groups, rows, strict=True)
     ]
 
 
-def check_by_member(what: str, groups: Sequence[ScoredGroup], values: Sequence[Sequence[float]]) -> None:
-    """Refuse numbers that are not one for each member of each group.
+def by_member(what: str, groups: Sequence[ScoredGroup], values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return numbers that are one for each member of each group.
 
     Raises:
         LearnerError: There are not as many as members, or one is not finite.
     """
-    sizes, given = [len(group.members) for group in groups], [len(row) for row in values]
+    rows = numbers_of(what, values)
+    sizes, given = [len(group.members) for group in groups], [len(row) for row in rows]
     if sizes != given:
         raise LearnerError(f"{what} must be given for each member of each group, {sizes}, got {given}")
-    if not all(math.isfinite(value) for row in values for value in row):
+    if not all(math.isfinite(value) for row in rows for value in row):
         raise LearnerError(f"{what} must be finite numbers")
+    return rows
+
+
+def numbers_of(what: str, values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return lists of numbers, one a group.
+
+    Raises:
+        LearnerError: It is something else.
+    """
+    try:
+        return [[float(value) for value in row] for row in values]
+    except (TypeError, ValueError) as error:
+        raise LearnerError(f"{what} must be a list for each group, of a number for each member: {error}") from error
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
@@ -196,6 +238,8 @@ def _as_prompt(given: PromptLike, name: str) -> Prompt:
         return given
     if isinstance(given, str):
         return Prompt(name, text=given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got {given!r}")
     if not isinstance(given.get("prompt"), str) or not isinstance(given.get("answer", ""), str):
         raise ConfigError(f"a prompt must have a text `prompt`, and may have a text `answer`; got {dict(given)!r}")
     return Prompt(name, text=given["prompt"], answer=given.get("answer", ""))

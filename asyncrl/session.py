@@ -12,9 +12,11 @@ is done whole, also where its caller is cancelled; a version is announced only o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +26,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 import msgspec
 import torch
 
-from asyncrl.algorithms.losses import Loss
+from asyncrl.algorithms.losses import Loss, fault_in
 from asyncrl.algorithms.screening import Screen
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
 from asyncrl.client import Run
@@ -32,8 +34,8 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import Overrides, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_ranks
-from asyncrl.errors import ConfigError, LearnerError, RunError
-from asyncrl.groups import GroupStream, PromptLike, StreamTerms, check_by_member, to_its_end, with_rewards
+from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
+from asyncrl.groups import GroupStream, PromptLike, StreamTerms, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
@@ -43,24 +45,28 @@ from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
 from asyncrl.observe.samples import TokenFile
 from asyncrl.packing.tensors import pack_step
 from asyncrl.reward.caller import Reward
-from asyncrl.schema.samples import ScoredGroup
+from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 from asyncrl.schema.status import Released
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.user_code import checked
 from asyncrl.weights.publisher import Publisher
 
 LogprobLoss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
 """(logprobs [N], inputs) to a scalar: this micro-batch's share of the step's loss. Its first argument is called `logprobs`."""
+NOT_OPEN = "this session is not open; use it inside `async with`"
+LOSS_FORMS = "a loss is a name, a function (logprobs, inputs) to a scalar tensor, or one (LossInputs, LossConfig) to LossOutputs"
 Numbers = Sequence[Sequence[float]]
 """By group and member."""
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Session:
     """A run whose learner this program drives; use as an async context manager.
 
-    Leaving it writes a checkpoint and ends the run; `Session(resume=...)` goes on from there. An exception stops the run.
+    Leaving it, by an exception too, writes a checkpoint and ends the run; `Session(resume=...)` goes on from there.
 
     Args:
         config: A `RunConfig`, nested dicts, or the path of a TOML file or name of a shipped one; as `Run`.
@@ -90,6 +96,8 @@ class Session:
     ) -> None:
         if config is None and resume is None:
             raise ConfigError("Session takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
+        if sync not in {"auto", "manual"}:
+            raise ConfigError(f"sync must be 'auto' or 'manual', got {sync!r}")
         resolved = resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
         if resolved.learner.ranks > 1 or resolved.placement.kind != "disaggregated":
             advice = "set learner.ranks = 1, placement.kind = 'disaggregated'"
@@ -111,6 +119,7 @@ class Session:
         self._published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
         self._synced = -1
         """The version that the generators were told about last."""
+        self._is_open = False
         self._policy: InitialState | None = None
         self._publisher: Publisher | None = None
         self._token_file: TokenFile | None = None
@@ -139,9 +148,14 @@ class Session:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if error is None and self._policy is not None:
+            if self._is_open:
                 await self.save()
+        except (AsyncRLError, OSError) as failed:
+            if error is None:
+                raise
+            log.warning("version %d is not saved: %s", self.version, failed)
         finally:
+            self._is_open = False
             if self._publisher is not None:
                 await asyncio.to_thread(self._publisher.close)
             await self.run.__aexit__(kind, error, trace)
@@ -165,7 +179,7 @@ class Session:
 
         self._publisher = Publisher(self.run.config.broadcast, folder, available, SystemClock())
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        self._policy, self.version = policy, policy.version
+        self._policy, self.version, self._is_open = policy, policy.version, True
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
         self._own = GroupStream(self.run, ordered, self._terms())
@@ -200,13 +214,15 @@ class Session:
             ConfigError: There are more prompts than places.
             RunError: A group could not be generated, or the run has ended; nothing of this call is left then.
         """
+        stream = self.stream(prompts, n=n, max_new_tokens=max_new_tokens)
+        if not isinstance(prompts, Sequence):
+            raise ConfigError(f"generate takes a list of prompts, `stream` anything that gives them one by one; got {prompts!r}")
         places = (self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
         if len(prompts) > places:
             raise ConfigError(
                 f"{len(prompts)} prompts were given, and buffer.max_staleness and algorithm.groups_per_step have places for "
                 f"{places}: give fewer at once, or take `stream`"
             )
-        stream = GroupStream(self.run, prompts, self._terms(n, max_new_tokens))
         try:
             return await stream.all()
         except BaseException:
@@ -215,7 +231,14 @@ class Session:
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """Give the places of groups back that will not be trained."""
-        await to_its_end(self.run.release(Released(groups=tuple(group.group_id for group in groups))))
+        _ = self._ready
+        if groups:
+            await to_its_end(self.run.release(Released(groups=_ids_of(groups))))
+
+    def is_too_old(self, group: ScoredGroup) -> bool:
+        """Return whether the next step may not train this group any more."""
+        oldest = min(int(version) for member in group.members for version in ids_from_bytes(member.sample.versions))
+        return self.version - oldest > self.config.buffer.max_staleness
 
     async def take(self) -> list[ScoredGroup]:
         """Return the next step's groups of the config's task, waiting until they are scored.
@@ -223,6 +246,7 @@ class Session:
         Raises:
             RunError: All steps are trained, what was taken before is not trained, or the run has ended.
         """
+        _ = self._ready
         if self.version >= self.config.num_steps:
             raise RunError(f"all {self.config.num_steps} steps are trained")
         if self._taken and self._taken != self._group_ids:
@@ -272,8 +296,11 @@ class Session:
         """
 
         async def step() -> StepResult:
-            async with self._training:
-                if self._last is None or self._open is not None or self._group_ids != _ids_of(groups):
+            async with self._turn():
+                group_ids = _ids_of(groups)
+                if learning_rate is not None:
+                    self._with_rate(learning_rate)  # a wrong one before anything is done
+                if self._last is None or self._open is not None or self._group_ids != group_ids:
                     await self._backward(groups, loss, rewards, advantages)
                 return await self._optimize(learning_rate)
 
@@ -296,7 +323,7 @@ class Session:
         """
 
         async def backward() -> float:
-            async with self._training:
+            async with self._turn():
                 if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
                     return self._last.metrics["policy/loss"]
                 return (await self._backward(groups, loss, rewards, advantages)).loss
@@ -311,7 +338,7 @@ class Session:
         """
 
         async def optimize() -> StepResult:
-            async with self._training:
+            async with self._turn():
                 return await self._optimize(learning_rate)
 
         return await to_its_end(optimize())
@@ -320,36 +347,48 @@ class Session:
         """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only."""
 
         async def publish() -> None:
-            async with self._training:
+            async with self._turn():
                 await self._publish()
 
         await to_its_end(publish())
 
     async def save(self) -> Path:
         """Write a checkpoint of the policy as it is now, and return its folder."""
-        policy = self._ready
-        folder, keep_last = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last
-        saved = TrainerState(self.version, "", memory=policy.train_state.memory)
-        return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
+        async with self._turn() as policy:
+            folder, keep_last = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last
+            saved = TrainerState(self.version, "", memory=policy.train_state.memory)
+            return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
 
     @property
     def model(self) -> torch.nn.Module:
-        """The policy; read it between steps."""
-        model: torch.nn.Module = self._ready.train_state.model
+        """The policy; read it between steps. It is there after the session, too."""
+        if self._policy is None:
+            raise RunError(NOT_OPEN)
+        model: torch.nn.Module = self._policy.train_state.model
         return model
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     @property
     def _ready(self) -> InitialState:
-        if self._policy is None:
-            raise RunError("this session is not open; use it inside `async with`")
+        if self._policy is None or not self._is_open:
+            raise RunError(NOT_OPEN)
         return self._policy
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[InitialState]:
+        """Have the policy for oneself: calls of several tasks are made one after the other."""
+        async with self._training:
+            yield self._ready
+
+    def _with_rate(self, learning_rate: float) -> RunConfig:
+        return resolve_config(self.config, {"learner.learning_rate": learning_rate})
 
     def _terms(self, n: int | None = None, max_new_tokens: int | None = None) -> StreamTerms:
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
+        _ = self._ready
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
         return StreamTerms(n or 0, max_new_tokens or 0, window, self._is_over)
 
@@ -373,10 +412,9 @@ class Session:
         groups = list(groups) if rewards is None else with_rewards(groups, rewards)
         given: dict[tuple[int, int], float] | None = None
         if advantages is not None:
-            check_by_member("advantages", groups, advantages)
             given = {
-                (group.group_id, member.sample.index): float(value)
-                for group, row in zip(groups, advantages, strict=True)
+                (group.group_id, member.sample.index): value
+                for group, row in zip(groups, by_member("advantages", groups, advantages), strict=True)
                 for member, value in zip(group.members, row, strict=True)
             }
         config = self.config if not isinstance(loss, str) else resolve_config(self.config, {"algorithm.loss": loss})
@@ -415,7 +453,7 @@ class Session:
         """Change the weights, and have run and generators know of it; the caller holds the lock."""
         if (step := self._open) is not None:
             if learning_rate is not None:
-                self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
+                self.config = self._with_rate(learning_rate)
                 self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
             self._open, group_ids, self._group_ids = None, self._group_ids, ()
             self._last = await self._on_thread(lambda: self._updated(step))
@@ -469,17 +507,32 @@ class Session:
 
 
 def _ids_of(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:
+    if not isinstance(groups, Sequence) or not groups or not all(isinstance(group, ScoredGroup) for group in groups):
+        raise ConfigError(f"groups must be a list of groups that this session gave, got {groups!r:.200}")
     return tuple(sorted(group.group_id for group in groups))
 
 
 def _as_loss(function: Loss | LogprobLoss) -> Loss:
-    """Return a caller's loss as the learner calls it."""
-    if next(iter(inspect.signature(function).parameters), "") != "logprobs":
-        return cast("Loss", function)
-    of_logprobs = cast("LogprobLoss", function)
+    """Return a caller's loss as the learner calls it.
 
-    def loss(inputs: LossInputs, _: LossConfig) -> LossOutputs:
+    Raises:
+        ConfigError: It is nothing that takes two arguments.
+    """
+    try:
+        first = next(iter(inspect.signature(function).bind(None, None).arguments))
+    except TypeError as error:
+        raise ConfigError(f"{LOSS_FORMS}: {error}") from error
+
+    def loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+        try:
+            if first != "logprobs":
+                return cast("Loss", function)(inputs, config)
+            scalar = cast("LogprobLoss", function)(inputs.logprobs, inputs)
+        except Exception as error:
+            error.add_note(LOSS_FORMS)
+            raise
         nowhere = torch.zeros_like(inputs.mask)
-        return LossOutputs(of_logprobs(inputs.logprobs, inputs), torch.ones_like(inputs.logprobs.detach()), nowhere, nowhere)
+        return LossOutputs(scalar, torch.ones_like(inputs.logprobs.detach()), nowhere, nowhere)
 
-    return loss
+    what = "the loss" if first == "logprobs" else f"a loss whose first argument is `{first}`, not `logprobs`,"
+    return checked(loss, what, LossOutputs, fault_in)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from asyncrl.errors import ConfigError, LearnerError
 
 Inputs = TypeVar("Inputs")
+Config = TypeVar("Config")
 T = TypeVar("T")
 
 TASK_ARGUMENTS = ("seed",)
@@ -71,15 +72,27 @@ def load_own(path: str, field: str, kind: type[T], fault_in: Callable[[Inputs, T
 
     def call(inputs: Inputs, config: object) -> T:
         try:
-            answer = function(inputs, config)
+            answer: T = function(inputs, config)
         except Exception as error:  # the boundary: whatever a user's function raises
             if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
                 raise
             raise LearnerError(f"{field} {path!r} raised {type(error).__name__}: {error}") from error
+        return answer
+
+    return checked(call, f"{field} {path!r}", kind, fault_in)
+
+
+def checked(
+    function: Callable[[Inputs, Config], T], what: str, kind: type[T], fault_in: Callable[[Inputs, T], str]
+) -> Callable[[Inputs, Config], T]:
+    """Return what calls a user's function and refuses, as a LearnerError that begins with `what`, a wrong answer."""
+
+    def call(inputs: Inputs, config: Config) -> T:
+        answer = function(inputs, config)
         if not isinstance(answer, kind):
-            raise LearnerError(f"{field} {path!r} must return {kind.__module__}.{kind.__name__}, got {type(answer).__name__}")
+            raise LearnerError(f"{what} must return {kind.__module__}.{kind.__name__}, got {type(answer).__name__}")
         if fault := fault_in(inputs, answer):
-            raise LearnerError(f"{field} {path!r}: {fault}")
+            raise LearnerError(f"{what}: {fault}")
         return answer
 
     return call

@@ -357,10 +357,10 @@ def load_loss(name: str) -> Loss:
         raise ConfigError(
             f"algorithm.loss must be one of {', '.join(LOSSES)}, or your own function as module:function, got {name!r}"
         )
-    return load_own(name, "algorithm.loss", LossOutputs, _fault_in)
+    return load_own(name, "algorithm.loss", LossOutputs, fault_in)
 
 
-def _fault_in(inputs: LossInputs, outputs: LossOutputs) -> str:
+def fault_in(inputs: LossInputs, outputs: LossOutputs) -> str:
     """Return what is wrong with a user's answer."""
     by_token = {"weights": outputs.weights, "clipped": outputs.clipped, "dual_clipped": outputs.dual_clipped}
     by_token |= {name: value for name in ("kept", "reference_kl") if (value := getattr(outputs, name)) is not None}

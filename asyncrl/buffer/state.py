@@ -409,7 +409,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             assert not record.trained, f"step {step} is trained; it is repeated only after LearnerRestarted"
             return [ev.TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)]
         assert step == self.next_step, f"step {self.next_step} is next, not {step}"
-        if event.group_ids and (refusal := self._why_not(step, event.group_ids)):
+        if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
             return [ev.Wait(step, event.group_ids, refusal)]
         instructions: list[BufferInstruction] = []
         for group in self._ready.unfit(step):
@@ -435,15 +435,17 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             instructions += self._end(group, "dropped", STALE, now)
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
 
-    def _why_not(self, step: int, group_ids: tuple[int, ...]) -> str:
+    def why_not(self, step: int, group_ids: tuple[int, ...]) -> str:
         """Return why exactly these groups cannot be a step, or nothing."""
         limits, lowest = self.limits, max(step - self.limits.max_staleness, 0)
         if len(group_ids) != limits.groups_per_step:
-            return f"a step trains {limits.groups_per_step} groups (algorithm.groups_per_step), got {len(group_ids)}"
+            return (
+                f"a step trains {limits.groups_per_step} groups (algorithm.groups_per_step), got {len(group_ids)} different ones"
+            )
         for group_id in group_ids:
             group = self.groups.get(group_id)
             if group is None or group.state != "ready":
-                return f"group {group_id} is not ready: it is {group.state if group else 'trained, released or dropped'}"
+                return f"group {group_id} is not ready: it is {group.state if group else 'taken, trained, released or dropped'}"
             if not group.trained:
                 return f"group {group_id} has no member to train"
             if not self._ready.is_fit(group, step):

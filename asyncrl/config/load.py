@@ -66,6 +66,8 @@ def resolve_config(
     """
     if isinstance(config, (str, Path)):
         return load_config(config, overrides)
+    if not isinstance(config, (RunConfig, Mapping)):
+        raise ConfigError(f"{source} must be a RunConfig, nested dicts, or the path of a TOML file, got {config!r}")
     raw = copy.deepcopy(dict(msgspec.to_builtins(config)))
     pairs = pairs_of(overrides)
     for key, value, given in pairs:

@@ -373,6 +373,8 @@ class RunApi:
     async def take_these(self, asked: StepAsked) -> int:
         """Take exactly these groups for the next step; return the version under which their tokens are masked."""
         source, group_ids = self._asked(), tuple(sorted(set(asked.groups)))
+        if not group_ids:
+            raise RunError("there are no groups to train")
         for group_id in group_ids:
             if (one := source.of(group_id)) is not None and one.why_over:
                 raise RunError(f"group {group_id} cannot be trained any more, it was {one.why_over}")

@@ -218,9 +218,17 @@ class BatchFeeder:
             raise RunError("the run has ended")
 
     def _let_go_of_others(self, group_ids: tuple[int, ...]) -> None:
-        """Make the step after the newest version the next one, whatever was taken for it before."""
+        """Make the step after the newest version the next one; what was taken for it before is set aside if these can be trained.
+
+        Raises:
+            RunError: They cannot.
+        """
         self.next_step = self.version
         if (record := self._buffer.state.steps.get(self.version)) is not None and record.group_ids != group_ids:
+            if refusal := self._buffer.state.why_not(self.version, group_ids):
+                raise RunError(
+                    f"{refusal}; groups {', '.join(map(str, record.group_ids))} are taken, and can be trained together"
+                )
             self._buffer.set_aside(self.version, "another batch was trained in its place", self._clock.now())
 
     def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:

@@ -53,7 +53,7 @@ from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
-from asyncrl.control.stall_detector import SLOW_SCORE_S, StallDetector, Wait, wait_chain
+from asyncrl.control.stall_detector import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
 from asyncrl.observe.decisions.journal import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
@@ -357,7 +357,7 @@ class Controller:
             self.reporter.note_second(self.dispatcher, self.peers, learner_idle=learner_idle)
             waits = self.waits(now)
             self.reporter.tick(waits, self.heartbeats())
-            if (asked := self.dispatcher.asked) is not None and not asked.num_waiting:
+            if (asked := self.dispatcher.asked) is not None and (not asked.num_waiting or self._caller_holds_all()):
                 self.stall_detector.moved("waited for its caller", now)
             if self.caller is not None and self.caller.is_lost(now):
                 self.stall_detector.moved("waited for its caller", now)
@@ -656,6 +656,8 @@ class Controller:
         held = (switching is not None and switching.why_nothing_goes_out) or self.buffer.state.why_nothing_is_issued()
         if not held and (asked := self.dispatcher.asked) is not None and not asked.has_queued:
             held = "prompts of its caller"
+        elif self._caller_holds_all():
+            held = f"{CALLER_HOLDS}: {held}"
         if held and any(wait.who.startswith("generator") for wait in waits):
             waits.append(Wait("admission", held, now))
         if self.caller is not None and self.caller.is_lost(now):
@@ -668,6 +670,14 @@ class Controller:
                     names = "its caller's reward function"
                 waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
         return waits
+
+    def _caller_holds_all(self) -> bool:
+        """Return whether the caller of a driven run has all places: nothing goes on until it trains or releases groups."""
+        state = self.buffer.state
+        if self.dispatcher.asked is None or state.has_place(state.pool.newest_version):
+            return False
+        counts = self.buffer.counts()
+        return counts.ready + counts.taken > 0 and not counts.running + counts.scoring
 
     def _on_dead(self, name: str, kind: msg.ProcessKind) -> None:
         if (peer := self.peers.get(name)) is not None:

@@ -67,6 +67,8 @@ class Dispatcher:
         """What is issued in place of the task's prompts, where a caller gives them."""
         self.scores = ScoreDispatcher({model.name: model.weight for model in config.inference.reward_models})
         self.failures = FailureWatch(config.supervision.max_failed_share)
+        self._newest_failure = "", ""
+        """Kind and reason."""
         self.refused_samples = 0
         self.generated_tokens = 0
         self.fruitless = ""
@@ -350,7 +352,8 @@ class Dispatcher:
                 case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
                     log.debug("group %d %s: %s", group_id, item.after, item.reason)
                     if self.asked is not None:
-                        self.asked.over(group_id, f"{item.after}: {item.reason}")
+                        kind, said = self._newest_failure
+                        self.asked.over(group_id, f"{item.after}: {said if item.reason == kind else item.reason}")
                     if item.after == "dropped":
                         self.failures.group_completed()
                     elif group_id in self._spoiled:
@@ -413,6 +416,7 @@ class Dispatcher:
 
     def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
         """Count a failed sample; the first of its kind is logged with its traceback."""
+        self._newest_failure = kind, reason
         if self.failures.sample_failed(stage, kind, reason, trace):
             log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")
 

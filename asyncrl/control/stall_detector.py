@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+CALLER_HOLDS = "its caller to train or release groups"
+"""What admission waits for where groups that a caller holds have all places."""
 PATIENCE_WITH_WORK = 6
 """Times the stall time-out, while some process says that it works: a warm start or a long step moves nothing that others see."""
 SAMPLING = frozenset({"generated", "scored"})

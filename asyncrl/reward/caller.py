@@ -56,5 +56,11 @@ async def _score(function: Reward, prompt: Prompt, index: int, text: str) -> Sco
         if not math.isfinite(reward):
             raise ValueError(f"it must be a finite number, got {reward}")  # noqa: TRY301 - it fails as what the function raises
     except Exception as error:  # noqa: BLE001 - the boundary: whatever a user's function raises
-        return Score(index, 0.0, error=f"the caller's reward: {shown(error)}", error_kind=kind_of(error), trace=trace_of(error))
+        return Score(
+            index,
+            0.0,
+            error=f"the caller's reward: {type(error).__name__}: {shown(error)}",
+            error_kind=kind_of(error),
+            trace=trace_of(error),
+        )
     return Score(index, reward, {"caller": reward})

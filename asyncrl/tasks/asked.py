@@ -99,7 +99,7 @@ class AskedPrompts:
     def over(self, group_id: int, reason: str) -> None:
         """Note that a group will never be trained."""
         if asked := self._by_group.get(group_id):
-            asked.why_over = f"{reason}; its oldest token is of version {asked.oldest}"
+            asked.why_over = reason if reason.startswith("failed") else f"{reason}; its oldest token is of version {asked.oldest}"
             self.wake()
 
     def wake(self) -> None:

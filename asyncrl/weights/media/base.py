@@ -3,7 +3,7 @@
 A version is one flat run of bytes (models/layout.py). The learner owns two slots, each as large as a version. publisher.py copies
 the tensors into one of them, and the medium makes it fetchable from there. Media differ in nothing else.
 
-Invariants, for every implementation (tests/contract/test_medium.py runs over all of them):
+Invariants, for every implementation (tests/contract/media/test_medium.py runs over all of them):
 - Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
 - A fetch yields the whole of one version, or raises: never a mixture.
 - A lease gives the bytes where they lie, without a copy, and says afterwards whether they stayed what they were.

@@ -1,7 +1,7 @@
 """The one table of media: from `broadcast.medium.kind` to the ends of a medium.
 
 A new medium is a file with a writer and a reader, a config variant in config/broadcast.py, a row here, and a row in
-tests/contract/test_medium.py.
+tests/contract/media/test_medium.py.
 """
 
 from __future__ import annotations

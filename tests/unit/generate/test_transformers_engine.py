@@ -1,4 +1,4 @@
-"""The embedded engine's thread; what every engine promises is tests/contract/test_engine.py."""
+"""The embedded engine's thread; what every engine promises is tests/contract/engines/test_engine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch on Ray follows from, without a cluster; the launcher itself is in tests/integration/test_ray_cluster.py."""
+"""What a launch on Ray follows from, without a cluster; the launcher is in tests/integration/machines/test_ray_cluster.py."""
 
 from __future__ import annotations
 

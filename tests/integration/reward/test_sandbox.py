@@ -357,7 +357,7 @@ def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
 def test_works_for_an_ordinary_user():
     code = "from asyncrl.reward.sandbox.bubblewrap import probe_sandbox; print(probe_sandbox().works)"
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     done = subprocess.run(
         ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages()}"},
         user=12345, group=12345, extra_groups=[], cwd="/", capture_output=True, text=True,

@@ -1,4 +1,5 @@
-"""Training cases, with one rank or, by `python -m tests.integration.rank_cases RANK SIZE ADDRESS FOLDER`, as one of several.
+"""Training cases, with one rank or, by `python -m tests.integration.ranks.rank_cases RANK SIZE ADDRESS FOLDER`, as one of
+several.
 
 Not a test: test_rank_cases.py starts it and compares what rank 0 leaves in FOLDER with its own.
 """

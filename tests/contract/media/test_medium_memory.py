@@ -16,7 +16,7 @@ import pytest
 from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.schema.weights import WeightsAvailable
 from tests.contract.line_process import LineProcess
-from tests.contract.memory_peer import MODEL_BYTES, TENSOR_BYTES, Peak, Publish
+from tests.contract.media.memory_peer import MODEL_BYTES, TENSOR_BYTES, Peak, Publish
 
 ON_THE_WAY_BYTES = 2 * TENSOR_BYTES + (4 << 20)
 """Two buckets, and parts of a megabyte or less, compressed deltas, threads."""
@@ -32,7 +32,7 @@ CASES = {
 @contextlib.contextmanager
 def processes(config: BroadcastConfig, run_folder: Path) -> Iterator[tuple[LineProcess, LineProcess]]:
     told = msgspec.json.encode(config).decode(), str(run_folder)
-    learner, generator = (LineProcess("tests.contract.memory_peer", role, *told) for role in ("publish", "subscribe"))
+    learner, generator = (LineProcess("tests.contract.media.memory_peer", role, *told) for role in ("publish", "subscribe"))
     try:
         yield learner, generator
     finally:

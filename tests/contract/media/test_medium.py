@@ -33,9 +33,9 @@ from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folde
 from asyncrl.weights.sockets import CurveKeys
 from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import LineProcess, LineProcesses
-from tests.contract.medium_peer import NUM_VALUES, Fetched, Order, tensors_of
+from tests.contract.media.medium_peer import NUM_VALUES, Fetched, Order, tensors_of
 
-PEER = "tests.contract.medium_peer"
+PEER = "tests.contract.media.medium_peer"
 TIMEOUT_S = 30
 MEDIA = {
     "shared_memory": SharedMemoryMedium(),

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.config.load import dump_config, load_config
 from tests.integration.conftest import NO_MODEL
-from tests.integration.test_serve import daemon  # noqa: F401 - a fixture
+from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "python.md"
 PROGRAMS = [
     text for text in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL) if "import" in text
 ]

@@ -15,7 +15,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_steps
 from tests.integration.conftest import NO_MODEL, trained_groups
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 pytestmark = pytest.mark.timeout(240)
 

@@ -21,8 +21,8 @@ from asyncrl.weights.fingerprint import version_fingerprint
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReceiver
 from asyncrl.weights.media.device import device_fingerprints
-from tests.contract.collective_member import Receive, Received
 from tests.contract.line_process import LineProcess, LineProcesses
+from tests.contract.media.collective_member import Receive, Received
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 3.0
@@ -34,7 +34,7 @@ BOUND_S = TIMEOUT_S + CONFIG.gather_s + 15
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[LineProcesses]:
-    crew = LineProcesses("tests.contract.collective_member", str(TIMEOUT_S))
+    crew = LineProcesses("tests.contract.media.collective_member", str(TIMEOUT_S))
     yield crew
     crew.close()
 

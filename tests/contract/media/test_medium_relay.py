@@ -26,7 +26,7 @@ from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, 
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
 from tests.contract.line_process import LineProcesses
-from tests.contract.medium_peer import Fetched, Order
+from tests.contract.media.medium_peer import Fetched, Order
 
 TIMEOUT_S = 60
 CHUNK_BYTES = 64 << 10
@@ -62,7 +62,7 @@ def learner() -> Iterator[Learner]:
 
 @pytest.fixture(scope="module")
 def generators() -> Iterator[LineProcesses]:
-    generators = LineProcesses("tests.contract.medium_peer", "subscribe")
+    generators = LineProcesses("tests.contract.media.medium_peer", "subscribe")
     yield generators
     generators.close()
 

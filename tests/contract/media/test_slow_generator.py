@@ -19,7 +19,7 @@ from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, S
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.publisher import Publisher
 from tests.contract.line_process import LineProcess
-from tests.contract.medium_peer import Fetched, Order, tensors_of
+from tests.contract.media.medium_peer import Fetched, Order, tensors_of
 
 pytestmark = pytest.mark.timed
 
@@ -116,7 +116,7 @@ def how_much_slower(learner: Learner, generator: LineProcess, config: BroadcastC
 def test_a_slow_generator_does_not_make_the_learners_steps_longer(medium, tmp_path):
     config = BroadcastConfig(medium=MEDIA[medium], bucket_bytes=1 << 20)
     learner = Learner(config, tmp_path)
-    generator = LineProcess("tests.contract.medium_peer", "subscribe")
+    generator = LineProcess("tests.contract.media.medium_peer", "subscribe")
     learner.step()
     generator.tell(Order(config, str(tmp_path), learner.newest()))
     assert not generator.hear(Fetched).error

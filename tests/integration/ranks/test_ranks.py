@@ -46,7 +46,7 @@ def _weights(folder):
 
 
 async def test_two_ranks_that_take_turns_with_generation_train_publish_and_checkpoint(two_ranks):
-    """That their shards come back to the last bit is shown in tests/integration/test_rank_cases.py."""
+    """That their shards come back to the last bit is shown in tests/integration/ranks/test_rank_cases.py."""
     placement = {"placement": {"kind": "colocated", "offload_to": "disk"}, "buffer__max_staleness": 1}
     async with asyncrl.Run(two_ranks(num_steps=8, **placement)) as run:
         followers = set()

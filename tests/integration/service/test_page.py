@@ -62,7 +62,7 @@ from asyncrl.observe.steps import (
 from asyncrl.schema.samples import Prompt, Samples, ids_from_bytes, logprobs_from_bytes
 from tests.builders import make_sample, score_of
 from tests.integration.conftest import NO_MODEL, tiny_settings
-from tests.integration.test_serve import Daemon, settings
+from tests.integration.service.test_serve import Daemon, settings
 
 BROWSER = os.environ.get("ASYNCRL_CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 import asyncrl
 from tests.integration.conftest import NO_MODEL, assert_balanced
-from tests.integration.test_python_page import OFF, PROGRAMS, written
+from tests.integration.service.test_python_page import OFF, PROGRAMS, written
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -18,7 +18,7 @@ from asyncrl.learner.ranks.group import Ranks, host_store
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.observe.memory import read_memory
-from tests.integration import rank_cases
+from tests.integration.ranks import rank_cases
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     """Where two ranks have left what they found; they run all cases once."""
     folder = tmp_path_factory.mktemp("ranks")
     _store, address = host_store(2, rank_cases.TIMEOUT_S)
-    env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-m", "tests.integration.rank_cases"]
+    env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-m", "tests.integration.ranks.rank_cases"]
     peers = [
         subprocess.Popen([*command, str(rank), "2", address, str(folder)], env=env, stderr=subprocess.PIPE) for rank in (0, 1)
     ]

@@ -163,9 +163,11 @@ def look(root: Root, said: dict[str, list[str]]) -> None:
             "        small = {'num_steps': 2000, 'model.warm_start.steps': 2, 'eval.num_prompts': 8, 'algorithm.groups_per_step': 4}\n"
             "        if not await server.runs(): await server.submit('quickstart', set=small)\n"
             "        run = await server.show('quickstart')\n"
-            "        while run.version < 2 or run.attempts < ATTEMPT:\n"
+            "        while run.attempts < ATTEMPT or run.state != 'live':\n"
             "            await asyncio.sleep(0.5)\n"
             "            run = await server.show('quickstart')\n"
+            "        async with server.connect('quickstart') as live:\n"
+            "            while (status := await live.status()).phase != 'running' or status.version < 2: await asyncio.sleep(0.5)\n"
             "asyncio.run(main())\n"
         )
         root.run(["python", "-c", submit.replace("ATTEMPT", "1")])

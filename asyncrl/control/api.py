@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientPayloadError, http_exceptions, web
 
 from asyncrl.config.live import ChangeResult
 from asyncrl.control.controller import Controller
@@ -84,6 +84,9 @@ class ConfigChange(msgspec.Struct, frozen=True):
     """By field, `buffer.max_staleness`."""
     who: str = "a client"
     """For the ledger."""
+
+    def __post_init__(self) -> None:
+        msgspec.json.encode(self.values)  # what only msgpack has is no value of a config: a TypeError, and so no such message
 
 
 @asynccontextmanager
@@ -171,6 +174,7 @@ async def read_body(request: web.Request, most_bytes: int, timeout_s: float) -> 
     Raises:
         HTTPRequestEntityTooLarge: It is larger than `most_bytes`; no more than that is read.
         HTTPRequestTimeout: It has not come within `timeout_s`.
+        HTTPBadRequest: It cannot be unpacked.
     """
     read = bytearray()
     try:
@@ -181,6 +185,8 @@ async def read_body(request: web.Request, most_bytes: int, timeout_s: float) -> 
                     raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=len(read))
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=f"the body has not come within {timeout_s:g} s") from error
+    except (http_exceptions.HttpProcessingError, web.RequestPayloadError, ClientPayloadError) as error:
+        raise web.HTTPBadRequest(text=f"the body cannot be read: {error}") from error
     return bytes(read)
 
 
@@ -196,7 +202,7 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
             return await handler(request)
         except AsyncRLError as error:
             return web.Response(status=409, text=str(error))
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return web.Response(status=400, text=str(error))
 
     return guard

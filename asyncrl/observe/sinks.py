@@ -172,7 +172,7 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
     Args:
         by_labels: Values by name, under the labels that each of them gets (`run="a"`); empty: none.
     """
-    by_header: dict[str, list[str]] = {}
+    families: dict[str, tuple[str, dict[str, str]]] = {}
     for labels, name, value in sorted(
         (labels, name, value) for labels, values in by_labels.items() for name, value in values.items()
     ):
@@ -185,5 +185,6 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
         label = f"{{{label}}}" if label else ""
         shown = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))
         meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
-        by_header.setdefault(f"{meaning}# TYPE {exposed} gauge\n", []).append(f"{exposed}{label} {shown}")
-    return "".join(header + "\n".join(lines) + "\n" for header, lines in by_header.items())
+        _, lines = families.setdefault(exposed, (f"{meaning}# TYPE {exposed} gauge\n", {}))
+        lines.setdefault(label, f"{exposed}{label} {shown}\n")  # of names that read the same here the first
+    return "".join(header + "".join(lines.values()) for header, lines in families.values())

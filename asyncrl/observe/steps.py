@@ -22,8 +22,8 @@ MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
 AT_ONCE_BYTES = 64 << 10
 """What has just been written and is no more than this is read by the loop itself."""
-MOST_READ_BYTES = 4 << 20
-"""By a `Tail` at once."""
+MOST_READ_BYTES = 256 << 10
+"""That is read at once, and the row that is cut there to its end: whoever never reads a stream holds so much."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +209,7 @@ class Tail:
                 self._inode = about.st_ino
                 file.seek(self._offset)
                 chunk = file.read(MOST_READ_BYTES)
+                chunk += b"" if chunk.endswith(b"\n") else file.readline()
         except FileNotFoundError:
             return
         self._offset += chunk.rfind(b"\n") + 1

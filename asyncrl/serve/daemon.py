@@ -14,6 +14,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -35,13 +36,11 @@ from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import machine
 from asyncrl.serve.queue import Machine
-from asyncrl.serve.records import Outcome, Records, RunRecord
+from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Outcome, Records, RunRecord
 from asyncrl.serve.routes import Service
 
 log = logging.getLogger(__name__)
 
-TOKEN_FILE = "admin.token"  # noqa: S105 - its name
-SESSION_KEY_FILE = "session.key"
 LOCK_FILE = "server.lock"
 URL_FILE = "server.url"
 VIEW_LOOK_S = 1.0
@@ -75,7 +74,8 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
     with own_records(options.folder) as records:
         _first_token(records, options.folder, clock)
         keeper = Keeper(records, machine(), clock)
-        names = {"localhost", "127.0.0.1", "[::1]", options.host, *options.allow_hosts}
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
         service = Service(records, keeper, Guard(records, names, clock, _session_key(options.folder)), clock, options.code_roots)
         service.show_samples = options.show_samples
         ending, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -84,8 +84,8 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         runner = service.runner()
         await runner.setup()
         try:
+            _many_descriptors()
             await listen(runner, options.host, options.port, context)
-            host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
             aside = options.folder / f"{URL_FILE}.partial"
             aside.write_text(url, encoding="utf-8")
@@ -207,6 +207,12 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} cannot be used: {error}") from error
     return context
+
+
+def _many_descriptors() -> None:
+    """Take as many descriptors as the system gives: each reader of a stream has one, and each run some."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None = None) -> None:

@@ -288,6 +288,7 @@ class Keeper:
         """Take up a run that an earlier daemon began."""
         folder = self.records.run_folder(record.id)
         await _until_answers(folder)
+        record = self.records.runs[record.id]  # it may have been told to end meanwhile
         if is_live(folder):
             await self.tell("adopted", record.id)
             self._settle(record.id)

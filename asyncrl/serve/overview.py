@@ -14,11 +14,15 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.serve.records import Records, RunRecord
 
 MOST_SERIES = 300
-"""Metrics of one run in /metrics."""
+"""Metrics of one run in /metrics, by name; how many more there are is a metric too."""
 MOST_LINE_BYTES = 1 << 20
 """The end of metrics.jsonl, in which the newest line is looked for."""
 LAST_STEPS = 50
 """Over which reward and staleness are compared."""
+
+
+class _Metrics(msgspec.Struct):
+    metrics: dict[str, float]
 
 
 def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
@@ -28,12 +32,12 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     lines = ["# TYPE asyncrl_serve_runs gauge", *(f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items())]
     lines += ["# TYPE asyncrl_serve_requests_total counter"]
     lines += [f'asyncrl_serve_requests_total{{status="{status}"}} {n}' for status, n in sorted(answered.items())]
-    newest = {
-        f'run="{_escaped(run.id)}",project="{_escaped(run.project)}"': {
-            **_newest_metrics(records.run_folder(run.id)), "version": run.version,
-        }
-        for run in runs if run.state == "live"
-    }  # fmt: skip
+    newest: dict[str, dict[str, float]] = {}
+    for run in runs:
+        if run.state == "live":
+            values = sorted(_newest_metrics(records.run_folder(run.id)).items())
+            own = {"version": run.version, "serve_metrics_left_out": max(0, len(values) - MOST_SERIES)}
+            newest[f'run="{_escaped(run.id)}",project="{_escaped(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
     return "\n".join(lines) + "\n" + render_prometheus(newest)
 
 
@@ -62,7 +66,7 @@ def _row(record: RunRecord, folder: Path, config: Path) -> dict[str, Any]:
 
 
 def _newest_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics of a run's newest step, the first MOST_SERIES of them."""
+    """Return the metrics of a run's newest step."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -71,10 +75,9 @@ def _newest_metrics(folder: Path) -> dict[str, float]:
         lines = file.read().splitlines()
     for line in reversed(lines):
         try:
-            values: dict[str, float] = msgspec.json.decode(line)["metrics"]
-        except (msgspec.DecodeError, KeyError, TypeError):
+            return msgspec.json.decode(line, type=_Metrics).metrics
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-        return dict(sorted(values.items())[:MOST_SERIES])
     return {}
 
 

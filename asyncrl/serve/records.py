@@ -19,12 +19,18 @@ from asyncrl.errors import LaunchError
 log = logging.getLogger(__name__)
 
 DATABASE = "server.sqlite"
+TOKEN_FILE = "admin.token"  # noqa: S105 - its name
+SESSION_KEY_FILE = "session.key"
+OWN_FILES = frozenset({TOKEN_FILE, SESSION_KEY_FILE})
+"""In the daemon's folder, beside the database: what no run may read."""
 RUNS = "runs"
 """Below the daemon's folder: a folder for each run."""
 RECORD_FILE = "served.json"
 """In a run's folder: its record."""
 SUBMITTED_FILE = "submitted.toml"
 """In a run's folder: its config as it was accepted."""
+PRIVATE = frozenset({"keys", "api.json", "api.partial", "endpoint", "owner.sock"})
+"""In a run's folder: what nobody reads over HTTP."""
 MOST_EVENTS = 100_000
 
 Role = Literal["viewer", "operator", "submitter", "admin"]
@@ -168,11 +174,11 @@ class Records:
         folder.mkdir(mode=0o700, exist_ok=True)
         aside = folder / f"{RECORD_FILE}.partial"
         aside.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-        aside.replace(folder / RECORD_FILE)
         with self._db:
             self._put("runs", "id", record.id, record)
             if answers is not None:
                 self._put("keys", "key", *answers)
+        aside.replace(folder / RECORD_FILE)  # behind the commit: a run that is found by it alone has lost its key
         self.runs[record.id] = record
 
     def put_token(self, record: TokenRecord) -> None:
@@ -203,7 +209,7 @@ class Records:
     def events(self, after: int, most: int = 1000) -> list[ServerEvent]:
         """Return events behind number `after`, oldest first."""
         rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after, most))
-        return [msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent) for seq, body in rows]
+        return [_event(seq, body) for seq, body in rows]
 
     def close(self) -> None:
         """Close the database."""
@@ -215,6 +221,13 @@ class Records:
 
     def _read(self, table: str, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(f"SELECT record FROM {table}")]  # noqa: S608 - ours
+
+
+def _event(seq: int, body: bytes) -> ServerEvent:
+    try:
+        return msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent)
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # one row; who reads the others goes on behind it
+        return ServerEvent(seq=seq, time_s=0.0, kind="damaged", text=f"row {seq} of {DATABASE}")
 
 
 def _open(path: Path, timeout_s: float) -> sqlite3.Connection:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import ClientPayloadError, http_exceptions, web
+from aiohttp import web
 
 from asyncrl import __version__
 from asyncrl.clock import Clock
@@ -30,7 +30,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, read_evals
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
-from asyncrl.serve.guard import OPEN, WHO, ForbiddenError, Guard, new_token
+from asyncrl.serve.guard import ANYBODY, OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import disk_fault
 from asyncrl.serve.overview import compared, metrics_text
@@ -43,6 +43,8 @@ from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submissio
 MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
 MOST_COMPARED = 50
+MOST_AT_ONCE = 200
+"""Requests of one token that are being answered, streams too."""
 MOST_JUDGED_BYTES = 16 << 20
 """Of what a program has judged; what its function raised is in it."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
@@ -137,7 +139,7 @@ class Service:
             Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork),
             Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
             Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
-            Route("DELETE", "/v1/tokens/{name}", "admin", self.remove_token, "Remove a token."),
+            Route("DELETE", "/v1/tokens/{name:.*}", "admin", self.remove_token, "Remove a token."),
         ]  # fmt: skip
         return [route for route in table if not self.read_only or route.method == "GET" or route.least == OPEN]
 
@@ -159,9 +161,12 @@ class Service:
             request[WHO] = who = self.guard.check(request, route.least)
             if (run := request.match_info.get("run")) is not None and run not in self.records.runs:
                 raise ForbiddenError(404, f"there is no run {run!r}")
+            asking = self._asking.setdefault(who.digest, set())
+            if who is not ANYBODY and len(asking) >= MOST_AT_ONCE:
+                raise ForbiddenError(429, f"{MOST_AT_ONCE} requests of {who.name} are being answered: end some of them first")
             answer = route.handler(request)
             if inspect.isawaitable(answer):
-                asking, task = self._asking.setdefault(who.digest, set()), asyncio.current_task()
+                task = asyncio.current_task()
                 assert task is not None
                 asking.add(task)
                 try:
@@ -191,8 +196,7 @@ class Service:
             response = json_response({"error": str(error)}, error.status)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
-        except (msgspec.DecodeError, ConfigError, UnicodeError, ValueError, RecursionError, http_exceptions.HttpProcessingError,
-                web.RequestPayloadError, ClientPayloadError) as error:  # fmt: skip
+        except (msgspec.DecodeError, ConfigError, ValueError, RecursionError) as error:
             response = json_response({"error": str(error)}, 400)
         except RunError as error:
             response = _plain_error(request, str(error), 409)

@@ -19,11 +19,10 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.serve.guard import ForbiddenError
+from asyncrl.serve.records import PRIVATE
 
 LOOK_S = 0.25
 """Between looks for new rows."""
-PRIVATE = frozenset({"keys", "api.json", "endpoint", "owner.sock"})
-"""In a run's folder: what is not for download."""
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""
 MOST_CHUNK_BYTES = 4 << 20

@@ -1,7 +1,8 @@
 """What a client submits, and from there to a checked config: every fault at once, and nothing started.
 
-A function that a config names is code of the client's that this machine would run. It is refused unless its file lies below one
-of the daemon's code roots.
+What a config would have this machine run is code of the client's: functions, a model's own code, what vLLM imports, programs of a
+model without a sandbox. It is refused unless its file lies below one of the daemon's code roots; what has no file asks for the
+root `/`. The daemon's own files, tokens and keys of runs among them, are not to be named at all.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from asyncrl.config.check import faults_of
+from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.live import changed
 from asyncrl.config.load import fault_of, find_config, lay_over, read_toml, resolve_config, set_value
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.inputs import check_user_functions, path_faults, user_functions
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.serve.machine import demand_of
 from asyncrl.serve.queue import Machine, misfits
-from asyncrl.serve.records import Demand, Role
+from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
 
 MOST_FAULTS = 50
 MOST_CONFIG_CHARS = 1 << 16
@@ -34,6 +37,9 @@ MOST_NAME_CHARS = 100
 """Of a shipped config."""
 MOST_DEPTH = 50
 """Of tables in tables."""
+PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]*", re.ASCII)
+"""Of vLLM's settings those that name neither a path nor a class."""
+PATH_FIELD = re.compile(r"(^|[._])(path|folder|file)$")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*", re.ASCII)
 """Names that mean the same in a path, a URL and a metric's label."""
 
@@ -98,7 +104,7 @@ class RefusedError(AsyncRLError):
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("; ".join(f"{fault.field}: {fault.allowed}" for fault in faults))
-        self.faults = list(faults)
+        self.faults = [msgspec.structs.replace(fault, given=_shown(fault.given)) for fault in faults]
 
 
 def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], there: Machine) -> tuple[RunConfig, Demand]:
@@ -114,12 +120,16 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     config, faults = _checked(raw)
     if not RUN_NAME.fullmatch(config.name):
         faults.append(Fault("name", config.name, "letters, digits and . _ - = + @, the first a letter or a digit"))
-    faults += [Fault("functions", path, why) for path, why in _foreign_code(config, code_roots)]
     if isinstance(config.launch, RayLaunch):
         faults.append(Fault("launch.kind", "ray", "a daemon's runs are of its own machine; use `ray job submit`"))
+    try:
+        faults += [Fault("functions", path, why) for path, why in foreign_code(config, code_roots)]
+        faults += _own_files(config, folder)
+        if not faults:
+            faults += [_as_fault(text) for text in path_faults(config)]
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
+        faults.append(Fault("config", None, f"a path in it leads nowhere: {str(error)[:200]}"))
     demand = Demand()
-    if not faults:
-        faults += [_as_fault(text) for text in path_faults(config)]
     if not faults:
         try:
             check_user_functions(config)
@@ -228,17 +238,61 @@ def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - pla
     return True
 
 
-def _foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return what a config would have run that lies outside the code roots: functions, a model's own code."""
+def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return what a config would have run that lies outside the code roots, and why not."""
     refused, roots = [], ", ".join(map(str, code_roots)) or "none is set (serve --code-root)"
-    model = config.model
-    if isinstance(model, PretrainedModel) and model.trust_remote_code and not _is_inside(model.path, code_roots):
-        refused.append((model.path, f"model.trust_remote_code: only code below the daemon's code roots is run: {roots}"))
+    if config.trusts_code and isinstance(config.model, PretrainedModel):
+        critic = config.algorithm.critic.path if config.algorithm.critic else ""
+        folders = {"model.path": config.model.path, "generate.model_folder": config.generate.model_folder,
+                   "algorithm.critic.path": critic}  # fmt: skip
+        refused += [
+            (path, f"{field}, by model.trust_remote_code: only code below the daemon's code roots is run: {roots}")
+            for field, path in folders.items() if path and not _is_inside(path, code_roots)
+        ]  # fmt: skip
     for function in user_functions(config):
         file = function.path.rpartition(":")[0]
         if not (file.endswith(".py") and _is_inside(file, code_roots)):
             refused.append((function.path, f"{function.field}: only files below the daemon's code roots are run: {roots}"))
+    if not _is_inside("/", code_roots):
+        engine, without_file = config.generate.engine, "code of any origin is run only where a code root is `/`"
+        arguments = engine.arguments if isinstance(engine, VLLMEngineConfig) else {}
+        refused += [
+            (name, f"generate.engine.arguments: may load code, and {without_file}")
+            for name, value in arguments.items()
+            if name == "trust_remote_code" or (isinstance(value, str) and not PLAIN_WORD.fullmatch(value))
+        ]
+        if any(isinstance(one, CodeExecReward) and one.sandbox == "none" for one in config.reward.functions):
+            refused.append(("none", f"reward.functions: sandbox: a model's programs need a sandbox here: {without_file}"))
     return refused
+
+
+def _own_files(config: RunConfig, runs: Path) -> list[Fault]:
+    """Return which paths of a config are the daemon's own: its tokens and records, or keys of a run."""
+    faults, home = [], runs.resolve().parent
+    for field, value in _leaves(msgspec.to_builtins(config)):
+        if PATH_FIELD.search(field) and isinstance(value, str) and value and field != "folder":
+            inside = Path(value).resolve()
+            first, *rest = inside.relative_to(home).parts or ("",) if inside.is_relative_to(home) else ("",)
+            if first in OWN_FILES or first.startswith(DATABASE) or (first == RUNS and PRIVATE & set(rest[1:])):
+                faults.append(Fault(field, value, "is the daemon's own: tokens and keys are not for runs"))
+    return faults
+
+
+def _leaves(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - plain nested values
+    if not isinstance(table, dict | list | tuple):
+        yield place, table
+        return
+    for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+        yield from _leaves(value, f"{place}.{key}" if place else str(key))
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401 - what was given
+    """Return a value as JSON can have it."""
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError):
+        return f"a value that is no JSON ({type(value).__name__})"
+    return value
 
 
 def _is_inside(path: str, roots: Sequence[Path]) -> bool:

@@ -41,7 +41,8 @@ from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.errors import AsyncRLError
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_lines, read_steps
 from asyncrl.serve.client import Server
-from asyncrl.serve.daemon import TOKEN_FILE, URL_FILE
+from asyncrl.serve.daemon import URL_FILE
+from asyncrl.serve.records import TOKEN_FILE
 from asyncrl.session import Session
 from benchmarks.controller import follow
 from benchmarks.harness import BenchResult, Ratio, ratio

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from asyncrl.client import connect
+from asyncrl.client import connect, is_live
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
 from asyncrl.errors import RunLostError
 from asyncrl.schema.status import ApiEndpoint, RunStatus
@@ -104,6 +104,15 @@ async def test_steps_from_what_is_no_number_is_400(tmp_path, first):
         assert control.asked == []
 
 
+@pytest.mark.parametrize("packing", [{}, {"Content-Encoding": "gzip"}, {"Content-Encoding": "deflate"}])
+async def test_a_body_that_cannot_be_unpacked_or_is_nested_without_end_is_400(tmp_path, packing):
+    body = b"\x81\xa6values\x81\xa1a" + b"\x91" * 100_000 + b"\x01"
+    async with served(tmp_path) as (control, endpoint), session_of(endpoint) as session:
+        async with session.post("/change", data=body, headers=packing) as answer:
+            assert answer.status == 400
+        assert control.asked == []
+
+
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"abc", msgspec.msgpack.encode({"step": "x"}), msgspec.msgpack.encode([1])])
 async def test_a_body_that_is_no_message_is_400(tmp_path, body):
     async with served(tmp_path) as (control, endpoint):
@@ -171,6 +180,14 @@ async def test_bytes_that_are_no_http_leave_the_server_as_it_is(tmp_path):
         answer = await said(endpoint, raw(endpoint, "GET /status", bearer(endpoint)))
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert control.asked == []
+
+
+def test_an_endpoint_that_cannot_be_read_does_not_mean_that_its_controller_is_gone(tmp_path):
+    """As where no descriptor is free: a daemon that took it so would end what the run still uses."""
+    assert not is_live(tmp_path)
+    (tmp_path / "api.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        is_live(tmp_path)
 
 
 async def test_a_controller_that_is_gone_in_the_middle_of_an_answer_is_told_in_words(tmp_path):

@@ -139,8 +139,8 @@ def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
     """Return what `api.json` says, or None where there is none."""
     try:
         return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
-    except (OSError, msgspec.DecodeError):
-        return None
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None  # any other error says nothing of the run: no descriptor is free, say
 
 
 def live_controller(run_folder: Path) -> int:

@@ -78,3 +78,25 @@ def test_a_clock_that_is_set_back_changes_no_order(folder):
     assert records.events(before[0].seq - 1) == [*before, after]
     assert [run.id for run in in_order(records.runs.values()) if run.id in {"r1", "r2"}] == ["r1", "r2"]
     records.close()
+
+
+def test_a_run_that_is_not_in_the_database_is_not_found_again_by_its_folder(folder):
+    """As where the daemon is killed between the two: the client has no answer, and asks again with its key."""
+    records = Records(folder)
+    records.close()
+    with pytest.raises(sqlite3.Error):
+        records.put_run(RunRecord(id="b", number=2), ("key-b", Answered("digest", "b")))
+    records = Records(folder)
+    assert set(records.runs) == {"a"}
+    records.close()
+
+
+def test_an_event_that_is_damaged_is_told_as_one_and_the_others_are_read(folder):
+    bodies = (b"[]", b'{"time_s": 1', b'{"time_s": 1, "kind": "ph\xe1se"}', b'{"time_s": 1, "kind": 5}')
+    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as other, other:
+        other.executemany("INSERT INTO events (record) VALUES (?)", [(body,) for body in bodies])
+    records = Records(folder)
+    last = records.add_event(2.0, "ended")
+    assert [(event.seq, event.kind) for event in records.events(1)] == [*((seq, "damaged") for seq in range(2, 6)), (6, "ended")]
+    assert last.seq == 6
+    records.close()

@@ -10,20 +10,26 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import tarfile
 from unittest.mock import AsyncMock, Mock
+from urllib.parse import quote
 
+import msgspec
 import pytest
 from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
+from yarl import URL
 
 from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.errors import RunError
-from asyncrl.observe.steps import SECONDS_FILE, JsonLines, SecondReport, set_behind
+from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, SecondReport, set_behind
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.overview import MOST_SERIES
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
@@ -59,7 +65,7 @@ def bearer(token):
 
 
 def filled(path):
-    names = {"{run}": "r", "{path:.*}": "served.json", "{name}": "viewer", "{file:.*}": "page.js"}
+    names = {"{run}": "r", "{path:.*}": "served.json", "{name}": "viewer", "{name:.*}": "viewer", "{file:.*}": "page.js"}
     return functools.reduce(lambda text, name: text.replace(name, names[name]), names, path)
 
 
@@ -95,6 +101,8 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
         b"x" * 2000,
     ]
     routes = [route for route in service.routes() if route.least != OPEN]
+    service.records.put_run(RunRecord(id="r", number=1, state="ended", outcome="done", version=5, num_steps=5))
+    runs, known = dict(service.records.runs), dict(service.records.tokens)
 
     async def ask_one() -> None:
         route = source.choice(routes)
@@ -103,6 +111,7 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
             .replace("{run}", source.choice(odd))
             .replace("{path:.*}", source.choice(odd))
             .replace("{name}", source.choice(odd))
+            .replace("{name:.*}", source.choice(odd))
             .replace("{file:.*}", source.choice(odd))
         )
         method = source.choice([route.method, "GET", "POST", "DELETE", "PUT", "PATCH"])
@@ -110,14 +119,14 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
         query = source.choice(["", "?limit=-1", "?after=x", "?first=1.5", "?runs=r,x", "?limit=" + "9" * 30, "?before=z"])
         answer = await client.request(method, path + query, headers=bearer(token), data=source.choice(bodies))
         assert answer.status < 500, (method, path, query)
+        assert method == "GET" or answer.status >= 400, (method, path, query)
         answer.close()  # a stream of events has no end
 
     for _ in range(500):
         async with asyncio.TaskGroup() as group:
             for _ in range(20):
                 group.create_task(ask_one())
-    assert set(service.records.runs) == {"r"}
-    assert not service.keeper.statuses
+    assert (service.records.runs, service.records.tokens, service.keeper.statuses) == (runs, known, {})
 
 
 async def test_bodies_have_a_limit_and_answers_say_what_is_wrong(client, tokens):
@@ -342,15 +351,27 @@ async def test_what_is_said_of_the_interface_is_the_table(service, client):
 
 
 async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
-    service.records.put_run(RunRecord(id="live", number=2, state="live", project='a"b\\c', version=7))
-    (service.records.run_folder("live") / "metrics.jsonl").write_text(
-        '{"step": 6, "time_s": 1, "metrics": {"reward/mean": 0.5}}\n'
-    )
+    values = {"reward/mean": 0.5, "reward_mean": 2.0, 'a"b\nc{}': 1.0, "staleness/max": 1e300}
+    for number, (run, last) in enumerate(
+        {"live": "", "torn": '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'}.items()
+    ):
+        service.records.put_run(RunRecord(id=run, number=2 + number, state="live", project='a"b\\c', version=7))
+        (service.records.run_folder(run) / "metrics.jsonl").write_text(json.dumps({"step": 6, "metrics": values}) + "\n" + last)
+    service.records.put_run(RunRecord(id="wide", number=4, state="live", project="\x00\r\n<b>"))
+    many = {f"m{number}": 0.0 for number in range(MOST_SERIES + 7)}
+    (service.records.run_folder("wide") / "metrics.jsonl").write_text(json.dumps({"metrics": many}))
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
     assert 'asyncrl_reward_mean{run="live",project="a\\"b\\\\c"} 0.5' in text
-    assert 'asyncrl_serve_runs{state="live"} 1' in text
-    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert 'asyncrl_serve_runs{state="live"} 3' in text
+    assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 7.0' in text
+    families = [line.split()[2] for line in text.split("\n") if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+    label = r'[a-z]+="(?:[^"\\\n]|\\[\\"n])*"'
+    sample = re.compile(rf"([a-zA-Z_][a-zA-Z0-9_]*)(\{{{label}(?:,{label})*\}})? (?:[-+0-9.e]+|NaN|[+-]Inf)")
+    series = [sample.fullmatch(line) for line in text.removesuffix("\n").split("\n") if not line.startswith("#")]
+    assert all(series)
+    assert len(series) == len({(one[1], one[2]) for one in series})
+    assert {one[1] for one in series} <= set(families)
 
 
 async def test_a_removed_token_is_refused(client, tokens):
@@ -361,6 +382,10 @@ async def test_a_removed_token_is_refused(client, tokens):
     made = await (await client.post("/v1/tokens", headers=headers, json={"name": "new", "role": "viewer"})).json()
     assert (await client.get("/v1/runs", headers=bearer(made["token"]))).status == 200
     assert (await client.post("/v1/tokens", headers=headers, json={"name": "x", "role": "king"})).status == 400
+    for name in ("{x}", "a/b", "%41", "a b"):  # whatever it is called, it can be removed
+        assert (await client.post("/v1/tokens", headers=headers, json={"name": name, "role": "viewer"})).status == 201
+        gone = await client.delete(URL(f"/v1/tokens/{quote(name, safe='')}", encoded=True), headers=headers)
+        assert gone.status == 200, name
 
 
 async def test_what_a_removed_token_reads_ends_with_it_and_what_others_read_goes_on(service, client, tokens):
@@ -377,6 +402,25 @@ async def test_what_a_removed_token_reads_ends_with_it_and_what_others_read_goes
             with pytest.raises(ClientPayloadError):
                 await answer.read()
         assert b"viewer is removed" in await others.content.readline()
+
+
+async def test_a_token_has_so_many_requests_at_once_and_others_are_answered(service, client, tokens, monkeypatch):
+    monkeypatch.setattr("asyncrl.serve.routes.MOST_AT_ONCE", 3)
+    open_ = [await client.get("/v1/events", headers=bearer(tokens["viewer"])) for _ in range(3)]
+    assert (await client.get("/v1/events", headers=bearer(tokens["viewer"]))).status == 429
+    assert (await client.get("/v1/runs/r/evaluations", headers=bearer(tokens["operator"]))).status == 200
+    open_.pop().close()
+    async with asyncio.timeout(30):
+        while (await client.get("/v1/runs/r/evaluations", headers=bearer(tokens["viewer"]))).status == 429:
+            await asyncio.sleep(0.01)
+
+
+async def test_values_that_no_config_can_hold_are_no_change(service, client, tokens):
+    (service.records.run_folder("r") / "config.toml").write_text(dump_config(resolve_config("quickstart")))
+    for value, status in ((msgspec.msgpack.Ext(5, b"x"), 400), ({None: 1}, 400), (b"\xff", 422), (float("nan"), 422)):
+        body = msgspec.msgpack.encode({"values": {"learner.learning_rate": value}})
+        answer = await client.post("/v1/runs/r/change", headers=bearer(tokens["operator"]), data=body)
+        assert answer.status == status, value
 
 
 async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service, client, tokens):
@@ -432,6 +476,7 @@ async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are
 async def test_a_stream_goes_on_behind_lines_that_make_no_sense(service, client, tokens):
     lines = [
         b'{"seq":1}',
+        b"x" * (2 * MOST_READ_BYTES),
         b'{"seq":"x"}',
         b'{"seq":[2]}',
         b"[]",

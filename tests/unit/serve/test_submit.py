@@ -1,10 +1,13 @@
 """A submission is checked whole: every fault at once, nothing started, no code of strangers."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.serve.queue import Machine
-from asyncrl.serve.submit import Fork, RefusedError, Submission, of_fork, resolve
+from asyncrl.serve.submit import Fork, RefusedError, Submission, foreign_code, of_fork, resolve
 
 MACHINE = Machine(cores=2, memory_bytes=64 << 30)
 
@@ -69,3 +72,54 @@ def test_a_fork_has_the_settings_of_its_parent_and_begins_with_the_checkpoint(tm
     submission = of_fork(Fork("child"), checkpoint, "p")
     assert submission.config["model"] == {"kind": "pretrained", "path": str(checkpoint), "fp32_head": True}
     assert (submission.config["seed"], submission.name, submission.project) == (7, "child", "p")
+
+
+CODE = [
+    {"reward.functions": [{"kind": "code_exec", "sandbox": "none"}]},
+    {"generate.engine": {"kind": "vllm", "arguments": {"trust_remote_code": True}}},
+    {"generate.engine": {"kind": "vllm", "arguments": {"worker_cls": "os.system"}}},
+    {"generate.engine": {"kind": "vllm", "arguments": {"logits_processors": "/tmp/mine.py:run"}}},
+]
+
+
+@pytest.mark.parametrize("setting", CODE, ids=range(len(CODE)))
+def test_code_that_has_no_file_asks_for_the_whole_machine_as_code_root(tmp_path, setting):
+    assert "`/`" in faults_of(tmp_path, set=setting, roots=(tmp_path,))["functions"].allowed
+    config = resolve_config("quickstart", setting)
+    assert not foreign_code(config, (Path("/"),))
+
+
+@pytest.mark.parametrize("field", ["generate.model_folder", "algorithm.critic"])
+def test_every_folder_whose_code_a_model_trusts_lies_below_a_code_root(tmp_path, field):
+    (tmp_path / "code").mkdir()
+    model = {"kind": "pretrained", "path": str(tmp_path / "code"), "trust_remote_code": True}
+    other = {"path": str(tmp_path)} if field == "algorithm.critic" else str(tmp_path)
+    refused = faults_of(tmp_path, set={"model": model, field: other}, roots=(tmp_path / "code",))["functions"]
+    assert (refused.given, field in refused.allowed) == (str(tmp_path), True)
+
+
+SECRETS = ["admin.token", "session.key", "server.sqlite-wal", "runs/r/api.json", "runs/r/keys/server.key", "runs/../admin.token"]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_run_reads_no_tokens_and_keys_of_the_daemon_by_any_path(tmp_path, secret):
+    (tmp_path / "runs" / "r" / "keys").mkdir(parents=True)
+    (tmp_path / secret).write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / secret)
+    engine = {"kind": "vllm_server", "url": "http://127.0.0.1:1"}
+    for path in (tmp_path / secret, tmp_path / "link", f"/proc/self/root{tmp_path / secret}"):
+        settings = {
+            "task.path": {"task": {"kind": "jsonl", "path": str(path)}},
+            "generate.engine.api_key_file": {"generate.engine": {**engine, "api_key_file": str(path)}},
+        }
+        for field, table in settings.items():
+            assert "the daemon's own" in faults_of(tmp_path / "runs", set=table)[field].allowed
+
+
+def test_what_no_json_can_hold_and_paths_that_lead_nowhere_are_faults_too(tmp_path):
+    refused = faults_of(tmp_path, config="num_steps = 0x" + "f" * 60_000)["num_steps"]
+    assert msgspec.json.encode(refused)
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("a" * 5000, "a/" * 3000, "\0", str(tmp_path / "loop")):
+        assert faults_of(tmp_path, set={"task": {"kind": "jsonl", "path": path}})
+        assert faults_of(tmp_path, set={"task": {"kind": "python", "path": f"{path}.py:f"}})

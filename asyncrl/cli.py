@@ -275,11 +275,12 @@ def replay(
         list[str],
         typer.Option("--with", metavar="A.B=VALUE", help="Of the batch of STEP: its gradient, had the config been so."),
     ] = [],  # noqa: B006 - typer copies it
+    samples: Annotated[int, typer.Option(help="Draw so many samples, and generate them again.", metavar="N", min=0)] = 0,
 ) -> None:
-    """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps."""
+    """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps and samples."""
     from asyncrl.replay.report import replay_run
 
-    same = replay_run(_newest(folder), until, instead, print)
+    same = replay_run(_newest(folder), until, instead, print, samples)
     if not same:
         sys.exit(FAILED)
 

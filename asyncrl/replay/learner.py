@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import zstandard
+from transformers import PreTrainedModel
 
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
@@ -70,7 +71,9 @@ class LearnerReplay:
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / RECORD_FOLDER
         self._configs = self._configs_of_lives()
-        config = self._configs[min(self._configs)]
+        self.config: RunConfig = self._configs[min(self._configs)]
+        """That the run began with."""
+        config = self.config
         if config.learner.ranks > 1:
             raise ConfigError(
                 f"the batches of {run_folder} were trained by {config.learner.ranks} learner ranks, whose sums are in another "
@@ -81,7 +84,8 @@ class LearnerReplay:
         self._recorded = {row.version: row for row in read_lines(self._folder / VERSIONS_FILE, VersionRecord)}
         resolve_functions(config.algorithm)
         torch.set_num_threads(config.learner.num_threads)
-        self._state: TrainState = build_train_state(config, run_folder / "model")
+        self.model_folder = run_folder / "model"
+        self._state: TrainState = build_train_state(config, self.model_folder)
         self.version = 0
 
     def run(self, until: int | None = None, on_step: Callable[[int], None] = lambda _: None) -> LearnerReplayed:
@@ -117,21 +121,37 @@ class LearnerReplay:
         cosine = float(was @ would_be) / (norms[0] * norms[1]) if all(norms) else 0.0
         return WhatIf(batch.step, cosine, norms, (figures.get("ratio/ess"), others.get("ratio/ess")))
 
-    def _steps(self, until: int | None) -> Iterator[tuple[StepBatch, RunConfig]]:
-        # A batch behind the newest version was sent and never trained.
-        last = max(self._recorded, default=0) - 1
-        while self.version <= (last if until is None else min(until, last)):
-            yield self._step(self.version)
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the policy at `version`."""
+        return self._state.model
 
-    def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
+    def steps(self, until: int | None) -> range:
+        """Return the steps that the run trained, up to `until`; a batch behind the newest version was sent and never trained."""
+        last = max(self._recorded, default=0) - 1
+        return range((last if until is None else min(until, last)) + 1)
+
+    def _steps(self, until: int | None) -> Iterator[tuple[StepBatch, RunConfig]]:
+        for step in self.steps(until)[self.version :]:
+            yield self._step(step)
+
+    def recorded(self, step: int) -> RecordedStep:
+        """Return what a step was trained with.
+
+        Raises:
+            ConfigError: It is not there, or damaged.
+        """
         path = RecordedStep.path(self._folder, step)
         if not path.exists():
             raise ConfigError(f"the batch of step {step} is not in {path.parent}")
         try:
             content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
-            recorded = msgspec.msgpack.decode(content, type=RecordedStep)
+            return msgspec.msgpack.decode(content, type=RecordedStep)
         except (zstandard.ZstdError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{path} is damaged: {error}; the steps before it replay with --until {step - 1}") from error
+
+    def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
+        recorded = self.recorded(step)
         config = with_settings(self._configs[recorded.life], recorded.params.settings)
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
 

@@ -19,6 +19,7 @@ from asyncrl.control.batch_feeder import RecordedStep
 from asyncrl.replay.decisions import replay_decisions
 from asyncrl.replay.learner import LearnerReplay, WhatIf
 from asyncrl.replay.report import replay_run
+from asyncrl.replay.samples import SampleReplay
 from tests.integration.conftest import NO_MODEL
 
 pytestmark = pytest.mark.timeout(240)
@@ -88,6 +89,23 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
     said.clear()
     assert not await asyncio.to_thread(replay_run, folder, None, (), said.append)
     assert "version 6 has other weights than in the run: step 5 is the first" in said[-1]
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny, kv):
+    async with asyncrl.Run(tiny(num_steps=8, **QUIET, observe__record="batches", generate__kv=kv)) as run:
+        await run.wait()
+    learner = LearnerReplay(run.run_folder)
+    samples = SampleReplay(learner, 40, None)
+    learner.run(on_step=lambda step: samples.keep(step + 1))
+    again = await asyncio.to_thread(samples.run)
+    assert (again.num_equal, again.difference) == (40, "")
+    assert again.num_swapped > 0
+    if kv == "keep":
+        learner = LearnerReplay(run.run_folder)
+        learner.config = msgspec.structs.replace(learner.config, seed=1)
+        other = SampleReplay(learner, 3, 0)
+        assert "its tokens were" in (await asyncio.to_thread(other.run)).difference
 
 
 def gradients(folder: Path, values: dict[str, object]) -> WhatIf:

@@ -231,6 +231,8 @@ class Controller:
                 self.post(ev.ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
             group.create_task(self._receive_all(peer), name=f"receive-{peer.name}")
             log.info("%s connected (pid %d)", peer.name, connection.peer.pid)
+            if before is None and peer.kind != "learner":  # it has a model to make first
+                self._note_start(peer.name)
             if peer.name in self.membership.joined:
                 self.membership.connected(peer.name, self.clock.now())
                 self.reporter.note_event("joined", peer.name, version=self.feeder.version)
@@ -450,7 +452,7 @@ class Controller:
                 if self.switching is not None:
                     self.switching.announced(message.version)
             case msg.CheckpointDone():
-                self.reporter.note_event("checkpoint", f"checkpoints/{Path(message.folder).name}", version=message.version)
+                self.reporter.note_checkpoint(message)
                 log.info("checkpoint of version %d: %s (%.1f s)", message.version, message.folder, message.seconds)
                 self.buffer.forget(min(self.checkpoints.done(message), max(self.feeder.version, 0)), now)
                 self._finish_drain()
@@ -459,8 +461,13 @@ class Controller:
             case _:
                 pass  # its process has been replaced meanwhile
 
+    def _note_start(self, name: str) -> None:
+        if name in self.supervisor.live:
+            self.reporter.note_start(name, self.supervisor.live[name].pid.started_s)
+
     def _learner_ready(self, peer: Peer, ready: msg.LearnerReady) -> None:
         peer.is_ready = True
+        self._note_start(peer.name)
         self.know_model(ready.model_folder)
         if ready.metrics:
             log.info("warm start: %s", ", ".join(f"{name} {value:.4g}" for name, value in ready.metrics.items()))

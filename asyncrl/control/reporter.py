@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import psutil
@@ -49,7 +50,7 @@ from asyncrl.observe.steps import (
     read_steps,
 )
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import Heartbeat, ProcessKind
+from asyncrl.schema.control import CheckpointDone, Heartbeat, ProcessKind
 from asyncrl.schema.samples import InferResult, Samples, Scores
 from asyncrl.schema.status import Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
@@ -96,7 +97,10 @@ class Reporter:
         self._lost: Counter[str] | None = None
         """Groups that were dropped without intent, or failed, by reason, as of the newest second; None before the first."""
         self._in_burst = False
-        self._weights_metrics: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        """Newest of what messages told of weights and checkpoints, by metric."""
+        self._scoring: tuple[float, int] = (0.0, 0)
+        """Seconds of judging and samples judged since the last step."""
         self._deaths: Counter[str] = Counter()
         self._last_step_s = clock.now()
         self._last_generated = 0
@@ -128,7 +132,16 @@ class Reporter:
 
     def note_answers(self, answers: Iterable[Scores | InferResult]) -> None:
         """Record what a worker did for samples' scores."""
-        self.note_spans(*(one for answer in answers for one in sp.spans_of(answer)))
+        for answer in answers:
+            self.note_spans(*sp.spans_of(answer))
+            if isinstance(answer, Scores):
+                seconds, judged = self._scoring
+                self._scoring = seconds + answer.finished_s - answer.started_s, judged + len(answer.scores)
+
+    def note_checkpoint(self, done: CheckpointDone) -> None:
+        """Record a checkpoint that is complete."""
+        self._told["time/checkpoint_s"] = done.seconds
+        self.note_event("checkpoint", f"checkpoints/{Path(done.folder).name}", version=done.version)
 
     def note_decision(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
         """Tell the monitor of selection bias what the buffer decided: a `Watch`."""
@@ -160,6 +173,8 @@ class Reporter:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""
         figures = taken.staleness
         tokens = max(sum(figures.token_histogram.values()), 1)
+        members = [member for group in taken.groups for member in group.members]
+        samples, parts = [member.sample for member in members], {name for member in members for name in member.parts}
         self._staleness[taken.step] = {
             "staleness/mean": figures.sample_mean,
             "staleness/max": float(figures.sample_max),
@@ -173,6 +188,9 @@ class Reporter:
             "queue/wait_mean_s": figures.queue_mean_s,
             "queue/wait_max_s": figures.queue_max_s,
             **{f"staleness/histogram/{age}": count / tokens for age, count in figures.token_histogram.items()},
+            "data/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+            "time/generate_mean_s": fmean(sample.finished_s - sample.started_s for sample in samples),
+            **{f"reward_part/{name}": fmean(member.parts.get(name, 0.0) for member in members) for name in parts},
         }
         for step in sorted(self._staleness)[:-REMEMBERED_STEPS]:
             del self._staleness[step]
@@ -185,8 +203,8 @@ class Reporter:
         self._published_s[available.version] = available.published_s
         for version in sorted(self._published_s)[:-REMEMBERED_STEPS]:
             del self._published_s[version]
-        self._weights_metrics["weights/blocked_ms"] = available.blocked_ms
-        self._weights_metrics["weights/update_bytes"] = available.update_bytes
+        self._told["weights/blocked_ms"] = available.blocked_ms
+        self._told["weights/update_bytes"] = available.update_bytes
         self.note_spans(*sp.spans_of(available))
 
     def note_live(self, live: VersionLive, newest: WeightsAvailable | None, peers: Peers) -> None:
@@ -199,9 +217,9 @@ class Reporter:
             self.note_event(
                 "swap", live.generator, f"the last to have it, {after_s * 1000:.0f} ms after it was published", swapped
             )
-        self._weights_metrics["weights/swap_ms"] = live.swap_ms
+        self._told["weights/fetch_ms"], self._told["weights/swap_ms"] = live.fetch_ms, live.swap_ms
         if live.probe_error >= 0:
-            self._weights_metrics["weights/probe_error"] = live.probe_error
+            self._told["weights/probe_error"] = live.probe_error
         self.note_spans(*sp.spans_of(live))
         tolerance = self._config.broadcast.probe_tolerance
         if live.probe_error > tolerance:
@@ -209,6 +227,10 @@ class Reporter:
                 "%s: probe logprobs of version %d differ by %.3g from the learner's (broadcast.probe_tolerance %g): engine and "
                 "learner do not agree on the model; check dtypes", live.generator, live.version, live.probe_error, tolerance,
             )  # fmt: skip
+
+    def note_start(self, name: str, since_s: float) -> None:
+        """Tell from when on until now a process was on its way."""
+        self.note_spans(sp.span(sp.IDLE, since_s, self._clock.now(), name, why="its start"))
 
     def note_death(self, name: str, kind: ProcessKind) -> None:
         """Count a process that died and forget what its counters said."""
@@ -229,6 +251,8 @@ class Reporter:
     def note_evaluation(self, report: EvalReport) -> None:
         """Record an evaluation."""
         self.evaluations.append(report)
+        if report.accuracy is not None:
+            self.alarms.take_evaluation(report.accuracy)
         name, value = report.headline
         self.note_event("evaluation", name, f"{value:.3f}", report.version)
         self._evals_file.write(report)
@@ -270,7 +294,7 @@ class Reporter:
             weight_sync_ms=metrics.get("weights/sync_ms", 0.0),
             metrics=metrics,
         )
-        self._last_step_s, self._last_generated = now, dispatcher.generated_tokens
+        self._last_step_s, self._last_generated, self._scoring = now, dispatcher.generated_tokens, (0.0, 0)
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
             self.steps.append(report)
             self._steps_file.write(report)
@@ -311,7 +335,8 @@ class Reporter:
         return finite({
             **trained,
             **self._staleness.pop(done.step, {}),
-            **self._weights_metrics,
+            **self._told,
+            **({"time/score_mean_s": self._scoring[0] / self._scoring[1]} if self._scoring[1] else {}),
             **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
             "throughput/tokens_per_sec": tokens / elapsed_s,
             "throughput/learner_tokens_per_sec": tokens / max(done.finished_s - done.started_s, 1e-9),
@@ -321,6 +346,11 @@ class Reporter:
             **{f"{stage}/{name}": float(count) for stage, each in by_name.items() for name, count in each.items()},
             **self._now(dispatcher, peers, self._idle),
             **{f"queue/slots/{peer.name}": float(peer.num_slots) for peer in generators if peer.num_slots},
+            **{
+                f"process/generated_tokens/{peer.name}": peer.heartbeat.gauges.get("process/tokens_generated", 0.0)
+                for peer in generators
+                if peer.heartbeat is not None
+            },
             **self._bias.figures(now),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "time/step_s": elapsed_s,

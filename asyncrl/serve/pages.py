@@ -26,9 +26,10 @@ from asyncrl.config.load import load_config
 from asyncrl.config.run import AlarmRule
 from asyncrl.control.api import READ_TIMEOUT_S, read_body
 from asyncrl.errors import LedgerError
+from asyncrl.observe.alarms import RULES, raised_in
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
 from asyncrl.observe.spans import MAX_BINS, Timeline
-from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, Tail, read_lines
+from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, Tail, read_events, read_lines
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
@@ -113,13 +114,16 @@ class Pages:
     # -- what comes ------------------------------------------------------------------------------------------------------
 
     async def live_runs(self, request: web.Request) -> web.StreamResponse:
-        """Stream the newest runs' records, all of them whenever one has changed."""
+        """Stream the newest runs' records with the alarms that stand, all of them whenever one has changed."""
         sent, number = b"", 0
 
         async def rows() -> list[tuple[int, str, bytes]]:
             nonlocal sent, number
             newest = sorted(self._records.runs.values(), key=lambda run: -run.number)[:MOST_RUNS]
-            if (now := msgspec.json.encode(newest)) == sent:
+            statuses = [self._keeper.statuses.get(run.id) for run in newest]
+            alarms = [[alarm.rule for alarm in status.alarms] if status else [] for status in statuses]
+            told = [{**msgspec.structs.asdict(run), "alarms": standing} for run, standing in zip(newest, alarms, strict=True)]
+            if (now := msgspec.json.encode(told)) == sent:
                 return []
             sent, number = now, number + 1
             return [(number, "runs", now)]
@@ -157,6 +161,20 @@ class Pages:
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
         return asyncio.to_thread(_series, self._folder(request), names)
+
+    def alarms(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+        """Return the alarms that a run has raised, newest first, and the rules with what is done about each."""
+        folder = self._folder(request)
+        chosen = load_config(folder / "config.toml").observe.alarms
+
+        def read() -> dict[str, Any]:
+            shown = ("name", "level", "meets", "needed", "of", "source", "advice")
+            rules = [
+                {**{field: getattr(rule, field) for field in shown}, "action": chosen.get(rule.name, "warn")} for rule in RULES
+            ]
+            return {"alarms": raised_in(read_events(folder))[::-1], "rules": rules}
+
+        return asyncio.to_thread(read)
 
     def seconds(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return how a run stood in each of its newest seconds, and the byte where reading ended."""

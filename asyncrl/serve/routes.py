@@ -120,6 +120,7 @@ class Service:
             Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream."),
             Route("GET", f"{run}/live", "viewer", page.live, "All of it as one stream: ?offset= &events= &seconds=."),
             Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
+            Route("GET", f"{run}/alarms", "viewer", page.alarms, "Alarms that were raised, and the rules with their advice."),
             Route("GET", f"{run}/seconds", "viewer", page.seconds, "How a run stood in each second of its newest hour."),
             Route("GET", f"{run}/timeline", "viewer", page.timeline, "Spans of a window: ?from= &to= (seconds) &bins=."),
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),

@@ -162,12 +162,13 @@ class LedgerReader:
     def prompts(self, limit: int = 50) -> list[PromptCount]:
         """Return the prompts issued most often first, then by id."""
         rows = self._rows(
-            "WITH lengths AS (SELECT samples.key >> 20 AS group_id, count(*) AS num, sum(json_extract(value, '$[3]')) AS tokens"
-            " FROM samples, json_each(members) GROUP BY 1), rewards AS (SELECT scores.key >> 20 AS group_id, count(*) AS num,"
-            " sum(json_extract(value, '$[1]')) AS reward FROM scores, json_each(members) GROUP BY 1)"
-            " SELECT prompt_id, count(*), sum(state = 'trained'), sum(state = 'dropped'), sum(state = 'failed'),"
-            " sum(reward) / sum(rewards.num), 1.0 * sum(tokens) / sum(lengths.num) FROM groups LEFT JOIN lengths USING (group_id)"
-            " LEFT JOIN rewards USING (group_id) GROUP BY prompt_id ORDER BY 2 DESC, 1 LIMIT ?",
+            "WITH told AS (SELECT prompt_id, 1 AS issued, state, 0 AS made, 0 AS tokens, NULL AS reward FROM groups"
+            " UNION ALL SELECT prompt_id, 0, '', 1, json_extract(value, '$[3]'), NULL"
+            " FROM samples CROSS JOIN json_each(members) CROSS JOIN groups ON group_id = samples.key >> 20"
+            " UNION ALL SELECT prompt_id, 0, '', 0, 0, json_extract(value, '$[1]')"
+            " FROM scores CROSS JOIN json_each(members) CROSS JOIN groups ON group_id = scores.key >> 20)"
+            " SELECT prompt_id, sum(issued), sum(state = 'trained'), sum(state = 'dropped'), sum(state = 'failed'),"
+            " avg(reward), 1.0 * sum(tokens) / nullif(sum(made), 0) FROM told GROUP BY prompt_id ORDER BY 2 DESC, 1 LIMIT ?",
             limit,
         )
         return [PromptCount(*row) for row in rows]

@@ -1,4 +1,5 @@
-// Charts: a line for each series, the newest values beside them with every digit, and all values as a table on demand.
+// Charts: a line for each series, beside them the newest values, or those under the pointer, with every digit, and all values as a
+// table on demand.
 
 import { exact, h, table } from "./dom.js";
 
@@ -19,13 +20,14 @@ export function chart(title, xName, xs, series, { points = false } = {}) {
   const place = h("div", { class: "plot", role: "img" });
   const values = h("dl", { class: "values" });
   const details = h("details", {}, h("summary", {}, "Values"));
-  const figure = h("figure", {}, h("figcaption", {}, title), place, values, details);
+  const at = h("span", { class: "at soft", "aria-hidden": "true" });
+  const figure = h("figure", {}, h("figcaption", {}, title), at, place, values, details);
   let now = [xs, series];
   let cells = [];
   const ink = getComputedStyle(document.documentElement);
   const axis = { stroke: ink.getPropertyValue("--ink"), grid: { stroke: ink.getPropertyValue("--line"), width: 1 }, ticks: { width: 0 } };
   const options = {
-    width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, scales: { x: { time: false } },
+    width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, hooks: { setCursor: [() => tell()] }, scales: { x: { time: false } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, splits) => splits.map((value) => short(value)) }],
     series: [{ label: xName }, ...series.map(([label], i) => ({
       label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points ? { show: true } : {},
@@ -40,18 +42,20 @@ export function chart(title, xName, xs, series, { points = false } = {}) {
     details.replaceChildren(details.firstChild, table(`${title}: the newest ${rows.length}`, [xName, ...lines.map(([label]) => label)], rows));
   };
   details.addEventListener("toggle", fill);
+  const newest = (column) => column[Math.max(column.findLastIndex((value) => value != null), 0)];
+  const tell = () => {
+    const i = place.chart?.cursor.idx;
+    at.textContent = i == null ? "" : `at ${xName} ${exact(now[0][i])}`;
+    now[1].forEach(([, column], k) => { cells[k][1].textContent = exact(i == null ? newest(column) : column[i]); });
+  };
   figure.show = (newXs, newSeries) => {
     now = [newXs, newSeries];
     if (cells.length !== newSeries.length) {
       cells = newSeries.map(([label], i) => [h("dt", {}, h("span", { class: `key key${i % 6}`, "aria-hidden": "true" }), label), h("dd", { "data-series": label })]);
       values.replaceChildren(...cells.flat());
     }
-    newSeries.forEach(([, column], i) => {
-      let last = column.length - 1;
-      while (last > 0 && column[last] == null) last -= 1;
-      cells[i][1].textContent = exact(column[last]);
-    });
-    place.setAttribute("aria-label", `${title}, ${newXs.length} points; newest: ${newSeries.map(([label], i) => `${label} ${cells[i][1].textContent}`).join(", ")}`);
+    tell();
+    place.setAttribute("aria-label", `${title}, ${newXs.length} points; newest: ${newSeries.map(([label, column]) => `${label} ${exact(newest(column))}`).join(", ")}`);
     place.chart?.setData([newXs, ...newSeries.map(([, column]) => column)]);
     fill();
   };

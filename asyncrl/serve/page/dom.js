@@ -46,11 +46,12 @@ export function longText(text, label) {
   return h("div", {}, pre, more);
 }
 
-// rows: arrays of cells; a cell is a node, a number (set right) or text.
+// rows: arrays of cells; a cell is a node, a number (set right, as its column's head) or text.
 export function table(caption, heads, rows) {
+  const isNumber = (i) => rows.some((row) => typeof row[i] === "number");
   const cell = (value) => h("td", { class: typeof value === "number" ? "number" : null }, value instanceof Node ? value : visible(exact(value)));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
+    h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, heads.map((head, i) => h("th", { scope: "col", class: isNumber(i) ? "number" : null }, head)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 

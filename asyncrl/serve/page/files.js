@@ -11,15 +11,35 @@ export async function events(name) {
   const record = await ask(pathOf(name));
   const shown = table("What happened, newest first", ["Number", "Time", "What", "Of", "Why", "Version"], []);
   const body = shown.querySelector("tbody");
+  const kinds = h("select", { id: "kind", onchange: () => { for (const row of body.rows) row.hidden = isHidden(row); } }, h("option", {}, "everything"));
+  const isHidden = (row) => kinds.selectedIndex > 0 && row.cells[2].textContent !== kinds.value;
   const take = (event) => {
+    if (![...kinds.options].some((one) => one.value === event.kind)) kinds.append(h("option", {}, event.kind));
     if (event.kind === "swap") return; // one a step; the timeline has them
     const cells = [event.seq, time(event.time_s), event.kind, event.subject ?? "", event.text ?? "", event.version ?? ""];
     body.prepend(h("tr", {}, cells.map((cell) => h("td", {}, visible(String(cell))))));
+    body.rows[0].hidden = isHidden(body.rows[0]);
     if (body.rows.length > MOST_EVENTS) body.lastChild.remove();
   };
   const stream = new Stream(`${pathOf(name)}/events`, { event: take }, async () => (await ask(pathOf(name))).state === "ended");
-  return { node: titled(name, "events", record.reason ? notice(record.reason) : null, shown), leave: () => stream.close() };
+  return { node: titled(name, "events", record.reason ? notice(record.reason) : null,
+    h("div", { class: "bar" }, h("label", { for: "kind" }, "Show"), kinds), shown), leave: () => stream.close() };
 }
+
+const low = (...about) => h("div", { class: "low" }, table(...about));
+export const levelOf = (alarm) => h("span", { class: `level-${alarm.level}` }, alarm.level);
+
+export async function alarms(name) {
+  const { alarms: raised, rules } = await ask(`${pathOf(name)}/alarms`);
+  const until = (one) => (one.over_s ? time(one.over_s) : "stands");
+  return { node: titled(name, "alarms",
+    raised.length ? table("Raised, newest first", ["Rule", "Level", "Since", "At version", "Over", "At version", "What is seen, and what to do"],
+      raised.map((one) => [one.rule, levelOf(one), time(one.since_s), one.version, until(one), one.over_s ? one.over_version : "", one.text]))
+      : notice("No alarm was raised."),
+    h("h2", {}, "What is looked at"), table("Rules", ["Rule", "Level", "Met when", "In steps", "Threshold from", "What to do", "Then the run"],
+      rules.map((rule) => [rule.name, levelOf(rule), rule.meets, `${rule.needed} of ${rule.of}`, rule.source, rule.advice, ACTIONS[rule.action]]))) };
+}
+const ACTIONS = { off: "is not told", warn: "goes on", pause: "is paused", stop: "is stopped" };
 
 const STATES = ["running", "scoring", "ready", "taken", "trained", "dropped", "failed"];
 const SELECTION = [["bias/length_ratio", "Mean length trained over generated"], ["bias/reward_gap", "Mean reward trained minus scored"]];
@@ -44,11 +64,11 @@ export async function ledger(name) {
       lost.sort((a, b) => b.groups - a.groups).map((one) => [one.reason, one.state, one.groups, one.groups / issued])) : notice("No group was dropped or failed."),
     h("h2", {}, "Selection, over the whole run"),
     table(last < 0 ? "No step yet" : `At step ${series.steps[last]}`, ["Figure", "Value"], SELECTION.map(([metric, label]) => [label, series.columns[metric][last]])),
-    h("h2", {}, "Samples by oldest version"), table(`The newest ${Math.min(versions.length, 200)} versions`, ["Version", "Samples", "Tokens", "Mean reward"],
+    h("h2", {}, "Samples by oldest version"), low(`The newest ${Math.min(versions.length, 200)} versions`, ["Version", "Samples", "Tokens", "Mean reward"],
       versions.slice(-200).reverse().map((one) => [one.version, one.samples, one.tokens, one.mean_reward])),
-    h("h2", {}, "Prompts"), table(`The ${prompts.length} prompts issued most often`, ["Prompt", "Groups", "Trained", "Dropped", "Failed", "Mean reward", "Mean tokens"],
+    h("h2", {}, "Prompts"), low(`The ${prompts.length} prompts issued most often`, ["Prompt", "Groups", "Trained", "Dropped", "Failed", "Mean reward", "Mean tokens"],
       prompts.map((one) => [one.prompt_id, one.groups, one.trained, one.dropped, one.failed, one.mean_reward, one.mean_tokens])),
-    h("h2", {}, "Newest steps"), table(`The newest ${steps.length} steps`, ["Step", "State", "Groups", "Oldest staleness", "Taken", "Trained"],
+    h("h2", {}, "Newest steps"), low(`The newest ${steps.length} steps`, ["Step", "State", "Groups", "Oldest staleness", "Taken", "Trained"],
       [...steps].reverse().map((one) => [one.step, one.state, one.group_ids.length, one.max_staleness, time(one.taken_s), time(one.trained_s)]))) };
 }
 
@@ -60,24 +80,25 @@ export async function logs(name) {
   const found = (await ask(`${pathOf(name)}/files/logs`)).filter((file) => !file.folder);
   if (!found.length) return { node: titled(name, "logs", notice("There is no log.")) };
   const pick = h("select", { id: "log" }, found.map((file) => h("option", {}, file.name)));
-  const text = h("pre", { tabindex: 0, "aria-label": "Newest lines" });
+  const text = h("pre", { class: "log", tabindex: 0, "aria-label": "Newest lines" });
+  const toEnd = () => { text.scrollTop = text.scrollHeight; };
   const load = async () => {
     const file = `${pathOf(name)}/files/logs/${encodeURIComponent(pick.value)}`;
     const size = (await ask(`${pathOf(name)}/files/logs`)).find((one) => one.name === pick.value)?.bytes;
     const tail = size ? await askText(file, { Range: `bytes=${Math.max(size - LOG_BYTES, 0)}-` }) : "";
     text.textContent = visible(size > LOG_BYTES ? tail.slice(tail.indexOf("\n") + 1) : tail);
-    text.scrollTop = text.scrollHeight;
+    toEnd();
   };
   const wanted = h("input", { id: "wanted", type: "search" });
   const search = async (event) => {
     event.preventDefault();
     const lines = await ask(`${pathOf(name)}/logs?q=${encodeURIComponent(wanted.value)}`);
     text.textContent = visible(lines.map(([process, line]) => `${process}: ${line}`).join("\n")) || "No line has that.";
-    text.scrollTop = text.scrollHeight;
+    toEnd();
   };
   pick.addEventListener("change", load);
   await load();
-  return { node: titled(name, "logs", h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick,
+  return { shown: toEnd, node: titled(name, "logs", h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick,
     h("button", { type: "button", onclick: load }, "Newest lines")), h("form", { class: "bar", onsubmit: search },
     h("label", { for: "wanted" }, "Lines of all processes with"), wanted, h("button", {}, "Search")), text) };
 }

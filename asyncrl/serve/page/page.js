@@ -4,11 +4,11 @@ import { freeCharts } from "./charts.js";
 import { ask, h, notice, order, Refused } from "./dom.js";
 import { compare, runs } from "./runs.js";
 import { run } from "./run.js";
-import { config, events, ledger, logs } from "./files.js";
+import { alarms, config, events, ledger, logs } from "./files.js";
 import { samples } from "./samples.js";
 import { timeline } from "./timeline.js";
 
-const VIEWS = { run, timeline, samples, events, ledger, config, logs };
+const VIEWS = { run, alarms, timeline, samples, events, ledger, config, logs };
 const content = document.getElementById("content");
 const logout = document.getElementById("logout");
 let me = null;
@@ -34,6 +34,7 @@ async function show() {
   logout.hidden = !me;
   document.getElementById("who").textContent = me ? `${me.name} (${me.role})` : "";
   let made;
+  content.setAttribute("aria-busy", "true"); // what is there is dimmed until the asked view has come
   try {
     if (!me) made = { node: login() };
     else if (!kind) made = await runs(me);
@@ -51,6 +52,8 @@ async function show() {
   if (turn !== shown) return made.leave?.();
   leave = made.leave;
   content.replaceChildren(made.node);
+  content.removeAttribute("aria-busy");
+  made.shown?.();
   freeCharts();
 }
 

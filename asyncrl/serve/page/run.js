@@ -3,6 +3,7 @@
 import { changeRun } from "./change.js";
 import { chart, freeCharts } from "./charts.js";
 import { ask, exact, h, notice, order, redraw, Stream, table, time } from "./dom.js";
+import { levelOf } from "./files.js";
 import { state } from "./runs.js";
 
 // Each chart: its title, and which series with their labels. A series is a field of a step report, or a metric.
@@ -13,7 +14,7 @@ const CHARTS = [
   ["Buffer, groups", [["groups_running", "running"], ["groups_scoring", "scoring"], ["groups_ready", "ready"]]],
   ["Off-policy: effective sample size, clipped", [["ratio/ess", "ess"], ["policy/clip_fraction", "clip fraction"], ["policy/kept_fraction", "kept fraction"]]],
   ["Off-policy: KL, nat", [["kl/mean", "k3"], ["kl/k1", "k1"]]],
-  ["Weight sync, ms", [["weight_sync_ms", "sync"]]],
+  ["Weights, ms", [["weight_sync_ms", "sync"], ["weights/blocked_ms", "learner stood still"], ["weights/swap_ms", "generator stood still"]]],
   ["Tokens a second", [["generated_tokens_per_s", "generated"], ["trained_tokens_per_s", "trained"]]],
   ["Entropy, nat", [["policy/entropy", "entropy"]]],
   ["Learner memory, GB", [["memory/peak_gb", "peak"], ["memory/allocated_gb", "allocated"]]],
@@ -41,15 +42,15 @@ function waitsOfNobody(record, status) {
 
 export async function run(name, me) {
   const path = `/v1/runs/${encodeURIComponent(name)}`;
-  const [record, status, series, evals] = await Promise.all(
-    [ask(path), ask(`${path}/status`), ask(`${path}/series?names=${NAMES.map(encodeURIComponent)}`), ask(`${path}/evaluations`)]);
-  const page = new RunPage(path, me, record, status, series, evals);
+  const [record, status, series, evals, alarms] = await Promise.all(
+    [ask(path), ask(`${path}/status`), ask(`${path}/series?names=${NAMES.map(encodeURIComponent)}`), ask(`${path}/evaluations`), ask(`${path}/alarms`)]);
+  const page = new RunPage(path, me, record, status, series, evals, alarms);
   return { node: page.node, leave: () => page.leave() };
 }
 
 class RunPage {
-  constructor(path, me, record, status, series, evals) {
-    Object.assign(this, { path, me, record, status, evals, newest: series.newest, steps: series.steps, columns: series.columns, bound: series.max_staleness });
+  constructor(path, me, record, status, series, evals, { alarms }) {
+    Object.assign(this, { path, me, record, status, evals, alarms, newest: series.newest, steps: series.steps, columns: series.columns, bound: series.max_staleness });
     this.top = h("div");
     this.bottom = h("div");
     this.every = h("details", { ontoggle: () => this.showNewest() });
@@ -79,7 +80,7 @@ class RunPage {
         second: (row) => { this.perSecond.take(row); this.later(); },
         step: (report) => this.take(report),
         status: ({ status: newer, record: now }) => { this.status = newer ?? this.status; this.record = now; this.later(); },
-        event: (event) => event.kind === "evaluation" && this.evaluate(),
+        event: (event) => (event.kind === "evaluation" ? this.evaluate() : event.kind === "alarm" && this.alarm()),
       }, async () => this.ended());
   }
   leave() {
@@ -113,6 +114,10 @@ class RunPage {
     this.evals = await ask(`${this.path}/evaluations`);
     this.evaluations.show(...this.evalSeries());
   }
+  async alarm() {
+    ({ alarms: this.alarms } = await ask(`${this.path}/alarms`));
+    this.later();
+  }
   async ended() {
     this.record = await ask(this.path);
     if (this.record.state !== "ended") return false;
@@ -144,7 +149,8 @@ class RunPage {
       ["Project", record.project], ["Tags", record.tags.join(", ")], ["Forked from", record.parent], ["Checkpoint", status.checkpoint], ["Reason", status.reason || record.reason]];
     redraw(this.top,
       h("p", { class: status.waiting ? "notice" : "soft", id: "waiting" }, status.waiting || waitsOfNobody(record, status)),
-      ...status.alarms.map((alarm) => notice(`${alarm.level}: ${alarm.rule}: ${alarm.text}`, alarm.level === "error")),
+      ...this.alarms.filter((alarm) => !alarm.over_s).map((alarm) => h("p", { class: `notice${alarm.level === "error" ? " error" : ""}` }, levelOf(alarm), ": ",
+        h("a", { href: `#/run/${encodeURIComponent(record.id)}/alarms` }, alarm.rule), `: ${alarm.text}`)),
       table("The run", facts.filter(([, value]) => value).map(([label]) => label), [facts.map(([, value]) => value).filter(Boolean)]));
     if (this.hasSteps) this.charts.forEach((figure, i) => figure.show(this.steps, this.series(CHARTS[i][1])));
     this.hasSteps = false;

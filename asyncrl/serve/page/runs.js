@@ -9,6 +9,10 @@ export const state = (record) => {
 };
 export const linkTo = (name, text = name) => h("a", { href: `#/run/${encodeURIComponent(name)}` }, text);
 
+const COLUMNS = [["Alarms", (one) => one.alarms.join(", ")], ["Project", (one) => one.project], ["Tags", (one) => one.tags.join(", ")],
+  ["Priority", (one) => one.priority], ["By", (one) => one.submitted_by], ["Started", (one) => time(one.started_s)],
+  ["Ended", (one) => time(one.ended_s)], ["Reason", (one) => one.reason]];
+
 export async function runs(me) {
   const chosen = new Set();
   const place = h("div");
@@ -24,10 +28,11 @@ export async function runs(me) {
   function draw() {
     const wanted = filter.value.toLowerCase();
     const found = records.filter((one) => [one.id, one.project, ...one.tags, one.state, one.outcome].join(" ").toLowerCase().includes(wanted));
+    const columns = COLUMNS.filter(([, of]) => records.some((one) => of(one))); // a column in which nobody has anything is left out
     redraw(place, found.length ? table(`${found.length} of ${records.length} runs, newest first`,
-      ["", "Run", "State", "Step", "Of", "Accuracy before", "After", "Project", "Tags", "Priority", "By", "Started", "Ended", "Reason"],
+      ["", "Run", "State", "Step", "Of", "Accuracy before", "After", ...columns.map(([head]) => head)],
       found.map((one) => [box(one), linkTo(one.id), state(one), Math.max(one.version, 0), one.num_steps, exact(one.accuracy_before),
-        exact(one.accuracy_after), one.project, one.tags.join(", "), one.priority, one.submitted_by, time(one.started_s), time(one.ended_s), one.reason]))
+        exact(one.accuracy_after), ...columns.map(([, of]) => of(one))]))
       : notice(records.length ? "No run has that in its name, project, tags or state." : "No run yet. `asyncrl.Server.submit`, or POST /v1/runs, submits one."));
   }
   async function drawQueue() {
@@ -62,14 +67,13 @@ export async function compare(names) {
   const series = await Promise.all(rows.map((row) => ask(`/v1/runs/${encodeURIComponent(row.run)}/series?names=${asked}`)));
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row.config)))].sort();
   const drawn = h("div", { class: "charts" });
-  const over = h("select", { id: "over", onchange: () => draw() }, Object.keys(OVER).map((name) => h("option", {}, name)));
+  const over = h("select", { id: "over", onchange: () => { draw(); freeCharts(); } }, Object.keys(OVER).map((name) => h("option", {}, name)));
   function draw() {
     const all = series.map((one) => OVER[over.value](one));
     drawn.replaceChildren(...COMPARED.map(([title, name]) => {
       const [xs, ...columns] = uPlot.join(series.map((one, i) => [all[i], one.columns[name]]));
       return chart(title, over.value, xs, rows.map((row, i) => [row.run, columns[i]]));
     }));
-    freeCharts();
   }
   draw();
   return { node: h("div", {}, h("h1", {}, `Compare ${rows.length} runs`),

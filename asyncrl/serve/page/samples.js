@@ -33,14 +33,17 @@ const HEADS = ["Place", "Text", "Id", "Version", "Behaviour logprob", "Learner l
 export async function samples(name) {
   let { steps, rows } = await ask(`${pathOf(name)}/samples`);
   if (!rows.length) return { node: titled(name, "samples", notice("No samples are kept yet.")) };
-  const list = h("div");
+  const list = h("div", { class: "low" });
   const one = h("div");
   const step = h("input", { type: "number", id: "step", min: steps[0], max: steps.at(-1), value: rows[0].step });
   const sort = h("select", { id: "sort" }, Object.keys(SORTS).map((label) => h("option", {}, label)));
-  const open = async (row) => one.replaceChildren(await sample(name, row));
+  const open = async (row, isAsked = false) => {
+    one.replaceChildren(await sample(name, row));
+    if (isAsked) one.scrollIntoView({ block: "start" });
+  };
   const draw = async () => {
     const sorted = [...rows].sort(SORTS[sort.value]);
-    const button = (row) => h("button", { type: "button", onclick: () => open(row) }, nameOf(row));
+    const button = (row) => h("button", { type: "button", onclick: () => open(row, true) }, nameOf(row));
     list.replaceChildren(table(`${rows.length} samples of step ${rows[0]?.step ?? step.value}`,
       ["Sample", "Reward", "Tokens", "Versions", "Lag", "Ratio, 99th percentile", "Ended by", "Prompt", "Begins with"],
       sorted.map((row) => [button(row), row.reward, row.num_tokens, `${row.oldest_version} to ${row.newest_version}`, row.lag, row.ratio_p99,
@@ -80,7 +83,7 @@ function tokens(id, path, got) {
   const colour = h("select", { id: "colour" }, Object.keys(COLOURS).map((label) => h("option", {}, label)));
   const legend = h("p", { class: "soft" });
   const box = h("div", { class: "tokens", role: "listbox", tabindex: 0, "aria-label": `Tokens of ${id}` });
-  const current = h("div", { "aria-live": "polite" });
+  const current = h("div", { class: "dense", "aria-live": "polite" });
   const every = h("details", {}, h("summary", {}, "Values of these tokens"));
   const values = (i) => [now.first + i, now.text[i], ...VALUES.map((column) => now[column][i])];
   const fill = () => {

@@ -9,6 +9,7 @@ const AXIS = 22;
 const FOLLOW_MS = 2000;
 const COLOURS = ["#7fb0ea", "#e5ab77", "#7cc696", "#c29ad6", "#de9aa1", "#70bcc1"];
 const SWAP = "#a3217b";
+const SWAP_HIGH = 8;
 const ORDER = ["admission", "generator", "reward", "inference", "learner", "controller"];
 const STILL = new Set(["idle", "wait"]);
 const colourOf = (version) => (version < 0 ? "#b9c2cb" : COLOURS[version % COLOURS.length]);
@@ -43,7 +44,7 @@ class Timeline {
     this.node = titled(name, "timeline", h("div", { class: "bar", role: "group", "aria-label": "Window" },
       button("Earlier", () => this.pan(-0.25)), button("Later", () => this.pan(0.25)), button("Zoom in", () => this.zoom(0.5)),
       button("Zoom out", () => this.zoom(2)), button("Whole run", () => this.go(0, Infinity)), button("Newest", () => this.newest())),
-    h("p", { class: "soft" }, "Each version has a colour and its number; a dark bar with an s is a swap of weights; hatched is a wait, with its reason below. ",
+    h("p", { class: "soft" }, "Each version has a colour and its number; a dark bar (s) is a swap of weights; hatched is a wait, with its reason below. ",
       "As high as a bar is, as many of its samples are in flight."), this.said, this.canvas, this.below);
     this.sizes = new ResizeObserver(() => this.draw());
     this.sizes.observe(this.canvas);
@@ -175,17 +176,19 @@ class Timeline {
     });
     const isStill = STILL.has(track.name);
     const tall = (LANE - 6) / Math.max(ends.length, 1);
+    const isSwap = track.name === "swap";
+    const areMany = this.width / track.each.length < 14; // swaps then do not cover what is generated
     for (const [one, level] of placed) {
       const [start, end, , newest] = one;
       const [left, wide] = [this.x(start), Math.max(this.x(end) - this.x(start), 1)];
-      const y = track.name === "swap" || isStill ? top + 3 : top + 3 + level * tall;
-      const high = track.name === "swap" || isStill ? LANE - 6 : Math.max(tall - 1, 1);
-      pen.fillStyle = isStill ? this.hatch : track.name === "swap" ? SWAP : colourOf(newest);
-      pen.fillRect(left, y, track.name === "swap" ? Math.max(wide, 2) : wide, high);
-      const label = track.name === "swap" ? "s" : newest >= 0 && high > 9 ? `v${newest}` : "";
-      if (label && (track.name === "swap" || wide > 26)) {
-        pen.fillStyle = track.name === "swap" ? SWAP : "#16202b";
-        pen.fillText(label, Math.max(left, LEFT) + 4, track.name === "swap" ? top + 8 : y + high / 2);
+      const y = isSwap || isStill ? top + 3 : top + 3 + level * tall;
+      const high = isSwap && areMany ? SWAP_HIGH : isSwap || isStill ? LANE - 6 : Math.max(tall - 1, 1);
+      pen.fillStyle = isStill ? this.hatch : isSwap ? SWAP : colourOf(newest);
+      pen.fillRect(left, y, isSwap ? Math.max(wide, 2) : wide, high);
+      const label = isSwap ? !areMany && "s" : newest >= 0 && high > 9 && wide > 26 && `v${newest}`;
+      if (label) {
+        pen.fillStyle = isSwap ? SWAP : "#16202b";
+        pen.fillText(label, Math.max(left, LEFT) + 4, isSwap ? top + 8 : y + high / 2);
       }
       this.hits.push([left, left + Math.max(wide, 2), y, y + high, track, one]);
     }
@@ -198,7 +201,11 @@ class Timeline {
     track.busy.forEach((share, i) => {
       if (!share) return;
       const high = (LANE - 6) * (isStill ? 1 : share / most);
-      pen.fillStyle = isStill ? this.hatch : track.name === "swap" ? SWAP : colourOf(track.version[i]);
+      if (track.name === "swap") {
+        pen.fillStyle = SWAP;
+        return pen.fillRect(LEFT + i * wide, top + 3, Math.max(wide, 1), SWAP_HIGH);
+      }
+      pen.fillStyle = isStill ? this.hatch : colourOf(track.version[i]);
       pen.fillRect(LEFT + i * wide, top + LANE - 3 - high, wide + 0.5, high);
     });
     if (isStill || track.name === "swap") return;

@@ -44,6 +44,13 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     for member in members:
         assert set(member.parts) == {"answer_match", "taste"}
         assert member.reward == pytest.approx(member.parts["answer_match"] + 0.1 * member.parts["taste"])
+    assert reports[-1].metrics.keys() >= {
+        "data/truncated_fraction", "time/generate_mean_s", "time/score_mean_s", "weights/fetch_ms", "reward_part/answer_match",
+        "reward_part/taste", "process/generated_tokens/generator-0",
+    }  # fmt: skip
+    starts = {span["process"] for span in map(json.loads, (run.run_folder / "spans.jsonl").read_text().splitlines())
+              if span.get("attributes", {}).get("why") == "its start"}  # fmt: skip
+    assert starts == {"learner", "reward-0", "inference-0", "generator-0"}
     # At version 0 the learner is the reference, so the worker's numbers must be its own; later they are not.
     divergence = [report.metrics["kl/reference_mean"] for report in reports]
     assert divergence[0] == pytest.approx(0.0, abs=1e-8)
@@ -145,6 +152,32 @@ def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
     with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
         asyncio.run(start())
     assert (tmp_path / "tiny" / "model").is_dir()
+
+
+async def _said(run: asyncrl.Run, rule: str, what: str, after: int = 0) -> int:
+    """Wait until the run says of a rule's alarm that it is raised (its advice) or `is over`; return the event's number."""
+    async for event in run.events("alarm", after=after):
+        if event.subject == rule and what in event.text:
+            return event.seq
+    pytest.fail(f"{rule} was not raised, or not over")
+
+
+async def test_advice_that_is_followed_ends_the_alarm(tiny, tmp_path):
+    """A reward that reads nothing is mended; a learning rate that takes the policy away from its samples is lowered."""
+    (tmp_path / "half_done.py").write_text(
+        "from pathlib import Path\n"
+        f"MENDED = Path({str(tmp_path / 'mended')!r})\n"
+        "def half_done(prompt, text):\n    return float(MENDED.exists() and sum(map(ord, text)) % 5)\n"
+    )
+    rewards = [{"kind": "python", "path": f"{tmp_path / 'half_done.py'}:half_done"}]
+    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=rewards, learner__learning_rate=0.05)) as run:
+        raised = await _said(run, "reward.equal", "does the reward read the answer's form?")
+        (tmp_path / "mended").touch()
+        await _said(run, "reward.equal", "is over", raised)
+        raised = await _said(run, "off_policy.drift", "lower learner.learning_rate")
+        await run.change({"learner.learning_rate": 1e-7})
+        await _said(run, "off_policy.drift", "is over", raised)
+        await run.drain()
 
 
 async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from asyncrl.buffer.ledger.records import (
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.observe.alarms import RULES
 from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.samples import (
     CLIPPED,
@@ -82,8 +84,41 @@ HEADINGS = {
     "/run/tiny/timeline": "tiny: timeline",
     "/run/tiny/samples": "tiny: samples",
     "/run/tiny/logs": "tiny: logs",
+    "/run/tiny/alarms": "tiny: alarms",
+    "/run/tiny/ledger": "tiny: ledger",
+    "/compare/tiny,copied": "Compare 2 runs",
     "/": "Runs",
 }
+NAMED_ROLES = {"button", "link", "textbox", "searchbox", "spinbutton", "combobox", "checkbox", "listbox", "application", "image",
+               "region", "table", "dialog", "navigation"}  # fmt: skip
+"""What a screen reader announces needs a name."""
+FAINT = """() => {
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+    const over = (layers) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const layer of layers) { canvas.fillStyle = layer; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+    const light = (rgb) => {
+        const [r, g, b] = rgb.map((one) => linear(one / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const found = new Map();
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement;
+        const isOff = element.closest(":disabled, noscript, option");
+        if (!walker.currentNode.textContent.trim() || isOff || !element.checkVisibility()) continue;
+        const grounds = [];
+        for (let one = element; one; one = one.parentElement) grounds.unshift(getComputedStyle(one).backgroundColor);
+        const [a, b] = [light(over(["#fff", ...grounds])), light(over([getComputedStyle(element).color]))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) found.set(`${element.tagName}.${element.className}`, ratio.toFixed(2));
+    }
+    return [...found];
+}"""
+"""Texts whose contrast to what is behind them is under 4.5 to 1."""
 
 
 async def accept(dialog) -> None:
@@ -223,7 +258,10 @@ def recorded(tmp_path) -> Path:
         events.write(
             RunEvent(seq=1, time_s=1.0, kind="phase", subject="running", version=0),
             RunEvent(seq=2, time_s=2.0, kind="death", subject="generator-0", text="exit -9", version=3),
-            RunEvent(seq=3, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
+            RunEvent(seq=3, time_s=2.1, kind="alarm", subject="off_policy.ess", text="is 0.1: lower the bound", version=3),
+            RunEvent(seq=4, time_s=2.5, kind="alarm", subject="reward.equal", text="look at a sample", version=4),
+            RunEvent(seq=5, time_s=2.6, kind="alarm", subject="off_policy.ess", text="off_policy.ess is over", version=5),
+            RunEvent(seq=6, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
         )
     with contextlib.closing(JsonLines(folder / SECONDS_FILE)) as seconds:
         values = [{"idle/learner": source.random(), "memory/resident_gb/learner": source.random()} for _ in range(100)]
@@ -276,7 +314,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert shown["Staleness, versions: bound"] == 2
         assert shown["Off-policy: effective sample size, clipped: ess"] == newest.metrics["ratio/ess"]
         assert shown["Off-policy: KL, nat: k1"] == newest.metrics["kl/k1"]
-        assert shown["Weight sync, ms: sync"] == newest.weight_sync_ms
+        assert shown["Weights, ms: sync"] == newest.weight_sync_ms
         assert shown["Held-out evaluations: accuracy"] == evals[-1].accuracy
         await page.get_by_role("heading", name="Over seconds, since 2001-09-09 01:46:40Z").wait_for()
         shown, second = await numbers(page), list(read_lines(recorded / SECONDS_FILE, SecondReport))[-1].values
@@ -293,6 +331,15 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert every == {k: v for k, v in {**plain, **newest.metrics}.items() if isinstance(v, (int, float))}
         assert not await page.get_by_role("button", name="Pause").count()
 
+        await page.get_by_role("link", name="reward.equal").click()  # it stands, so the run's page says it
+        assert [row[:2] + row[3:4] + row[5:] for row in await rows_of_table(page, "Raised, newest first")] == [
+            ["reward.equal", "error", "4", "", "look at a sample"],
+            ["off_policy.ess", "warning", "3", "5", "is 0.1: lower the bound"],
+        ]  # fmt: skip
+        rules = {row[0]: row[2:] for row in await rows_of_table(page, "Rules")}
+        assert rules == {
+            rule.name: [rule.meets, f"{rule.needed} of {rule.of}", rule.source, rule.advice, "goes on"] for rule in RULES
+        }
         await page.get_by_role("link", name="ledger").click()
         with LedgerReader(recorded) as ledger:
             counts = ledger.counts()
@@ -319,6 +366,8 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert [row[:1] + row[2:4] for row in await rows_of_table(page, "What happened, newest first")] == [
             [str(event.seq), event.kind, event.subject] for event in reversed(events)
         ]
+        await page.get_by_label("Show").select_option("death")
+        await expect(page.locator("tbody tr:visible")).to_have_count(1)
         await page.get_by_role("link", name="config").click()
         assert await page.get_by_label("Config, TOML").text_content() == (recorded / "config.toml").read_text()
         await page.get_by_role("link", name="logs").click()
@@ -332,6 +381,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
             await page.get_by_label(f"Compare {name}").check()
         await page.get_by_role("button", name="Compare").click()
         await page.get_by_role("heading", name="Compare 2 runs").wait_for()
+        await expect(page.locator("figure canvas")).to_have_count(4)  # drawn, not only told
         samples = [step.metrics["data/samples"] for step in steps]
         spans = {"steps": 5.0, "samples trained": sum(samples), "seconds since the first step": newest.time_s - steps[0].time_s}
         for over, last in spans.items():
@@ -514,8 +564,9 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
         assert not await page.locator("main script, main img").count()
 
 
-async def test_the_keyboard_reaches_everything(page, recorded):
-    async with viewed(page, recorded) as url:
+async def test_the_keyboard_and_a_screen_reader_reach_everything(page, recorded, tmp_path):
+    devtools = await page.context.new_cdp_session(page)
+    async with viewed(page, recorded, shutil.copytree(recorded, tmp_path / "copied")) as url:
         await page.goto(url)
         await page.get_by_role("link", name="tiny").wait_for()
         for path, heading in HEADINGS.items():
@@ -527,10 +578,13 @@ async def test_the_keyboard_reaches_everything(page, recorded):
             if path == "/run/tiny":
                 await page.get_by_role("heading", name="Over seconds").wait_for()
             wanted = await page.locator(REACHABLE).count()
-            await page.evaluate("() => { document.activeElement?.blur(); window.reached = new Set() }")
+            await page.evaluate("() => { document.activeElement?.blur(); scrollTo(0, 0); window.reached = new Set() }")
             for _ in range(wanted + 2):
                 await page.keyboard.press("Tab")
                 await page.evaluate("() => reached.add(document.activeElement)")
+            jumps = await page.evaluate("""() => [...reached].filter((one) => one !== document.body).filter((one, i, all) => i > 0
+                && one.id !== "skip" && all[i - 1].compareDocumentPosition(one) & Node.DOCUMENT_POSITION_PRECEDING).length""")
+            assert jumps == 0, path  # the focus goes as the page reads
             missed = await page.eval_on_selector_all(
                 REACHABLE, "all => all.filter(one => !reached.has(one) && one.checkVisibility()).map(one => one.outerHTML)"
             )
@@ -539,3 +593,16 @@ async def test_the_keyboard_reaches_everything(page, recorded):
                 REACHABLE, "all => all.filter(one => !(one.labels?.length || one.ariaLabel || one.textContent)).length"
             )
             assert not unnamed, path
+            told = [node for node in (await devtools.send("Accessibility.getFullAXTree"))["nodes"] if not node["ignored"]]
+            unnamed = [node for node in told if node["role"]["value"] in NAMED_ROLES and not node.get("name", {}).get("value")]
+            assert not unnamed, path
+            assert {"main", "navigation", "banner"} <= {node["role"]["value"] for node in told}, path
+            levels = [
+                int(each.removeprefix("H"))
+                for each in await page.eval_on_selector_all("h1, h2, h3", "all => all.map(one => one.tagName)")
+            ]
+            assert levels.count(1) == 1, path
+            assert all(after - before <= 1 for before, after in itertools.pairwise(levels)), path
+            for scheme in ("light", "dark"):
+                await page.emulate_media(color_scheme=scheme)
+                assert await page.evaluate(FAINT) == [], (path, scheme)

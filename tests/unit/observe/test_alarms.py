@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from asyncrl.config.run import AlarmRule
-from asyncrl.observe.alarms import RULES, Alarms
-from asyncrl.observe.steps import StepReport
+from asyncrl.observe.alarms import RULES, Alarms, Raised, raised_in
+from asyncrl.observe.steps import RunEvent, StepReport
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "observability.md"
 HEALTHY = {
@@ -17,6 +17,8 @@ HEALTHY = {
     "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
+    "weights/probe_error": 1e-5, "weights/blocked_ms": 2.0, "kl/k1": 0.01, "ratio/chi2_token": 0.05, "ratio/correction_std": 0.1,
+    "time/generate_mean_s": 0.1, "time/score_mean_s": 0.01,
     "bias/flagged": 0.0, "disk/free_gb": 100.0, "memory/available_gb": 10.0, "memory/peak_share": 0.5,
 }  # fmt: skip
 
@@ -48,7 +50,19 @@ def filling(name):
     return of_step
 
 
+def uneven(step):
+    """Steps ten seconds long, of three generators of which one makes a third of what the others do."""
+    made = {f"process/generated_tokens/generator-{i}": 100.0 * (step - 60) * (1 if i else 1 / 3) for i in range(3)}
+    return msgspec.structs.replace(report(step, **made), time_s=60 * 0.2 + 10.0 * (step - 60))
+
+
 TROUBLE = {
+    "weights.wrong": lambda step: report(step, **{"weights/probe_error": 0.5}),
+    "weights.blocked": lambda step: report(step, **{"weights/blocked_ms": 50.0}),
+    "off_policy.drift": lambda step: report(step, **{"kl/k1": -0.2}),
+    "length.grows": lambda step: report(step, **{"data/response_tokens_mean": 9.0}),
+    "generation.uneven": uneven,
+    "score.slow": lambda step: report(step, **{"time/score_mean_s": 0.2, "idle/learner": 0.3}),
     "disk.full": filling("disk/free_gb"),
     "memory.full": filling("memory/available_gb"),
     "weights.mismatch": lambda step: report(step, **{"mismatch/kl_k3": 0.02}),
@@ -94,7 +108,45 @@ def test_an_open_step_is_told_once_and_the_next_step_ends_it():
     assert [(alarm.rule, alarm.is_over) for alarm in told] == [("stall.early", False)]
     assert waiting in told[0].text
     assert [(alarm.rule, alarm.is_over) for alarm in alarms.take(report(60, 0.95))] == [("stall.early", True)]
-    assert set(TROUBLE) | {"stall.early"} == {rule.name for rule in RULES}
+    assert set(TROUBLE) | {"stall.early", "reward.hollow"} == {rule.name for rule in RULES}
+
+
+def evaluated(alarms, told, step, reward, accuracy):
+    for one in range(step, step + 10):
+        told += alarms.take(report(one, reward))
+    alarms.take_evaluation(accuracy)
+
+
+def test_a_reward_that_goes_up_while_answers_get_worse_is_hollow_and_mended_ends_it():
+    alarms, told = Alarms(groups_per_step=8), []
+    for step, (reward, accuracy) in enumerate([(0.4, 0.4), (0.5, 0.5), (0.6, 0.43), (0.7, 0.42), (0.8, 0.41)]):
+        evaluated(alarms, told, 10 * step, reward, accuracy)
+    assert told == []
+    evaluated(alarms, told, 50, 0.8, 0.5)
+    told += alarms.take(report(60, 0.8))
+    assert [(alarm.rule, alarm.is_over) for alarm in told] == [("reward.hollow", False), ("reward.hollow", True)]
+
+
+def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward():
+    alarms, told = Alarms(groups_per_step=8), []
+    for step, accuracy in enumerate([0.6, 0.2, 0.2]):
+        evaluated(alarms, told, 10 * step, 0.5, accuracy)
+    assert [alarm.rule for alarm in told] == ["reward.collapse"]
+
+
+def test_alarms_are_told_again_from_the_events_of_a_run():
+    def event(seq, subject, text="", kind="alarm"):
+        return RunEvent(seq=seq, time_s=float(seq), kind=kind, subject=subject, text=text, version=10 * seq)
+
+    events = [
+        event(1, "starting", kind="phase"), event(2, "disk.full", "make room"), event(3, "bias", "wait"),
+        event(4, "bias", "bias is over"),
+        event(5, "starting", kind="phase"), event(6, "of.another.version", "do"),
+    ]  # fmt: skip
+    assert raised_in(events) == [
+        Raised("disk.full", "warning", 2.0, 20, "make room", 5.0, 50), Raised("bias", "warning", 3.0, 30, "wait", 4.0, 40),
+        Raised("of.another.version", "warning", 6.0, 60, "do"),
+    ]  # fmt: skip
 
 
 def test_quick_steps_have_half_a_minute():
@@ -111,7 +163,7 @@ def test_a_run_that_learns_raises_nothing():
 
 def test_one_odd_step_raises_nothing():
     steps = healthy()
-    odd = {name: value for make in TROUBLE.values() for name, value in make(30).metrics.items() if HEALTHY[name] != value}
+    odd = {name: value for make in TROUBLE.values() for name, value in make(30).metrics.items() if HEALTHY.get(name) != value}
     steps[30] = report(30, 0.1, **odd)
     assert raised(steps) == []
 

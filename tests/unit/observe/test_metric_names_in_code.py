@@ -35,3 +35,16 @@ def test_names_in_code_are_in_the_table() -> None:
         if path.name != "metrics.py" and (unknown := unknown_names(names_in(path.read_text(encoding="utf-8")))):
             strangers[str(path.relative_to(PACKAGE))] = unknown
     assert not strangers, f"add rows to observe/metrics.py for {strangers}"
+
+
+MADE = re.compile(
+    r".*_by_staleness/\*|(reward|advantage)/(mean|std|max|min)|bias/.*_(low|high)|eval/accuracy|(dropped|failed|deaths)/\*"
+)
+"""Names that code puts together from parts."""
+
+
+def test_every_row_of_the_table_is_written_by_somebody() -> None:
+    rows = {name.removesuffix("*") for name in METRICS if not MADE.fullmatch(name)}
+    readers = {PACKAGE / "observe" / name for name in ("metrics.py", "alarms.py")}
+    code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path not in readers)
+    assert not [name for name in sorted(rows) if name not in code], "nobody writes these; an alarm over one is never raised"

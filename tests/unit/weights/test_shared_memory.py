@@ -2,7 +2,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,9 @@ def announcement(version, location):
 
 
 def fetch(tmp_path, version, location):
-    reader = SharedMemoryReader(tmp_path)
-    return reader.fetch(announcement(version, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
+    lease = SharedMemoryReader(tmp_path).lease(announcement(version, location))
+    lease.check()
+    lease.release()
 
 
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -38,6 +38,8 @@ WHAT_TO_DO = {
     errno.EDQUOT: "; make room, or have the quota raised",
     errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
     errno.EROFS: "; copy the folder to where it can be written",
+    errno.EIO: "; the disk, or the server it is on, has failed",
+    errno.EMFILE: "; raise the limit on open files (ulimit -n)",
 }
 CONTROLLER_END_S = 60.0
 """For the controller of a run that has ended to end too."""
@@ -505,7 +507,7 @@ def simulate_run(
     from asyncrl.plan.simulator.measured import scenario_of_run
     from asyncrl.plan.simulator.scenario import Scenario
 
-    scenario = scenario_of(scenario_of_run(from_run) if from_run else Scenario(), overrides)
+    scenario = scenario_of(scenario_of_run(_newest(from_run)) if from_run else Scenario(), overrides)
 
     def show(value: str, step: int, num_steps: int) -> None:
         """Rewrite one line on the terminal; it is empty once the last step is done."""
@@ -562,14 +564,24 @@ def main() -> None:
         print(f"asyncrl: {error}{_file_size_limit()}", file=sys.stderr)
         sys.exit(FAILED if isinstance(error, RunError) else WRONG_INPUT)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(FAILED)
     except OSError as error:
+        if error.filename is None and error.errno == errno.ENOENT:
+            print("asyncrl: the working directory is gone: change to another", file=sys.stderr)
+            sys.exit(WRONG_INPUT)
         if error.filename is None and error.errno not in WHAT_TO_DO:
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"asyncrl: {where}{error.strerror}{WHAT_TO_DO.get(error.errno or 0, '')}", file=sys.stderr)
         sys.exit(FAILED)
+
+
+def _discard_output(*more: TextIO) -> None:
+    """Have what is said from now on, and what is still kept back, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, *more):
+        os.dup2(nowhere, stream.fileno())
 
 
 def _file_size_limit() -> str:
@@ -636,6 +648,10 @@ def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
                     if len(asked) > 1:
                         return None  # it was ended before it could say how
                     raise
+                except OSError as error:  # a pipe that nobody reads, a full disk below a log
+                    _discard_output()
+                    stopped = f"what the run says cannot be written ({error.strerror}): it was stopped; "
+                    raise RunError(f"{stopped}`asyncrl resume {run.run_folder}` goes on") from error
 
     status, folder = asyncio.run(follow()), run.run_folder
     if detach:
@@ -652,7 +668,10 @@ def _exit_by(status: RunStatus | None, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _interrupts(run: Run) -> Iterator[list[asyncio.Task[Any]]]:
-    """Map the first SIGINT or SIGTERM to drain and the second to the end within two seconds; yield what was asked."""
+    """Map the first SIGINT or SIGTERM to drain and the second to the end within two seconds; yield what was asked.
+
+    A terminal that is closed (SIGHUP) counts as the first, unless that is to be ignored (nohup).
+    """
     loop = asyncio.get_running_loop()
     asked: list[asyncio.Task[Any]] = []
 
@@ -666,12 +685,20 @@ def _interrupts(run: Run) -> Iterator[list[asyncio.Task[Any]]]:
               if first else "\nending at once", file=sys.stderr)  # fmt: skip
         asked.append(loop.create_task(drain() if first else run.end_now()))
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ask)
+    def hang_up() -> None:
+        _discard_output(sys.stderr)
+        if not asked:
+            ask()
+
+    handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handlers[signal.SIGHUP] = hang_up
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield asked
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handlers:
             loop.remove_signal_handler(number)
         for task in asked:
             task.cancel()

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar
@@ -28,13 +28,14 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import Overrides, dump_config, resolve_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import ControllerProcess, live_controller
+from asyncrl.control.launch.controller_process import ControllerProcess, find_controllers, live_controller
 from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
 from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import check_user_functions, path_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
+from asyncrl.folders import lock_folder, write_whole
 from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
 from asyncrl.reward.caller import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
@@ -383,20 +384,20 @@ class Run(RunClient):
         if self._http is not None:
             raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
         await asyncio.to_thread(check_user_functions, self.config)
-        self._prepare_folder()
-        self._controller = ControllerProcess(self.config, self.run_folder)
-        said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
-        try:
-            await self._controller.start(self._environment if self._detached else None)
-            async with asyncio.timeout(START_TIMEOUT_S):
-                endpoint = await self._controller.endpoint()
-        except TimeoutError as error:
-            await self._controller.end(late=True)
-            late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
-            raise LaunchError(late) from error
-        except BaseException:
-            await self._controller.end()
-            raise
+        with self._prepared_folder():
+            self._controller = ControllerProcess(self.config, self.run_folder)
+            said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
+            try:
+                await self._controller.start(self._environment if self._detached else None)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    endpoint = await self._controller.endpoint()
+            except TimeoutError as error:
+                await self._controller.end(late=True)
+                late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
+                raise LaunchError(late) from error
+            except BaseException:
+                await self._controller.end()
+                raise
         if endpoint is None:
             await self._controller.end()
             # A controller that ended itself has said why; one that was killed may well start the next time.
@@ -444,13 +445,38 @@ class Run(RunClient):
             pass
         return await self.status()
 
-    def _prepare_folder(self) -> None:
+    @contextlib.contextmanager
+    def _prepared_folder(self) -> Iterator[None]:
+        """Write the run's folder and config, and hold the folder's lock while the run starts: of several starts one goes on."""
         if faults := [*path_faults(self.config, resumed=self._resumed), *wrong_kinds(self.run_folder)]:
             raise ConfigError("; ".join(faults))
         check_phase_room(self.config)
-        config_file = self.run_folder / "config.toml"
-        if is_live(self.run_folder):
+        try:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            self.run_folder.chmod(0o700)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            lock = lock_folder(self.run_folder)
+        except BlockingIOError as error:
+            starts = f"{self.run_folder} is being started by another process; `asyncrl attach {self.run_folder}` follows it"
+            raise LaunchError(starts) from error
+        except OSError:
+            lock = -1  # a file system without locks
+        try:
+            self._prepare_folder()
+            yield
+        finally:
+            if lock >= 0:
+                os.close(lock)
+
+    def _unwritable(self, error: OSError) -> LaunchError:
+        return LaunchError(f"cannot write {self.run_folder}: {_full_disk(self.run_folder) or error.strerror}")
+
+    def _prepare_folder(self) -> None:
+        if find_controllers(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
+        config_file = self.run_folder / "config.toml"
         if config_file.exists() and not self._resumed:
             if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
                 raise ConfigError(
@@ -461,19 +487,14 @@ class Run(RunClient):
             for path in self.run_folder.glob("ledger.sqlite*"):
                 path.unlink()
             shutil.rmtree(self.run_folder / "model", ignore_errors=True)
-        said, aside = "".join(f"{choice}\n" for choice in self._choices), config_file.with_name("config.toml.partial")
         try:
-            self.run_folder.mkdir(parents=True, exist_ok=True)
-            self.run_folder.chmod(0o700)
-            # Whole, or as it was: a run whose config is cut short cannot be resumed.
-            aside.write_text("".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config), encoding="utf-8")
-            aside.replace(config_file)
+            # A run whose config is cut short cannot be resumed.
+            write_whole(config_file, "".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config))
             (self.run_folder / "logs").mkdir(exist_ok=True)
             with (self.run_folder / CONTROLLER_LOG).open("a", encoding="utf-8") as log:
-                log.write(said)
+                log.write("".join(f"{choice}\n" for choice in self._choices))
         except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise LaunchError(f"cannot write {config_file}: {_full_disk(self.run_folder) or error.strerror}") from error
+            raise self._unwritable(error) from error
 
     async def _leave(self, *, polite: bool) -> None:
         try:

@@ -1,7 +1,8 @@
-"""Temporary folders that are removed by the process that made them, or, where it was killed, when the next one starts.
+"""Temporary folders that go with the process that made them; locks of folders; files that are written whole.
 
-A folder is locked by the process that made it. The lock goes with that process, however it ends, and so tells a folder in use
-from one that was left. Where a file system has no locks, what was left stays.
+A temporary folder is removed by the process that made it, or, where that was killed, when the next one starts. It is locked until
+then. The lock goes with the process, however it ends, and so tells a folder in use from one that was left. Where a file system
+has no locks, what was left stays.
 
 Invariant: a folder whose owner lives is removed by nobody else.
 """
@@ -63,8 +64,39 @@ def sweep(prefix: str, parent: Path, clear: Callable[[Path], None] = lambda _: N
             _remove_left(path, clear)
 
 
+def lock_folder(path: Path) -> int:
+    """Return a handle that holds a folder's lock until it is closed.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+        OSError: It is no folder, or its file system has no locks.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file whole and onto the disk; where that fails, or the power does, it is as it was."""
+    aside = path.with_name(f"{path.name}.partial")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
 def _remove_left(path: Path, clear: Callable[[Path], None]) -> None:
-    lock = _locked(path)
+    lock = lock_folder(path)
     try:
         if os.fstat(lock).st_uid == os.geteuid():
             clear(path)
@@ -78,7 +110,7 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
-            lock = _locked(path)
+            lock = lock_folder(path)
         except (BlockingIOError, FileNotFoundError):
             continue
         except OSError:
@@ -86,14 +118,3 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
         if path.exists():
             return path, lock
         os.close(lock)
-
-
-def _locked(path: Path) -> int:
-    """Return a handle that holds a folder's lock. Raises OSError where another does, or it is no folder."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle

@@ -40,6 +40,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -363,6 +364,12 @@ def main() -> None:
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong
         code = wrong
+    except OSError as error:
+        if error.filename is None:
+            raise
+        traceback.print_exc()
+        print(f"asyncrl: {error.filename}: {error.strerror}", file=sys.stderr)  # noqa: T201 - as above
+        code = EXIT_FAILED
     sys.exit(code)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.folders import write_whole
 
 Settings = dict[str, float | int | None]
 
@@ -144,9 +145,8 @@ def write_revision(run_folder: Path, revision: int, config: RunConfig, what: str
         OSError: The folder cannot be written; config.toml is as it was.
     """
     file, kept = run_folder / "config.toml", run_folder / "revisions"
-    before, aside = file.read_text(encoding="utf-8"), run_folder / "config.toml.partial"
+    before = file.read_text(encoding="utf-8")
     heading = [line for line in before.splitlines(keepends=True) if line.startswith("#")]
     kept.mkdir(exist_ok=True)
-    aside.write_text("".join(heading) + f"# revision {revision + 1} {what}\n" + dump_config(config), encoding="utf-8")
     (kept / f"{revision}.toml").write_text(before, encoding="utf-8")
-    aside.replace(file)
+    write_whole(file, "".join(heading) + f"# revision {revision + 1} {what}\n" + dump_config(config))

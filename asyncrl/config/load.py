@@ -74,13 +74,12 @@ def resolve_config(
         set_value(raw, key, value, given)
     try:
         checked = msgspec.convert(raw, RunConfig)
+        encoded = msgspec.json.encode(checked)
     except msgspec.ValidationError as error:
         steps, _, said = fault_of(error, raw)
         place = ".".join(map(str, steps))
         at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
         raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
-    try:
-        encoded = msgspec.json.encode(checked)
     except UnicodeEncodeError as error:
         raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
     for _, fault in faults_of(checked):
@@ -170,7 +169,7 @@ def read_config_text(path: Path) -> str:
         ConfigError: It cannot be read, or is not UTF-8.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
     except OSError as error:
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.toml")))
         raise ConfigError(f"cannot read config {path}: {error.strerror}; shipped, by name, are {shipped}") from error
@@ -188,9 +187,12 @@ def read_toml(given: str | Path) -> dict[str, Any]:
     path = find_config(given)
     text = read_config_text(path)
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a plain ValueError
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    if not tables:  # of a run that is resumed: it would go on as another one
+        raise ConfigError(f"{path} says nothing: it is empty, or was cut short")
+    return tables
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def _override(text: str) -> tuple[str, Any, str]:
         raise ConfigError(f"--set takes a.b=value, got {text!r}")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         parsed = value
     return key.strip(), parsed, f"--set {text}"
 

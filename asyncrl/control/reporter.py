@@ -28,6 +28,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
 from asyncrl.control.stall_detector import Wait
+from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.decisions.bias import INTENDED, SelectionBias
@@ -428,11 +429,14 @@ class Reporter:
                 closing.callback(open_one.close)
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close)
-        if self._config.observe.trace:
-            await asyncio.to_thread(sp.write_trace, run_folder)
-        if self.steps:
-            report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
-            await asyncio.to_thread(report.write_report, run_folder)
+        try:
+            if self._config.observe.trace:
+                await asyncio.to_thread(sp.write_trace, run_folder)
+            if self.steps:
+                report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
+                await asyncio.to_thread(report.write_report, run_folder)
+        except ConfigError as error:  # a file of another version: the run itself is done
+            log.warning("no pictures: %s; `asyncrl report %s` draws them", error, run_folder)
 
 
 def _lengths(counts: Iterable[VersionCounts]) -> list[int]:

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError, first_fault
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
 from asyncrl.schema.status import ENDED, OVER_LIMIT, RunStatus
 
@@ -138,6 +138,20 @@ _PHASE_STYLE = {
 }
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it handles that error, and would end the process
+
+
+@contextlib.contextmanager
+def _as_first_fault() -> Iterator[None]:
+    """Raise a task group's first error in place of the group."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise (first_fault(group) or group) from group
+
+
 class Followed(Protocol):
     """What can be followed: `asyncrl.Run`, or what `asyncrl.connect` returns."""
 
@@ -169,8 +183,9 @@ async def follow_run(
 
     Raises:
         RunError: The run failed; the message is its reason.
+        OSError: What is said cannot be written.
     """
-    console, clock = console or Console(highlight=False), clock or SystemClock()
+    console, clock = console or _Output(highlight=False), clock or SystemClock()
     view, failure = RunView(), None
     live = None if plain else Live(Text("starting"), console=console, auto_refresh=False)
     say = partial(console.print, markup=False, soft_wrap=True)  # text as it is
@@ -197,7 +212,7 @@ async def follow_run(
                 await look()
                 await clock.sleep(REFRESH_S)
 
-    with live or contextlib.nullcontext():
+    with _as_first_fault(), live or contextlib.nullcontext():
         async with asyncio.TaskGroup() as group:
             polling = group.create_task(poll(), name="display-poll")
             try:
@@ -217,25 +232,27 @@ async def follow_run(
 
 def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
     """Return what a user wants to know at the end of a run: accuracy, pictures, checkpoint, outcome."""
-    evals = read_evals(run_folder)
     lines = []
-    if len(evals) > 1:
-        first, last = evals[0], evals[-1]
-        (name, before), (_, after) = first.headline, last.headline
-        lines.append(
-            f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
-            f"{last.num_samples} samples each"
-        )
     steps, drawn = run_folder / STEPS_FILE, {name: run_folder / f"{name}.png" for name in ("reward", "timeline")}
     try:
+        evals = read_evals(run_folder)
+        if len(evals) > 1:
+            first, last = evals[0], evals[-1]
+            (name, before), (_, after) = first.headline, last.headline
+            lines.append(
+                f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
+                f"{last.num_samples} samples each"
+            )
         # The controller has drawn them at the end, unless it was killed; matplotlib is slow to import.
         if not steps.exists():
             drawn = {}
         elif any(not path.exists() or path.stat().st_mtime_ns < steps.stat().st_mtime_ns for path in drawn.values()):
             drawn = importlib.import_module("asyncrl.observe.report").write_report(run_folder)
         lines += [f"{name:<12}{path}" for name, path in drawn.items()]
-    except OSError as error:
-        lines.append(f"no pictures: {error.strerror}; `asyncrl report {run_folder}` draws them")
+    except (OSError, ConfigError) as error:
+        lines.append(
+            f"no pictures: {error.strerror if isinstance(error, OSError) else error}; `asyncrl report {run_folder}` draws them"
+        )
     if status is not None and status.checkpoint:
         lines.append(f"{'checkpoint':<12}{status.checkpoint}")
     if status is not None and status.phase in ENDED:

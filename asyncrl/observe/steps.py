@@ -14,6 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from asyncrl.errors import ConfigError
+
 STEPS_FILE = "steps.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -161,16 +163,18 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     Lines that are not JSON are left out: a writer that was killed tears its last one, and another may have gone on behind it.
 
     Raises:
-        msgspec.ValidationError: A line is JSON and not of this kind.
+        ConfigError: A line is JSON and not of this kind: the file is another's, or of another version.
     """
     decoder = msgspec.json.Decoder(kind)
     for part in (set_behind(path), path):
         with part.open("rb") if part.exists() else io.BytesIO() as file:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 try:
                     row = decoder.decode(line) if line.endswith(b"\n") else None
-                except msgspec.ValidationError:
-                    raise
+                except msgspec.ValidationError as error:
+                    raise ConfigError(
+                        f"{part}, line {number}, is not what this version writes there: {error}; move the file away"
+                    ) from error
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     row = None
                 if row is not None:

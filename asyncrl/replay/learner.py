@@ -148,7 +148,8 @@ class LearnerReplay:
             content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
             return msgspec.msgpack.decode(content, type=RecordedStep)
         except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"{path} is damaged: {error}; the steps before it replay with --until {step - 1}") from error
+            before = f"; the steps before it replay with --until {step - 1}" if step else ""
+            raise ConfigError(f"{path} is damaged: {error}{before}") from error
 
     def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
         recorded = self.recorded(step)

@@ -127,10 +127,7 @@ def read_results(path: Path) -> list[CellResult]:
     Raises:
         ConfigError: A line is not one of results, or a cell is there twice.
     """
-    try:
-        lines = list(read_lines(path, CellResult))
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is no file of results of this version: {error}") from error
+    lines = list(read_lines(path, CellResult))
     cells = [(line.arm, line.seed) for line in lines]
     if twice := {cell for cell in cells if cells.count(cell) > 1}:
         raise ConfigError(f"{path} has {', '.join(f'{arm} seed {seed}' for arm, seed in sorted(twice))} twice; take one line out")

@@ -54,7 +54,7 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
         ConfigError: The file cannot be read, or a line is not a JSON object.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"cannot read task file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -152,7 +152,7 @@ def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, RuntimeError) as error:
-        raise ConfigError(f"cannot open the tokenizer in {folder}: {error}") from error
+        raise ConfigError(f"cannot open the tokenizer in {folder}: {str(error).strip().splitlines()[0]}") from error
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401

@@ -113,7 +113,8 @@ FILES = (
 @pytest.mark.parametrize("name", [*FILES, "checkpoints", "model", "keys", "logs"])
 def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anything_is_started(tmp_path, name):
     config = parse_config({"folder": str(tmp_path), "name": "r"})
-    Run(config)._prepare_folder()
+    with Run(config)._prepared_folder():
+        pass
     path = tmp_path / "r" / name
     if name in FILES:
         path.mkdir(parents=True)
@@ -121,4 +122,4 @@ def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anythi
         shutil.rmtree(path, ignore_errors=True)
         path.write_text("x")
     with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
-        Run(config, resume=tmp_path / "r")._prepare_folder()
+        Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()

@@ -273,6 +273,8 @@ class RunClient:
         folder = self.run_folder
         if is_live(folder):
             return RunLostError(f"the run in {folder} does not answer; its controller is alive: see {folder}/logs")
+        if not folder.exists():
+            return RunLostError(f"{folder} was moved or removed while the run was live, and its controller has ended")
         reason = _full_disk(folder) or f"{_last_words(folder)}; `asyncrl resume {folder}` goes on with it"
         return RunLostError(f"the run in {folder} is lost, its controller has ended: {reason}")
 
@@ -455,7 +457,7 @@ class Run(RunClient):
             self.run_folder.mkdir(parents=True, exist_ok=True)
             self.run_folder.chmod(0o700)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable(self.run_folder, error) from error
         try:
             lock = lock_folder(self.run_folder)
         except BlockingIOError as error:
@@ -470,8 +472,8 @@ class Run(RunClient):
             if lock >= 0:
                 os.close(lock)
 
-    def _unwritable(self, error: OSError) -> LaunchError:
-        return LaunchError(f"cannot write {self.run_folder}: {_full_disk(self.run_folder) or error.strerror}")
+    def _unwritable(self, path: Path, error: OSError) -> LaunchError:
+        return LaunchError(f"cannot write {path}: {_full_disk(self.run_folder) or error.strerror}")
 
     def _prepare_folder(self) -> None:
         if find_controllers(self.run_folder):
@@ -494,7 +496,7 @@ class Run(RunClient):
             with (self.run_folder / CONTROLLER_LOG).open("a", encoding="utf-8") as log:
                 log.write("".join(f"{choice}\n" for choice in self._choices))
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unwritable(config_file, error) from error
 
     async def _leave(self, *, polite: bool) -> None:
         try:

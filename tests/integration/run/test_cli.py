@@ -163,7 +163,7 @@ def test_a_wrong_config_is_one_clear_line(tmp_path):
     assert answer.returncode == 2
     assert "max_stalenes" in answer.stderr
     assert len(answer.stderr.strip().splitlines()) == 1
-    wrong.write_text("")
+    wrong.write_text("seed = 1\n")
     answer = _asyncrl("run", wrong, "--set", "num_steps=abc")
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1

@@ -165,7 +165,8 @@ async def test_hostile_bodies_are_refused_in_words(service, client, tokens):
     assert huge.status == 400
     for name in ("{x}", "a b", "a?b", "a\nb", 'a"b', "-rf", ".hidden", "%2f", "e\u0301", "a,b"):
         answer = await client.post("/v1/runs", headers=submitter, json={"name": name})
-        assert (answer.status, (await answer.json())["faults"][0]["field"]) == (422, "name"), name
+        assert answer.status == 422, name
+        assert "name" in {fault["field"] for fault in (await answer.json())["faults"]}, name
     assert set(service.records.runs) == {"r"}
 
 

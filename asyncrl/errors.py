@@ -99,6 +99,11 @@ def kind_of(error: BaseException) -> str:
     return f"{name} at {Path(place.filename).name}:{place.lineno}" if place is not None else name
 
 
+def shown(text: str, most: int = MOST_TRACE_CHARS) -> str:
+    """Return what a process or a model said as it can be put on a terminal: its end, without control characters."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in text[-most:])
+
+
 def trace_of(error: BaseException) -> str:
     """Return the traceback as text of UTF-8, at most its last `MOST_TRACE_CHARS` characters."""
     return "".join(traceback.format_exception(error))[-MOST_TRACE_CHARS:].encode("utf-8", "replace").decode()

@@ -300,10 +300,13 @@ class Buffer:
         """Return the message that asks a reward worker for members' scores."""
         return ScoreRequest.of(self._held[group_id].prompt, self.samples(group_id, indices))
 
-    def prompt_ids(self, group_id: int) -> bytes:
-        """Return the token ids of a live group's prompt, as far as they are known: by the task, or by a member's sample."""
+    def prompt_ids(self, group_id: int) -> tuple[bytes, str]:
+        """Return the token ids of a live group's prompt, as far as the task or the generator that is named says."""
         held = self._held[group_id]
-        return held.prompt.token_ids or (next(iter(held.samples.values())).prompt_ids if held.samples else b"")
+        if held.prompt.token_ids or not held.samples:
+            return held.prompt.token_ids, ""
+        first = next(iter(held.samples.values()))
+        return first.prompt_ids, first.generator
 
     def know_vocabulary(self, size: int, now: float) -> list[int]:
         """Refuse token ids from `size` on; return the held groups that have such, which are dropped."""

@@ -22,6 +22,8 @@ FEW_TOKENS = 128
 """Up to here versions are counted faster without numpy."""
 MAX_ATTEMPT = 2**31 - 1
 MAX_ID = 2**31
+MAX_TEXT, MAX_TEXT_PER_TOKEN = 1 << 20, 256
+"""Characters of a sample's text: so many, and so many a token."""
 
 
 def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab_size: int = 0) -> list[VersionCounts | str]:
@@ -38,7 +40,7 @@ def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab
         or there is nothing to train.
     """
     num, lengths = len(samples.indices), samples.lengths
-    if fault := _shape_fault(samples):
+    if fault := shape_fault(samples):
         return [fault] * num
     versions, first = samples.versions, int.from_bytes(samples.versions[:4], "little", signed=True)
     room = max_tokens - len(samples.prompt_ids) // 4
@@ -54,7 +56,8 @@ def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab
     return [_examine(sample, newest_version, room if max_tokens else 0, vocab_size) for sample in samples.members()]
 
 
-def _shape_fault(samples: Samples) -> str:
+def shape_fault(samples: Samples) -> str:
+    """Return why the fields of these samples do not fit each other, or nothing: whoever adds up lengths asks this first."""
     num, lengths, prompt_bytes = len(samples.indices), samples.lengths, len(samples.prompt_ids)
     num_tokens, arrays = sum(lengths), (samples.token_ids, samples.logprobs, samples.versions)
     if not num or not num == len(lengths) == len(samples.finish_reasons) == len(samples.texts) or min(lengths) < 1:
@@ -64,6 +67,8 @@ def _shape_fault(samples: Samples) -> str:
         return f"{num_tokens} tokens, but {sizes} token ids, logprobs and versions"
     if prompt_bytes % 4 or not prompt_bytes:
         return f"prompt_ids has {prompt_bytes} bytes; it must be 4 x tokens, 1 or more"
+    if (longest := max(map(len, samples.texts))) > MAX_TEXT + MAX_TEXT_PER_TOKEN * max(lengths):
+        return f"{max(lengths)} tokens, but a text of {longest} characters"
     if samples.loss_mask and len(samples.loss_mask) != num_tokens:
         return f"{num_tokens} tokens, but a loss mask of {len(samples.loss_mask)}"
     if not 0 <= samples.attempt <= MAX_ATTEMPT:

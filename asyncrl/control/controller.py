@@ -54,7 +54,7 @@ from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.control.stall_detector import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
-from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError
+from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
 from asyncrl.observe.decisions.journal import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema import control as msg
@@ -285,7 +285,10 @@ class Controller:
                 self.buffer.when_committed(arrival.ack)
             else:
                 arrival.ack()
-            if reason := reason or self.dispatcher.why_unfit(peer.name):
+            if peer.name in self.membership.joined:
+                faults = [f"it cannot go on: {shown(each.reason)}" for each in messages if isinstance(each, msg.Fault)]
+                reason = reason or next(iter(faults), "") or self.dispatcher.why_unfit(peer.name)
+            if reason:
                 log.warning("the connection of %s is ended: %s", peer.name, reason)
                 if self.peers.get(peer.name) is peer and peer.name not in self.membership.joined:
                     self.post(ev.ProcessFault(peer.name, reason, fatal=False))
@@ -374,6 +377,14 @@ class Controller:
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, waits, queues, working)
+            holding = [name for name in self.membership.joined if not self.dispatcher.holds_nothing(name)] if stall else []
+            for name in holding:  # it may be theirs, and a run does not end for that
+                if (guest := self.peers.get(name)) is not None:
+                    log.warning("the connection of %s is ended: it holds groups while %s", name, stall)
+                    await guest.connection.close("it holds groups, and nothing in the run moved for too long")
+            if holding:
+                stall = ""
+                self.stall_detector.moved("sent joined generators away", now)
             if stall or self.dispatcher.failures.verdict:
                 self.post(ev.Stalled(stall or self.dispatcher.failures.verdict))
             limit_s = self.config.max_run_s
@@ -425,9 +436,7 @@ class Controller:
                 if peer.name in self.lifecycle.processes:
                     self.post(ev.Heard(peer.name))
                 self.membership.heartbeats.beat(peer.name, now)
-            case msg.Fault() if peer.name in self.membership.joined:
-                log.warning("%s cannot go on: %s", peer.name, message.reason)
-            case msg.Fault():
+            case msg.Fault() if peer.name not in self.membership.joined:
                 self.post(ev.ProcessFault(peer.name, message.reason, message.fatal))
             case msg.LearnerReady() if is_current:
                 self._learner_ready(peer, message)
@@ -441,7 +450,8 @@ class Controller:
                 self.post(ev.ProcessReady(peer.name))
                 self._scores_changed.set()
             case VersionLive() if is_current:
-                self.stall_detector.moved("live", now)
+                if message.version > peer.live_version and peer.name not in self.membership.joined:
+                    self.stall_detector.moved("live", now)
                 peer.live_version = message.version
                 self.reporter.note_live(message, self.weights, self.peers)
                 self.dispatcher.tell(buffer_events.VersionIsLive(peer.name, message.version))
@@ -489,7 +499,8 @@ class Controller:
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
             return  # it was told twice to load: taking it in again would forget the groups it was given
-        self.stall_detector.moved("ready", self.clock.now())
+        if peer.name not in self.membership.joined:
+            self.stall_detector.moved("ready", self.clock.now())
         peer.num_slots = ready.num_slots
         self.dispatcher.tell(buffer_events.GeneratorReady(peer.name, ready.num_slots, ready.version))
         joined = self.membership.joined.get(peer.name)

@@ -25,6 +25,7 @@ from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.control.lifecycle.failure_watch import FailureWatch
 from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import ScoreDispatcher
+from asyncrl.errors import shown
 from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import (
     GroupWork,
@@ -53,6 +54,9 @@ EVALUATION_ROOM = 2
 """Evaluation samples a generator may hold, in multiples of its slots."""
 MOST_GUEST_FAILURES = 16
 """Samples of a joined generator that fail in a row: then its connection is ended."""
+
+
+MOST_KIND_CHARS = 200
 
 
 class Dispatcher:
@@ -218,6 +222,8 @@ class Dispatcher:
         """Store what a generator has finished and ask for its rewards; return what somebody waited for."""
         out, awaited, num_freed = self._out[generator], list[Samples](), 0
         trained = [samples for samples in arrived if samples.purpose == "train"]
+        for samples in trained:
+            self._compare_prompts(samples)
         receipts = iter(self.buffer.add_samples(trained, self._clock.now()))
         for samples in arrived:
             key = (samples.group_id, samples.attempt)
@@ -239,6 +245,18 @@ class Dispatcher:
                 self.generated_tokens += sum(samples.lengths)
         self.tell(ev.MembersFinished(generator, num_freed))
         return awaited
+
+    def _compare_prompts(self, samples: Samples) -> None:
+        """Drop a group of which generators say different prompts: nobody can tell which of them is right."""
+        if all(self.state.member_state(samples.group_id, index) != "pending" for index in samples.indices):
+            return
+        known, source = self.buffer.prompt_ids(samples.group_id)
+        if known and known != samples.prompt_ids:
+            reason = "its generators say different prompts"
+            log.warning("group %d is dropped: %s (%s, %s)", samples.group_id, reason, source, samples.generator)
+            for generator in (source, samples.generator):
+                self._note_guest(generator, reason)
+            self.follow(self.buffer.drop_group(samples.group_id, reason, self._clock.now()))
 
     @staticmethod
     def _answered(out: dict[tuple[int, int], set[int]], key: tuple[int, int], indices: set[int]) -> None:
@@ -416,6 +434,7 @@ class Dispatcher:
 
     def _note_failure(self, stage: str, kind: str, reason: str, trace: str) -> None:
         """Count a failed sample; the first of its kind is logged with its traceback."""
+        kind, reason, trace = shown(kind, MOST_KIND_CHARS), shown(reason), shown(trace)
         self._newest_failure = kind, reason
         if self.failures.sample_failed(stage, kind, reason, trace):
             log.warning("a sample failed at %s (%s): %s%s", stage, kind or "no kind", reason, f"\n{trace}" if trace else "")

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.validate import MAX_ATTEMPT
+from asyncrl.buffer.validate import MAX_ATTEMPT, shape_fault
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peer
@@ -60,10 +60,14 @@ MOST_NUMBER = 1 << 60
 """Of bytes, seconds or anything else: more than clocks and memories show, less than breaks arithmetic."""
 MOST_VALUES = 4096
 """Of metrics or gauges in one message."""
+MOST_WORDS = 1000
+"""Characters of what a process waits for."""
 MOST_TEXT = 1 << 20
 """Characters of a reason."""
-CHECKED_ELSEWHERE = frozenset({"reward", "parts", "rewards"})
-"""Fields that are checked where they are stored. The values of `metrics` may be anything: those of a step that failed are."""
+MOST_NAME = 256
+"""Characters of the name of one."""
+CHECKED_ELSEWHERE = frozenset({"reward", "parts", "rewards", "metrics"})
+"""Fields whose values are checked where they are stored. Those of `metrics` may be anything: those of a step that failed are."""
 
 
 class Edge:
@@ -114,6 +118,9 @@ class Edge:
         """Return why this message cannot be true by what the controller knows."""
         newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
+            case Heartbeat(waiting_for=what):
+                short = len(what) <= MOST_WORDS and what.isprintable()
+                refusal = "" if short else f"what it waits for is no line of {MOST_WORDS} characters at most"
             case EngineReady():
                 refusal = _beyond("num_slots", message.num_slots, 1, MOST_SLOTS) or _beyond(
                     "version", message.version, -1, newest
@@ -129,7 +136,7 @@ class Edge:
             case StepDone() if not peer.is_ready:
                 refusal = "it is not ready"
             case StepDone():
-                refusal = _beyond("step", message.step, 0, feeder.next_step - 1)
+                refusal = _beyond("step", message.step, 0, min(feeder.next_step - 1, feeder.version))  # one after the other
                 refusal = refusal or _beyond("version", message.version, message.step + 1, message.step + 1)
             case WeightsAvailable():
                 refusal = _beyond("version", message.version, 0, self._buffer.state.next_step)
@@ -148,9 +155,11 @@ class Edge:
         """Return why this peer cannot speak of those members; of a group that is over it may, and that changes nothing."""
         indices = message.indices if isinstance(message, Samples) else (message.index,)
         refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
-        if isinstance(message, SampleFailure) and message.stage != "generate":
+        if isinstance(message, Samples):
+            refusal = refusal or shape_fault(message)
+        elif message.stage != "generate":
             refusal = f"a generator cannot fail at {message.stage}"
-        elif not indices or len(set(indices)) < len(indices):
+        if not refusal and (not indices or len(set(indices)) < len(indices)):
             refusal = f"its members are {indices[:8]}"
         if refusal:
             return refusal
@@ -166,11 +175,14 @@ class Edge:
             return f"group {message.group_id} has no members {indices[:8]}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
-        if isinstance(message, Samples):
-            prompt_ids = self._buffer.prompt_ids(message.group_id)
-            if (prompt_ids or self._prompts.setdefault(message.group_id, message.prompt_ids)) != message.prompt_ids:
-                return f"its prompt is not that of group {message.group_id}"
-        return ""
+        return self._prompt_refusal(peer, message) if isinstance(message, Samples) else ""
+
+    def _prompt_refusal(self, peer: Peer, samples: Samples) -> str:
+        prompt_ids, source = self._buffer.prompt_ids(samples.group_id)
+        if source not in {"", peer.name}:
+            return ""  # another generator's word: where the two differ, neither is believed (Dispatcher.take_samples)
+        known = prompt_ids or self._prompts.setdefault(samples.group_id, samples.prompt_ids)
+        return "" if known == samples.prompt_ids else f"its prompt is not that of group {samples.group_id}"
 
 
 def vocabulary_of(model_folder: str) -> int:
@@ -205,11 +217,12 @@ def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__struct_fields__}
 
     def of(*types: type) -> tuple[str, ...]:
-        return tuple(name for name, hint in hints.items() if name not in CHECKED_ELSEWHERE and _plain(hint) in types)
+        return tuple(name for name, hint in hints.items() if _plain(hint) in types)
 
     speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
     parts = tuple(name for name in of(tuple) if hasattr(typing.get_args(hints[name])[0], "__struct_fields__"))
-    return _Fields(speaker, _getter(of(int, float, bool)), _getter(of(str)), of(dict), parts)
+    numbers = tuple(name for name in of(int, float, bool) if name not in CHECKED_ELSEWHERE)
+    return _Fields(speaker, _getter(numbers), _getter(of(str)), of(dict), parts)
 
 
 def _plain(hint: object) -> object:
@@ -240,7 +253,9 @@ def odd_value(message: msgspec.Struct) -> str:
         table = getattr(message, field)
         if len(table) > MOST_VALUES:
             return f"{len(table)} values are too many"
-        for number in table.values() if field != "metrics" else ():
+        if any(len(name) > MOST_NAME for name in table):
+            return f"the name of a value has at most {MOST_NAME} characters"
+        for number in table.values() if field not in CHECKED_ELSEWHERE else ():
             if not -MOST_NUMBER <= number <= MOST_NUMBER:
                 return f"{number} is no usable number"
     for field in fields.parts:

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 JOINED_PREFIX = "joined-"
 """How the name of every joined generator begins, and no other's."""
+_JOINED_NAME = re.compile(JOINED_PREFIX + "[A-Za-z0-9-]{1,80}")
 WELCOME_S = 30.0
 """For the run to answer."""
 FLUSH_S = 5.0
@@ -108,11 +109,16 @@ class Membership:
         """Let in a process that the run is about to start."""
         self._planned[name] = kind
 
-    def refusal(self, hello: Hello) -> str:
-        """Return why a peer may not come in; empty lets it in, and gives a joining generator its place."""
+    def refusal(self, hello: Hello, is_own: bool = True) -> str:
+        """Return why a peer may not come in; empty lets it in, and gives a joining generator its place.
+
+        Args:
+            hello: What it says of itself.
+            is_own: It has the key of the run's own processes; who has a guest's joins under a name of its own, or not at all.
+        """
         if self._planned.get(hello.name) == hello.kind:
-            return ""
-        if hello.kind != "generator" or not hello.name.startswith(JOINED_PREFIX):
+            return "" if is_own else f"{hello.name!r} is a process of the run, and client.key is for generators that join"
+        if hello.kind != "generator" or not _JOINED_NAME.fullmatch(hello.name):
             return f"this run has no {hello.kind} named {hello.name!r}"
         here = self.joined.get(hello.name)
         if here is not None:

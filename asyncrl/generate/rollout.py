@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.errors import EngineDied, GenerationError, kind_of, trace_of
+from asyncrl.errors import MOST_TRACE_CHARS, EngineDied, GenerationError, kind_of, trace_of
 from asyncrl.generate.engine import Engine, EngineRequest, TokenStream
 from asyncrl.generate.tokenizer import PromptCodec
 from asyncrl.schema.samples import FinishReason, GroupWork, SampleFailure, Samples, derive_seed, ids_to_bytes, logprobs_to_bytes
@@ -159,4 +159,4 @@ def _request(work: GroupWork, index: int, prompt_ids: tuple[int, ...], answer_id
 
 def _failure(work: GroupWork, index: int, reason: str, error: Exception | None = None) -> SampleFailure:
     kind, trace = (kind_of(error), trace_of(error)) if error is not None else ("aborted", "")
-    return SampleFailure(work.group_id, index, work.attempt, "generate", reason, work.purpose, kind, trace)
+    return SampleFailure(work.group_id, index, work.attempt, "generate", reason[:MOST_TRACE_CHARS], work.purpose, kind, trace)

@@ -106,6 +106,8 @@ class ParcelHead(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 Packet = Greeting | Welcome | Refusal | GreetAgain | Goodbye | Ping | Pong | ParcelHead
 
+MAX_NAME = 256
+"""Characters of a peer's name: it is logged, shown, and sent back."""
 _LANES = tuple(Lane)
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
 _encoder = msgspec.msgpack.Encoder()
@@ -157,8 +159,10 @@ def parse_hello(greeting: Greeting) -> Hello:
         hello = _hello_decoder.decode(greeting.hello)
     except _DECODE_ERRORS as error:
         raise CodecError(f"not a hello of protocol {PROTOCOL}: {error}") from error
-    if hello.protocol != greeting.protocol or not hello.name or not hello.incarnation:
-        raise CodecError(f"hello contradicts itself: {hello}")
+    if hello.protocol != greeting.protocol:
+        raise CodecError(f"hello contradicts itself: {hello.protocol}, {greeting.protocol}")
+    if not all(0 < len(text) <= MAX_NAME and text.isprintable() for text in (hello.name, hello.incarnation, greeting.token)):
+        raise CodecError(f"name, incarnation and token of a hello are 1 to {MAX_NAME} printable characters")
     return hello
 
 

@@ -1,18 +1,20 @@
-"""Who may talk to a run: one CURVE key pair for its listener, one for everyone the run starts, made once per run.
+"""Who may talk to a run: CURVE key pairs for its listener, for the processes it starts and for its guests, made once per run.
 
     RUN/keys/          0700
       listener.key     0600   the listener's pair
-      client.key       0600   the pair every connecting process of the run uses, and the listener's public key
+      own.key          0600   the pair by which the run's own processes connect, and the listener's public key
+      client.key       0600   the same for joined generators; weights go by it from process to process
 
-A connecting machine needs `client.key` only. A file that others can read is refused, as ssh does. Every socket of asyncrl that
-listens asks `zap_reply`, the one handler of ZeroMQ's authentication requests (ZAP), and lets in exactly the keys it names.
+A joining machine needs `client.key` only, which lets nobody in under the name of a process of the run. A file that others can
+read is refused, as ssh does. Every socket of asyncrl that listens asks `zap_reply`, the one handler of ZeroMQ's authentication
+requests (ZAP), and lets in exactly the keys it names.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -24,7 +26,10 @@ from asyncrl.errors import ConfigError
 
 KEYS_FOLDER = "keys"
 LISTENER_FILE = "listener.key"
+OWN_FILE = "own.key"
 CLIENT_FILE = "client.key"
+OWN, GUEST = b"own", b"guest"
+"""Whose key it is, as the listener is told with every packet."""
 
 _CLIENT_KEY = "client key: bring RUN/keys/client.key from the run's machine"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -40,8 +45,9 @@ class ListenerKeys(msgspec.Struct, frozen=True):
 
     public: Z85Key
     secret: Z85Key
+    own_public: Z85Key
     client_public: Z85Key
-    """The one key that is let in."""
+    """The two keys that are let in."""
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
@@ -54,28 +60,40 @@ class ClientKeys(msgspec.Struct, frozen=True):
 
 
 def make_keys(run_folder: Path) -> ListenerKeys:
-    """Return the run's listener keys; make both key files where there are none yet (a resumed run keeps its keys).
+    """Return the run's listener keys; make the key files where there are none yet (a resumed run keeps its keys).
 
     Raises:
         ConfigError: One of the files is damaged, or open to others. Who connects by
             the clients' file could tell nobody.
     """
     folder = run_folder / KEYS_FOLDER
-    if not (folder / LISTENER_FILE).exists():
+    if not (folder / OWN_FILE).exists() or not (folder / LISTENER_FILE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         listener_public, listener_secret = _new_pair()
-        client_public, client_secret = _new_pair()
-        _write_private(folder / CLIENT_FILE, ClientKeys(client_public, client_secret, listener_public))
-        _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, client_public))
+        own, client = _new_pair(), _new_pair()
+        _write_private(folder / OWN_FILE, ClientKeys(*own, listener_public))
+        _write_private(folder / CLIENT_FILE, ClientKeys(*client, listener_public))
+        _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, own[0], client[0]))
     remedy = "remove RUN/keys, and the run makes new ones"
     keys = _read_keys(folder / LISTENER_FILE, ListenerKeys, f"listener key: {remedy}")
-    _read_keys(folder / CLIENT_FILE, ClientKeys, f"client key: {remedy}")
+    for file in (OWN_FILE, CLIENT_FILE):
+        _read_keys(folder / file, ClientKeys, f"{file.removesuffix('.key')} key: {remedy}")
     return keys
 
 
+def load_connecting_keys(run_folder: Path) -> ClientKeys:
+    """Return what a process connects to the run with: its own pair where the folder is the run's, else a guest's.
+
+    Raises:
+        ConfigError: As `load_client_keys`.
+    """
+    own = run_folder / KEYS_FOLDER / OWN_FILE
+    return _read_keys(own, ClientKeys, "key of this run") if own.exists() else load_client_keys(run_folder)
+
+
 def load_client_keys(run_folder: Path) -> ClientKeys:
-    """Return what a connecting process of the run uses.
+    """Return the pair of the run's guests, by which weights go too.
 
     Raises:
         ConfigError: There are no keys, they are damaged, or they are open to others.
@@ -120,17 +138,17 @@ def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
     return socket
 
 
-def zap_reply(request: Sequence[bytes], allowed: Collection[bytes]) -> list[bytes]:
+def zap_reply(request: Sequence[bytes], allowed: Mapping[bytes, bytes]) -> list[bytes]:
     """Return the answer to one question: 200 to a bearer of an allowed key, 400 to every other (ZeroMQ RFC 27).
 
     Args:
         request: The frames that came.
-        allowed: Public keys as Z85 text.
+        allowed: Public keys as Z85 text, and whose each is: every packet of its bearer says so (`User-Id`).
     """
-    keys = {zmq.utils.z85.decode(key) for key in allowed}
+    keys = {zmq.utils.z85.decode(key): whose for key, whose in allowed.items()}
     is_known = len(request) == _ZAP_FRAMES and request[5] == b"CURVE" and request[6] in keys
     status, text = (b"200", b"OK") if is_known else (b"400", b"not a key of this run")
-    return [b"1.0", request[1] if len(request) > 1 else b"", status, text, b"run" if is_known else b"", b""]
+    return [b"1.0", request[1] if len(request) > 1 else b"", status, text, keys[request[6]] if is_known else b"", b""]
 
 
 def _new_pair() -> tuple[str, str]:

@@ -25,7 +25,7 @@ from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, RefusalCounts
-from asyncrl.transport.security import ClientKeys, load_client_keys, secure_client
+from asyncrl.transport.security import ClientKeys, load_connecting_keys, secure_client
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -51,7 +51,7 @@ async def open_connection(
         address: `Listener.address`.
         hello: Who connects (see `new_hello`); its name is unique within the run.
         config: Its encryption is read.
-        run_folder: Where `keys/client.key` lies.
+        run_folder: Where `keys/own.key` lies, or `keys/client.key` alone.
         timeout_s: How long to wait for the listener's welcome.
         limits: Overrides the default times (tests).
 
@@ -59,7 +59,7 @@ async def open_connection(
         TransportError: Nobody answered, or the listener refused us; the message says why.
         ConfigError: The key file is unusable.
     """
-    keys = load_client_keys(run_folder) if config.encryption == "curve" else None
+    keys = load_connecting_keys(run_folder) if config.encryption == "curve" else None
     return await ZmqConnector(address, hello, limits or LinkLimits(), keys).connect(timeout_s)
 
 

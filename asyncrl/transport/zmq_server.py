@@ -22,19 +22,25 @@ from pathlib import Path
 import zmq
 
 from asyncrl.config.run import TransportConfig
-from asyncrl.errors import CodecError, ConnectionClosed, TransportError
+from asyncrl.errors import CodecError, ConnectionClosed, TransportError, shown
 from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, RefusalCounts, new_hello
-from asyncrl.transport.security import ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
-from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
+from asyncrl.transport.security import GUEST, OWN, ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
+from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
 
-MAX_PEERS = 4096
+MAX_PEERS = MOST_DRAINED
 """Most connections at once."""
+MIN_QUEUE = 1024
+"""Of a peer: packets that wait for us to read, and for it. Twice what four full windows need; one that floods us, or reads
+nothing, fills its own queues and no more."""
 MAX_IPC_PATH_BYTES = 100
 """A Unix socket's path ends at 107 bytes on Linux and 103 elsewhere."""
 _HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+Judge = Callable[[Hello, bool], str]
+"""Of who greets, and whether by the key of the run's own processes (without keys, all do): why it may not come in, or nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +48,7 @@ _log = logging.getLogger(__name__)
 async def open_listener(
     config: TransportConfig,
     run_folder: Path,
-    judge: Callable[[Hello], str] = lambda _hello: "",
+    judge: Judge = lambda _hello, _is_own: "",
     limits: LinkLimits | None = None,
 ) -> Listener:
     """Listen for the processes of a run; makes the run's keys where the config wants CURVE and there are none.
@@ -99,7 +105,7 @@ class ZmqListener:
         hello: Hello,
         limits: LinkLimits,
         keys: ListenerKeys | None = None,
-        judge: Callable[[Hello], str] = lambda _hello: "",
+        judge: Judge = lambda _hello, _is_own: "",
         owned_folder: OwnedFolder | None = None,
     ) -> None:
         """Bind and start listening; needs a running event loop.
@@ -175,6 +181,7 @@ class ZmqListener:
             # Twice our own limit: what is between the two is read, counted and refused by us; what is above, libzmq cuts off.
             socket.maxmsgsize = 2 * self._limits.max_packet_bytes
             socket.router_mandatory = True
+            socket.sndhwm = socket.rcvhwm = max(MIN_QUEUE, 8 * self._limits.window)
             if self._keys:
                 self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
                 undo.callback(self._zap.close, 0)
@@ -190,7 +197,8 @@ class ZmqListener:
     def _answer_zap(self, frames: list[zmq.Frame]) -> None:
         assert self._zap is not None
         assert self._keys is not None
-        self._zap.send(zap_reply([frame.bytes for frame in frames], (self._keys.client_public.encode(),)))
+        allowed = {self._keys.own_public.encode(): OWN, self._keys.client_public.encode(): GUEST}
+        self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
     def _note_failed_handshake(self, _event: int) -> None:
         if self._keys:
@@ -207,7 +215,7 @@ class ZmqListener:
         try:
             packet = wire.parse(frames[1].buffer if len(frames) > 1 else b"")
             if isinstance(packet, wire.Greeting):
-                self._on_greeting(route, packet)
+                self._on_greeting(route, packet, is_own=not self._keys or frames[1].get("User-Id") == OWN.decode())
                 return
             if not isinstance(packet, wire.ParcelHead | wire.Ping | wire.Goodbye):
                 self.refused.malformed += 1
@@ -218,17 +226,19 @@ class ZmqListener:
                 self._tell(route, wire.GreetAgain())
                 return
             peer.heard_s = self._loop.time()
-            if isinstance(packet, wire.Ping):
+            if isinstance(packet, wire.Goodbye):
+                self._forget(peer, shown(packet.reason, wire.MAX_NAME) or GOODBYE)
+            elif peer.session.wire is None:  # it did not read, and what was sent meanwhile is lost
+                self._tell(route, wire.GreetAgain())
+            elif isinstance(packet, wire.Ping):
                 self._tell(route, wire.Pong(peer.session_id))
-            elif isinstance(packet, wire.Goodbye):
-                self._forget(peer, packet.reason or GOODBYE)
             elif not peer.session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
                 self._tell(route, wire.GreetAgain())
         except CodecError as error:
             self.refused.malformed += 1
             _log.debug("refused a packet: %s", error)
 
-    def _on_greeting(self, route: bytes, greeting: wire.Greeting) -> None:
+    def _on_greeting(self, route: bytes, greeting: wire.Greeting, *, is_own: bool) -> None:
         """Let a new peer in, or an old one back in."""
         if greeting.protocol != PROTOCOL:
             self.refused.wrong_protocol += 1
@@ -243,7 +253,7 @@ class ZmqListener:
         elif peer is None and len(self._by_name) >= MAX_PEERS:
             reason = f"there are {MAX_PEERS} peers already"
         else:
-            reason = self._judge(hello)
+            reason = self._judge(hello, is_own)
         if reason:
             self.refused.unknown_peer += 1
             self._tell(route, wire.Refusal(reason))

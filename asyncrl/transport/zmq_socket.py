@@ -2,8 +2,8 @@
 
 ZeroMQ's descriptor is edge-triggered: it becomes readable when the socket's state may have changed, and any call on the socket
 may consume that edge. So after every read or write the real state (`EVENTS`) is asked, and reading goes on by `call_soon` while
-there is something to read. Nothing polls: an idle socket costs nothing. Sends never block: high-water marks are off, the lanes'
-windows bound what is in flight.
+there is something to read. Nothing polls: an idle socket costs nothing. Sends never block. The lanes' windows bound what is in
+flight of whoever keeps to them; a listener bounds its queues besides, as not everybody may.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ GOODBYE_LINGER_MS = 500
 """How long a closing socket tries in the background to get its last packets out."""
 READS_PER_TURN = 64
 """Multipart messages taken per turn of the event loop, so that reading never starves the rest."""
+
+MOST_DRAINED = 4096
+"""Multipart messages that `drain` takes: one of each peer that there may be (senders take turns), and no more."""
 
 
 def configure(socket: zmq.SyncSocket) -> None:
@@ -84,8 +87,10 @@ class LoopSocket:
             self._loop.call_soon(self._read_scheduled)
 
     def drain(self) -> None:
-        """Take in everything that is there now."""
-        while self._is_readable():
+        """Take in what is there now, or as much of it as lets every sender be heard: one may never stop."""
+        for _ in range(0, MOST_DRAINED, READS_PER_TURN):
+            if not self._is_readable():
+                return
             self._read()
 
     def close(self, linger_ms: int) -> None:

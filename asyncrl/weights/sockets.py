@@ -13,6 +13,7 @@ import zmq
 from asyncrl.errors import BroadcastError
 from asyncrl.transport.security import (
     CLIENT_FILE,
+    GUEST,
     KEYS_FOLDER,
     load_client_keys,
     open_zap_socket,
@@ -58,7 +59,7 @@ class Router:
     """
 
     def __init__(self, keys: CurveKeys | None, max_bytes: int, bind: str, knob: str) -> None:
-        self._allowed = (keys.public,) if keys else ()
+        self._allowed = {keys.public: GUEST} if keys else {}
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._zap = open_zap_socket(self.context) if keys else None

@@ -101,6 +101,9 @@ FROM_A_GUEST = [
     VersionLive(0, "generator-0", 0.0, 0.0, 0.0),
     Heartbeat("learner", 0.0),
     Heartbeat(GUEST, float("nan")),
+    Heartbeat(GUEST, 0.0, "\x1b[2Ja screen of its own"),
+    Heartbeat(GUEST, 0.0, "w" * 10**5),
+    Heartbeat(GUEST, 0.0, gauges={"n" * 10**5: 1.0}),
     PhaseReached("learner", "train", 0),
     score_of(0, 0),
     InferResult(0, 0, 0),
@@ -141,6 +144,9 @@ BAD_SAMPLES = {
     "no member at all": {"indices": ()},
     "a member twice": {"indices": (1, 1)},
     "no such group": {"group_id": 10**6},
+    "lengths that no memory holds": {"lengths": (2**63,)},
+    "lengths that are not its arrays'": {"lengths": (2**40,)},
+    "a text of megabytes for two tokens": {"texts": ("A" * (2 << 20),)},
 }
 
 
@@ -208,6 +214,22 @@ async def test_a_learner_says_which_checkpoint_it_began_from_and_it_must_be_one_
             while world.controller.feeder.version < 0:
                 await asyncio.sleep(0.005)
         assert RunApi(world.controller).status().resumed == ""  # it was not: nothing was issued before
+
+
+async def test_a_step_is_done_after_the_one_before_it(tmp_path):
+    """One that was passed over would stay taken for ever."""
+    async with running(tmp_path) as world:
+        learner, reward, generator = await world.start()
+        for _ in range(4):
+            work = await receive(generator, GroupWork, Lane.DATA)
+            for index in work.indices:
+                await generator.send(answer_to(work, index))
+                request = await receive(reward, ScoreRequest, Lane.DATA)
+                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
+        assert [(await receive(learner, StepBatch, Lane.DATA)).step for _ in range(2)] == [0, 1]
+        await learner.send(StepDone(1, 2, {}, 0.0, 1.0), Lane.CONTROL)
+        await settled(world, 1)
+        assert (world.controller.feeder.version, world.buffer.counts().trained) == (0, 0)
 
 
 async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):

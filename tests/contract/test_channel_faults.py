@@ -296,7 +296,7 @@ async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_come
 
 
 async def test_a_peer_that_the_listener_does_not_want_is_told_why():
-    listener = make_listener("tcp://127.0.0.1:*", judge=lambda hello: f"{hello.name} is not of this run")
+    listener = make_listener("tcp://127.0.0.1:*", judge=lambda hello, _: f"{hello.name} is not of this run")
     async with closing(listener):
         with pytest.raises(TransportError, match="generator-0 is not of this run"):
             await connect(listener.address)

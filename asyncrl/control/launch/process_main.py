@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.errors import ConfigError, ConnectionClosed, LearnerError
+from asyncrl.errors import MOST_TRACE_CHARS, ConfigError, ConnectionClosed, LearnerError
 from asyncrl.schema.control import Fault
 from asyncrl.transport.protocol import Connection, Lane
 
@@ -102,7 +102,7 @@ async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connect
         causes = list(_leaves(error))
         if not all(isinstance(cause, ConnectionClosed) for cause in causes):
             log.exception("%s cannot go on", name)
-            reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+            reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)[:MOST_TRACE_CHARS]
             with contextlib.suppress(ConnectionClosed, TimeoutError):
                 async with asyncio.timeout(TELL_S):
                     await connection.send(Fault(name, reason, fatal=any(map(_comes_again, causes))), Lane.CONTROL)

@@ -260,7 +260,7 @@ class Feeders:
         if request.subscriber in self._readers and self._readers[request.subscriber].is_whole and not request.is_whole:
             self.forget(request.subscriber)  # it begins anew
         reader = self._readers.setdefault(request.subscriber, _Reader(now, now))
-        if request.lost in self._readers:
+        if request.lost in self._readers and reader.feeder == request.lost:  # of others it knows nothing
             self._readers[request.lost].is_lost = True
         reader.heard_s, reader.is_lost, reader.is_whole = now, False, request.is_whole
         reader.address, reader.host = request.address, request.host

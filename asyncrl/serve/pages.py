@@ -165,7 +165,7 @@ class Pages:
     def alarms(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return the alarms that a run has raised, newest first, and the rules with what is done about each."""
         folder = self._folder(request)
-        chosen = load_config(folder / "config.toml").observe.alarms
+        chosen = {str(rule): what for rule, what in load_config(folder / "config.toml").observe.alarms.items()}
 
         def read() -> dict[str, Any]:
             shown = ("name", "level", "meets", "needed", "of", "source", "advice")

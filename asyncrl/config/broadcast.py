@@ -15,7 +15,6 @@ class _Medium(_Variant, frozen=True):
     on_gpu: ClassVar[bool] = False
     """It begins and ends in GPU memory, in the processes that hold the models."""
     carries_deltas: ClassVar[bool] = False
-    """`broadcast.delta` may be set."""
     addresses: ClassVar[tuple[str, ...]] = ()
     """Fields with an address, that of the learner's machine first."""
 
@@ -126,8 +125,3 @@ class BroadcastConfig(_Stage, frozen=True):
     """Compare fingerprints over `shared_memory` too, where the medium proves a whole version without them (on x86)."""
     probe_tolerance: NonNegativeFloat = 0.05
     """Probe logprobs further apart than this, generator against learner, are an alarm."""
-
-    @property
-    def deltas(self) -> DeltaConfig | None:
-        """In force: none over `shared_memory`, where a whole version is read where it lies."""
-        return None if isinstance(self.medium, SharedMemoryMedium) else self.delta

@@ -23,7 +23,7 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import Delta, Probe, WeightsAvailable, WeightsManifest
 from asyncrl.weights.delta_chain import DeltaOffers, WholeVersion
@@ -138,6 +138,8 @@ class Publisher:
         self._clock = clock
         self._made = fingerprints_made(config)
         self._writer = open_writer(config.medium, run_folder)
+        if config.delta is not None and not config.medium.carries_deltas:
+            raise ConfigError(f"broadcast.medium.kind {config.medium.kind!r} carries no deltas: leave broadcast.delta out")
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
         self._publications: dict[int, tuple[Probe | None, float]] = {}
@@ -229,8 +231,8 @@ class Publisher:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             self._flats = self._writer.open(manifest)
         self._manifest = manifest
-        if self._config.deltas is not None:
-            self._deltas = DeltaOffers(self._config.deltas, self._writer, manifest)
+        if self._config.delta is not None:
+            self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
         self._thread.start()
         return manifest
 

@@ -61,6 +61,7 @@ class Subscriber:
         self._medium = config.medium.kind
         self._reader = open_reader(config.medium, run_folder)
         self._staging = Staging(self._reader)
+        self._may_lease = config.delta is None
         self._handed_out: MappedTensors | None = None
         self._cancelled = threading.Event()
         self._received: Future[MappedTensors] | None = None
@@ -119,7 +120,7 @@ class Subscriber:
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
         """Return the bytes where they lie, if the medium can lend them, or else in the staging buffer."""
         manifest = available.manifest
-        lease = self._reader.lease(available)
+        lease = self._reader.lease(available) if self._may_lease else None
         if lease is None:
             return MappedTensors(manifest, self._staging.receive(available, cancelled), self._staging.path)
         try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 NUM_SLOTS = 2
+WRITING = ".writing"
+"""Ends the name of a delta's file that is being written."""
 
 
 class ReceiverArguments(msgspec.Struct, frozen=True):
@@ -145,3 +148,35 @@ class MediumReader:
 
     def close(self) -> None:
         """Release handles. Safe to repeat."""
+
+
+def write_blob(path: Path, blob: bytes) -> None:
+    """Write a delta's file, whole under its name or not at all; only this user may read it.
+
+    Raises:
+        BroadcastError: There is no room for it.
+    """
+    writing = path.with_name(f"{path.name}{WRITING}")
+    try:
+        writing.touch(0o600, exist_ok=True)
+        writing.write_bytes(blob)
+        writing.replace(path)
+    except OSError as error:
+        writing.unlink(missing_ok=True)
+        raise BroadcastError(f"delta {path.name} ({len(blob)} bytes) could not be written: {error}") from error
+
+
+def read_blob(path: Path, num_bytes: int) -> bytes:
+    """Read a delta's file.
+
+    Raises:
+        VersionUnavailableError: It is gone.
+        BroadcastError: It has another length.
+    """
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        raise VersionUnavailableError(f"delta {path.name} is gone: {error.strerror}") from error
+    if len(blob) != num_bytes:
+        raise BroadcastError(f"delta {path.name} has {len(blob)} bytes, announced were {num_bytes}")
+    return blob

@@ -40,7 +40,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of
-from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError
+from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import path_hash
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ class FilesWriter(MediumWriter):
         """Make the folder and remove what a killed learner left half-written; see MediumWriter."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}"):
+            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}*"):
                 for path in self._folder.glob(pattern):
                     _remove(path)
         except OSError as error:
@@ -146,14 +146,7 @@ class FilesWriter(MediumWriter):
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Write the delta beside the versions; see MediumWriter."""
-        writing = self._folder / f"{_WRITING}{name}"
-        try:
-            writing.touch(0o600, exist_ok=True)
-            writing.write_bytes(blob)
-            writing.replace(self._folder / f"{name}{_BLOB_SUFFIX}")
-        except OSError as error:
-            writing.unlink(missing_ok=True)
-            raise BroadcastError(f"delta {name} ({len(blob)} bytes) could not be written: {error}") from error
+        write_blob(self._folder / f"{name}{_BLOB_SUFFIX}", blob)
 
     def drop_blob(self, name: str) -> None:
         """Remove the delta's file."""
@@ -212,13 +205,7 @@ class FilesReader(MediumReader):
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        try:
-            blob = (self._folder_of(available) / f"{name}{_BLOB_SUFFIX}").read_bytes()
-        except OSError as error:
-            raise VersionUnavailableError(f"delta {name} is gone: {error.strerror}") from error
-        if len(blob) != num_bytes:
-            raise BroadcastError(f"delta {name} has {len(blob)} bytes, announced were {num_bytes}")
-        return blob
+        return read_blob(self._folder_of(available) / f"{name}{_BLOB_SUFFIX}", num_bytes)
 
     def _folder_of(self, available: WeightsAvailable) -> Path:
         """Return where the run's versions lie; a shared folder has the learner's name for it, whose paths may be others."""

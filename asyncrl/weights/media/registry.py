@@ -101,6 +101,6 @@ def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | N
 
 def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "device"]:
     """Return where the learner makes the fingerprints of its versions; none: the medium proves a whole version without them."""
-    if isinstance(config.medium, SharedMemoryMedium) and not config.verify and proves_whole_versions():
+    if isinstance(config.medium, SharedMemoryMedium) and config.delta is None and not config.verify and proves_whole_versions():
         return "none"
     return "device" if MEDIA[type(config.medium)].receiver else "host"

@@ -23,6 +23,7 @@ import fcntl
 import mmap
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -32,13 +33,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.weights.fingerprint import fingerprints_of
 from asyncrl.weights.media.base import (
     NUM_SLOTS,
     Lease,
     MediumReader,
     MediumWriter,
     VersionUnavailableError,
+    read_blob,
+    write_blob,
 )
 from asyncrl.weights.shm_segments import (
     create_private,
@@ -74,6 +79,7 @@ class SharedMemoryWriter(MediumWriter):
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
         self._locks: list[int] = []
         self._held_since_s: dict[int, float] = {}
+        self._blobs: set[str] = set()
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Make the segment; see MediumWriter."""
@@ -114,12 +120,26 @@ class SharedMemoryWriter(MediumWriter):
         self._sequences[slot] += 1
         return str(self._path)
 
+    def put_blob(self, name: str, blob: bytes) -> None:
+        """Write the delta to a file beside the segment; see MediumWriter."""
+        assert self._path is not None
+        write_blob(beside(self._path, name), blob)
+        self._blobs.add(name)
+
+    def drop_blob(self, name: str) -> None:
+        """Remove the delta's file."""
+        if self._path is not None and name in self._blobs:
+            beside(self._path, name).unlink()
+            self._blobs.discard(name)
+
     def close(self) -> None:
         """Unlink the segment; the memory is freed once the last mapping is gone."""
         for handle in self._locks:
             os.close(handle)
         self._locks = []
         if self._path is not None:
+            for name in list(self._blobs):
+                self.drop_blob(name)
             for slot in range(NUM_SLOTS):
                 beside(self._path, f"slot{slot}").unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
@@ -193,13 +213,29 @@ class SharedMemoryReader(MediumReader):
             release = opened.pop_all().close
         return Lease(segment.whole[offset : offset + total_bytes], str(segment.path), offset, check, release)
 
+    def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
+        """Copy the version out of its slot; see MediumReader."""
+        if cancelled.is_set():
+            raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
+        lease = self.lease(available)
+        try:
+            np.copyto(np.frombuffer(into, np.uint8), lease.flat.numpy())
+            lease.check()
+        finally:
+            lease.release()
+        return fingerprints_of(into, bucket_ends(available.manifest))
+
+    def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
+        """Read the delta's file; see MediumReader."""
+        return read_blob(beside(check_location(self._run_folder, available.location), name), num_bytes)
+
     def close(self) -> None:
         """Forget the mapping; it goes when nothing refers to it any more."""
         self._segment = None
 
 
 def beside(segment: Path, name: str) -> Path:
-    """Return a file that belongs to a segment: `slot0`, say, which its readers hold a shared lock on."""
+    """Return a file that belongs to a segment: `slot0`, which its readers hold a shared lock on, or a delta."""
     return segment.with_name(f"{segment.name}.{name}")
 
 

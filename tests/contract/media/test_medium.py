@@ -337,10 +337,11 @@ def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
 
 def test_a_learner_that_lives_keeps_its_shared_memory_whoever_starts_under_the_same_path(tmp_path):
     """As in a container that shares /dev/shm and not the files; once it is killed, the next start removes what it left."""
-    config = BroadcastConfig(medium=SharedMemoryMedium(), dtype="bfloat16")
+    config = BroadcastConfig(medium=SharedMemoryMedium(), dtype="bfloat16", delta=DeltaConfig())
     other = LineProcess(PEER, "publish", msgspec.json.encode(config).decode(), str(tmp_path), "10000", "2")
     first, second = other.hear(WeightsAvailable), other.hear(WeightsAvailable)
     its_files = left_behind(tmp_path)
+    assert any("delta-" in name for name in its_files)
     learner = Learner(config, tmp_path)
     assert read(config, tmp_path, learner.publish(1)) == {1.0}
     assert its_files < left_behind(tmp_path)
@@ -391,7 +392,7 @@ async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
     learner.publisher.close()
 
 
-DELTA_MEDIA = ("files", "zeromq")
+DELTA_MEDIA = ("shared_memory", "files", "zeromq")
 
 
 @pytest.fixture(params=DELTA_MEDIA)

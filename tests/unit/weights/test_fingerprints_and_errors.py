@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedMemoryMedium
+from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, DeltaConfig, GlooMedium, NCCLMedium, SharedMemoryMedium
 from asyncrl.errors import ConfigError
 from asyncrl.weights.media.device import device_fingerprint, gpu_for
 from asyncrl.weights.media.registry import fingerprints_made
@@ -45,6 +45,7 @@ def test_each_medium_has_its_fingerprints_and_shared_memory_none_where_it_proves
     assert [fingerprints_made(BroadcastConfig(medium=medium)) for medium in media] == ["device", "device", "host"]
     assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium())) == ("none" if proves_whole_versions() else "host")
     assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium(), verify=True)) == "host"
+    assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium(), delta=DeltaConfig())) == "host"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -2,6 +2,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,8 @@ def announcement(version, location):
 
 
 def fetch(tmp_path, version, location):
-    lease = SharedMemoryReader(tmp_path).lease(announcement(version, location))
-    lease.check()
-    lease.release()
+    reader = SharedMemoryReader(tmp_path)
+    return reader.fetch(announcement(version, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
 
 
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):

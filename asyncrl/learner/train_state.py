@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -18,7 +20,7 @@ from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.observe.memory import MemoryLine
 from asyncrl.observe.steps import JsonLines
-from asyncrl.residency.device import Device
+from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import gib
 from asyncrl.schema.control import Phase, PhaseReached
@@ -106,6 +108,10 @@ class Offload:
         """Wait for all ranks, and return how many of them failed."""
         return int(self._state.ranks.sum(torch.tensor(own)).item())
 
+    def prefetch(self) -> None:
+        """Bring what training needs nearer while generation has the device."""
+        self._manager.prefetch("train")
+
     def readable(self) -> AbstractContextManager[None]:
         """Return a context in which everything can be saved, wherever it is."""
         return self._manager.readable()
@@ -118,6 +124,20 @@ class Offload:
         """
         if phase == "train" or (self._state.reference is not None and self._state.reference.is_own_model):
             self._manager.switch(phase)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count activations on a simulated device; a GPU counts by itself, and without a budget there is nothing to run out of.
+
+        With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
+        """
+        device, is_alone = self._device, self._state.ranks.size == 1
+        if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
+            yield
+            return
+        with device.counting_activations():
+            yield
+        device.hold(one.grad for one in self._state.model.parameters() if one.grad is not None)
 
     def describe(self) -> str:
         """Return what is on the device, in words."""

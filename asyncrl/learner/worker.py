@@ -253,6 +253,9 @@ class LearnerWorker:
                     waiting_from_s = self._clock.now()
                     continue
             self._news.clear()
+            if self._ready is not None and (offload := self._offload) is not None:
+                await self._on_thread(lambda: self._launcher.tell(Help("prefetch")))
+                await self._on_thread(offload.prefetch)
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:

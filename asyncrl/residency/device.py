@@ -11,8 +11,9 @@ once, so they pass beside kernels of other streams, and memory that is given bac
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,6 +21,10 @@ from asyncrl.models.layout import copy_tensors
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(from, to), uint8, of one size."""
+
+
+class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
+    """The simulated device is full; caught wherever a GPU's own error is."""
 
 
 class SimulatedDevice:
@@ -56,12 +61,7 @@ class SimulatedDevice:
         Raises:
             torch.OutOfMemoryError: There is not enough; nothing was taken.
         """
-        num_bytes = sum(sizes)
-        if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
-            raise torch.OutOfMemoryError(
-                f"the simulated device is out of memory: {num_bytes} bytes asked for, {self.allocated_bytes} of "
-                f"{self.budget_bytes} taken"
-            )
+        self._require(sum(sizes))
         tensors = self.take_host(sizes)
         self.hold(tensors)
         return tensors
@@ -89,9 +89,33 @@ class SimulatedDevice:
     def give_back(self) -> None:
         """Do nothing: the system has memory back as soon as its last tensor is gone."""
 
+    @contextlib.contextmanager
+    def counting_activations(self) -> Iterator[None]:
+        """Count what autograd keeps for the backward pass, as long as it keeps it; too much raises as on a GPU.
+
+        Weights are not counted again, if they are on the count already.
+        """
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            yield
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._held:
+            self._require(storage.nbytes())
+            self.hold([tensor])
+        # Not the tensor itself: a graph that keeps its own output is a cycle, and a forward that fails half-way would leak it.
+        return tensor.detach()
+
     def _let_go(self, address: int, num_bytes: int) -> None:
         self._held.discard(address)
         self.allocated_bytes -= num_bytes
+
+    def _require(self, num_bytes: int) -> None:
+        if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
+            raise SimulatedOutOfMemoryError(
+                f"the simulated device is out of memory: {num_bytes} bytes asked for, {self.allocated_bytes} of "
+                f"{self.budget_bytes} taken"
+            )
 
 
 class CudaDevice:

@@ -18,7 +18,7 @@ from asyncrl.errors import ResidencyError
 from asyncrl.observe.memory import MemoryLine
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device
-from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_switch
+from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,10 @@ class ResidencyManager:
 
     Example:
         >>> import torch
-        >>> from pathlib import Path
         >>> from asyncrl.clock import SystemClock
         >>> from asyncrl.residency.device import SimulatedDevice
         >>> device = SimulatedDevice()
-        >>> policy = TensorComponent.of_module("policy", torch.nn.Linear(4, 4, bias=False), device, Path("swap"))
+        >>> policy = TensorComponent.of_module("policy", torch.nn.Linear(4, 4, bias=False), device)
         >>> phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy",))]
         >>> manager = ResidencyManager("learner", [policy], phases, device, SystemClock())
         >>> [move.after for move in manager.switch("rollout", 0).moves], device.allocated_bytes
@@ -115,6 +114,13 @@ class ResidencyManager:
             self._moved, self._peak_bytes = [], 0
         return reached
 
+    def prefetch(self, phase: Phase) -> None:
+        """Bring what a coming phase needs nearer while there is room; cheap where nothing is to be done."""
+        needs = self._phases.get(self.phase) if self.phase is not None else None
+        if needs is not None:
+            moves = plan_prefetch(self._parts(), needs, self._phases[phase], self._budget)
+            self._carry_out(moves, needs.phase, OWN_SWITCH)
+
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
         """Let everything be read where it is, to save it, without a byte on the device."""
@@ -124,7 +130,7 @@ class ResidencyManager:
             yield
 
     def _parts(self) -> list[Part]:
-        return [Part(one.name, one.num_bytes, one.residence) for one in self._components.values()]
+        return [Part(one.name, one.num_bytes, one.residence, one.places) for one in self._components.values()]
 
     def _carry_out(self, moves: Sequence[ComponentMove], phase: Phase, number: int) -> None:
         """Move one after the other, and say so; a failure is told with what is where."""

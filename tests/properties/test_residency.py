@@ -8,15 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ResidencyError
-from asyncrl.residency.plan import Budget, Part, PhaseNeeds, plan_switch
+from asyncrl.residency.plan import Budget, Part, PhaseNeeds, plan_prefetch, plan_switch
 
 NAMES = ["policy", "policy optimizer", "critic", "reference", "reward judge", "KV cache", "engine weights"]
+PLACES = [
+    frozenset({"device", "host", "disk"}),
+    frozenset({"device", "disk"}),
+    frozenset({"device", "host"}),
+]
 
 
 @st.composite
 def parts_of(draw):
-    names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
-    return [Part(name, draw(st.integers(0, 20)), draw(st.sampled_from(["device", "host", "disk"]))) for name in names]
+    parts = []
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1)):
+        places = draw(st.sampled_from(PLACES))
+        parts.append(Part(name, draw(st.integers(0, 20)), draw(st.sampled_from(sorted(places))), places))
+    return parts
 
 
 @st.composite
@@ -50,6 +58,7 @@ def replay(parts, moves, budget, reserved=0):
     for move in moves:
         part = now[move.component]
         assert (move.before, move.num_bytes) == (part.residence, part.num_bytes)
+        assert move.after in part.places
         assert move.after != move.before
         now[part.name] = replace(part, residence=move.after)
         held = {place: sum(p.num_bytes for p in now.values() if p.residence == place) for place in ("device", "host")}
@@ -69,8 +78,7 @@ def test_a_switch_keeps_its_budgets_and_reaches_its_phase_or_what_is_refused_rea
     if isinstance(moves, str):
         assert "GiB" in moves
         needed = sum(part.num_bytes for part in parts if part.name in needs.now) + needs.working_bytes
-        assert budget.device_bytes is not None
-        assert needed > budget.device_bytes
+        assert (budget.device_bytes is not None and needed > budget.device_bytes) or "nowhere to go" in moves
         return
     now = replay(parts, moves, budget, needs.working_bytes)
     assert all(now[name].residence == "device" for name in needs.now)
@@ -79,3 +87,15 @@ def test_a_switch_keeps_its_budgets_and_reaches_its_phase_or_what_is_refused_rea
     if needs.gives_back:
         assert {name for name, part in now.items() if part.residence == "device"} == set(needs.now)
     assert plan_switch(list(now.values()), needs, budget, offload_to) == (), "a phase that is reached needs no moves"
+
+
+@settings(max_examples=200, deadline=None)
+@given(situations(), st.data())
+def test_a_prefetch_takes_nothing_from_the_phase_that_is_on(situation, data):
+    parts, needs, budget, _ = situation
+    coming = data.draw(needs_of([part.name for part in parts]))
+    moves = plan_prefetch(parts, needs, coming, budget)
+    replay(parts, moves, budget, needs.working_bytes)
+    assert all(move.before != "device" and move.component in coming.now for move in moves)
+    if needs.gives_back:
+        assert all(move.after == "host" for move in moves)

@@ -69,6 +69,9 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                 case Help("save"):
                     with contextlib.nullcontext() if offload is None else offload.readable():
                         contribute_checkpoint(state)
-                case ReachPhase():
+                case Help("prefetch") | ReachPhase():
                     assert offload is not None, "rank 0 has its offload first"
-                    offload.reach(command.phase, command.number)
+                    if isinstance(command, ReachPhase):
+                        offload.reach(command.phase, command.number)
+                    else:
+                        offload.prefetch()

@@ -136,8 +136,8 @@ class OpenStep:
     def backward(self, number: int) -> None:
         """Add up the gradients of an update."""
         started_s = time.perf_counter()
-        places = range(len(self.plan.prepared.updates[number]))
-        with self._out_of_memory_is_said():
+        offload, places = self._state.offload, range(len(self.plan.prepared.updates[number]))
+        with self._out_of_memory_is_said(), contextlib.nullcontext() if offload is None else offload.watch():
             shares = [self._objective.train_row(number, place, is_first_update=not self._updates) for place in places]
         self._shares = torch.stack(shares).sum(dim=0)
         self._update_s += time.perf_counter() - started_s

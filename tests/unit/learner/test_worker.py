@@ -158,8 +158,9 @@ async def set_phase(controller, phase, number):
     return await controller.news(PhaseReached)
 
 
-@pytest.mark.parametrize("offload_to", ["host", "disk"])
-async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path, offload_to):
+@pytest.mark.parametrize(("offload_to", "nearer"), [("host", set()), ("disk", {("disk", "host")})])
+async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path, offload_to, nearer):
+    """With a step in hand, what is on disk comes nearer before its turn."""
     placement = msgspec.structs.replace(COLOCATED.placement, offload_to=offload_to)
     async with learner(tmp_path, msgspec.structs.replace(COLOCATED, placement=placement)) as controller:
         await controller.news(LearnerReady)
@@ -170,7 +171,7 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         waiting = await controller.report(Heartbeat, lambda beat: "others have" in beat.waiting_for)
         assert waiting.gauges["process/version"] == 0
         back = await set_phase(controller, "train", 2)
-        assert {(move.before, move.after) for move in back.moves} == {(offload_to, "device")}
+        assert {(move.before, move.after) for move in back.moves} == {("host", "device"), *nearer}
         assert back.resident["policy"] > 0
         assert (await controller.news(StepDone)).version == 1
         onto_it = [move.num_bytes for move in back.moves if move.after == "device"]

@@ -18,22 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 from safetensors import SafetensorError
-from tokenizers import pre_tokenizers
 
 from asyncrl.errors import ConfigError
-
-_ADVICE = "give the Hugging Face folder of the model instead"
-_GGUF_READ = {
-    "general.architecture": ("llama",),
-    "tokenizer.ggml.model": ("gpt2",),
-    "tokenizer.ggml.pre": ("smollm",),
-    "tokenizer.ggml.add_bos_token": (False,),
-    "llama.rope.scaling.type": ("none",),
-}
-"""Values of a GGUF's fields that are carried over exactly; the last is meant where a file does not say."""
-_LONG_FIELDS = {"tokens", "merges", "scores", "token_type"}
 
 SavedDtype = Literal["float32", "bfloat16"]
 
@@ -173,36 +160,20 @@ def _sha256(path: Path) -> str:
 
 
 def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
-    """Import what SmolLM2's file is: a Llama with a byte-level tokenizer that splits all digits."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - heavy
 
-    try:
-        import gguf  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError("reading a GGUF needs the gguf package; pip install 'asyncrl[tasks]'") from error
-    try:
-        reader = gguf.GGUFReader(str(path))
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
-    fields = {key: entry.contents() for key, entry in reader.fields.items() if key.split(".")[-1] not in _LONG_FIELDS}
-    for key, known in _GGUF_READ.items():
-        if (found := fields.get(key, known[-1])) not in known:
-            raise ConfigError(f"{path} has {key} = {found!r}; import reads {', '.join(map(str, known))}. Else {_ADVICE}")
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        raise ConfigError(f"{path} uses rope scaling, which import does not carry over; {_ADVICE}")
-    config = _save(path.parent, folder, dtype or "float32", made, gguf_file=path.name, num_tensors=len(reader.tensors))
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, model_max_length=config.max_position_embeddings)
-    # transformers does not split digits; a wrong splitter would silently give tokens that the model was never trained on.
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.save_pretrained(folder)
-    made.source_sha256, made.license = _sha256(path), str(fields.get("general.license", "unknown"))
-    made.quantisation = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
+    from asyncrl.learner.gguf_file import GGUFFile  # noqa: PLC0415 - heavy
+
+    gguf = GGUFFile(path)
+    opened = {"config": gguf.config(), "state_dict": gguf.tensors()}
+    _save(LlamaForCausalLM, None, folder, dtype or "float32", made, **opened)
+    gguf.tokenizer().save_pretrained(folder)
+    made.source_sha256, made.quantisation = _sha256(path), gguf.quantisation()
+    made.license = str(gguf.field("general.license", "unknown"))
 
 
 def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - heavy
 
     if not list(source.glob("*.safetensors")):
         pickled = " (its weights are pickled; save them as safetensors first)" if list(source.glob("*.bin")) else ""
@@ -211,27 +182,29 @@ def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: Imp
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{source} has no usable tokenizer: {str(error).splitlines()[0]}") from error
-    _save(source, folder, dtype or "auto", made)
+    _save(AutoModelForCausalLM, source, folder, dtype or "auto", made)
     tokenizer.save_pretrained(folder)
 
 
 def _save(
-    source: Path, folder: Path, dtype: str, made: ImportedModel, *, gguf_file: str | None = None, num_tensors: int = 0
-) -> Any:  # noqa: ANN401 - transformers' config
-    """Load a whole model, write its config and weights to `folder`, and note what it is; return its config.
+    opener: Any,  # noqa: ANN401 - a model class, or transformers' own choice of one
+    weights: Path | None,
+    folder: Path,
+    dtype: str,
+    made: ImportedModel,
+    **model: Any,  # noqa: ANN401
+) -> None:
+    """Load a whole model, write its config and weights to `folder`, and note what it is.
 
     Raises:
-        ConfigError: A tensor is missing, unknown or of another shape; or it has another number of them than `num_tensors`.
+        ConfigError: A tensor is missing, unknown or of another shape.
     """
-    import transformers  # noqa: PLC0415 - heavy
+    from transformers.utils import logging  # noqa: PLC0415 - heavy
 
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"gguf_file": gguf_file}
-    if gguf_file is not None and hasattr(transformers, "GgufConfig"):  # newer versions may leave weights packed
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    logging.disable_progress_bar()
     try:
-        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        loaded, report = opener.from_pretrained(
+            weights, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **model
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{made.source} is not a usable causal language model: {str(error).splitlines()[0][:300]}") from error
@@ -240,15 +213,6 @@ def _save(
             raise ConfigError(
                 f"{made.source} has {len(found)} {problem} tensors, {found[0]} among them; its config is of another model"
             )
-    if num_tensors and num_tensors != (held := len(list(loaded.parameters()))):
-        raise ConfigError(f"{made.source} has {num_tensors} tensors and a model of its config {held}; {_ADVICE}")
-    if gguf_file is not None:
-        loaded.hf_quantizer = None  # the weights are plain numbers now
-        for name in ("quantization_config", "_model_name_or_path"):
-            vars(loaded.config).pop(name, None)
-        # The file keeps a float32; its shortest decimal form is what the model's author wrote.
-        loaded.config.rms_norm_eps = float(str(np.float32(loaded.config.rms_norm_eps)))
     loaded.save_pretrained(folder)
     made.architecture, made.dtype = loaded.config.model_type, str(loaded.dtype).removeprefix("torch.")
     made.num_parameters = sum(parameter.numel() for parameter in loaded.parameters())
-    return loaded.config

@@ -41,8 +41,6 @@ WHAT_TO_DO = {
     errno.EIO: "; the disk, or the server it is on, has failed",
     errno.EMFILE: "; raise the limit on open files (ulimit -n)",
 }
-CONTROLLER_END_S = 60.0
-"""For the controller of a run that has ended to end too."""
 
 Dtype = Literal["float32", "bfloat16"]
 PlanAlgorithm = Literal["grpo", "ppo", "dpo"]
@@ -181,7 +179,7 @@ def resume(
 
 def _resumed_where_it_lives(folder: Path) -> bool:
     """Have a paused run go on; False once the controller of one that has ended, or is about to, is gone."""
-    from asyncrl.client import is_live
+    from asyncrl.client import CONTROLLER_END_S, is_live
 
     try:
         live = _ask(folder, "status")

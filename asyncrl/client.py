@@ -56,6 +56,8 @@ from asyncrl.schema.weights import WeightsAvailable
 CONTROLLER_LOG = Path("logs", "controller.log")
 START_TIMEOUT_S = 60.0
 """For the controller to answer; models load later."""
+CONTROLLER_END_S = 60.0
+"""For the controller of a run that has ended to go."""
 FULL_DISK_BYTES = 1 << 20
 """A disk with less room than this is full."""
 ANSWER_TIMEOUT_S = 60.0
@@ -386,6 +388,8 @@ class Run(RunClient):
         if self._http is not None:
             raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
         await asyncio.to_thread(check_user_functions, self.config)
+        if self._resumed:
+            await self._wait_for_end()
         with self._prepared_folder():
             self._controller = ControllerProcess(self.config, self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
@@ -446,6 +450,17 @@ class Run(RunClient):
         async for _ in self.steps(first=1 << 60):
             pass
         return await self.status()
+
+    async def _wait_for_end(self) -> None:
+        """Wait for the controller of a run that has ended: it answers no more, and its process is about to go."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + CONTROLLER_END_S
+        while not is_live(self.run_folder) and await asyncio.to_thread(find_controllers, self.run_folder):
+            if loop.time() > until_s:
+                raise LaunchError(
+                    f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
+                )
+            await asyncio.sleep(0.1)
 
     @contextlib.contextmanager
     def _prepared_folder(self) -> Iterator[None]:

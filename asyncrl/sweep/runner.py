@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.client import Run, is_live
+from asyncrl.client import CONTROLLER_END_S, Run, is_live
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
@@ -29,8 +29,6 @@ from asyncrl.sweep.results import CellResult, Code, Outcome, code_now, machine_n
 
 CELL_FILE = "cell.json"
 LOOK_S = 0.2
-CONTROLLER_END_S = 60.0
-"""For the controller of a run whose sweep was killed to be gone."""
 
 
 class Begun(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from asyncrl import Run, cli
 from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import lock_folder, write_whole
 from asyncrl.tasks.json_lines import read_json_lines
@@ -158,6 +160,18 @@ async def test_the_ledger_of_a_run_that_is_starting_is_left_alone(folder):
     with pytest.raises(LaunchError, match="already runs"):
         await Run({"folder": str(folder.parent), "name": "r"}).__aenter__()
     assert (folder / "ledger.sqlite").exists()
+
+
+async def test_a_resume_waits_for_a_controller_that_no_longer_answers(folder):
+    played = [sys.executable, "-c", CONTROLLER, "asyncrl.pipeline", "controller", "controller", str(folder)]
+    process = await asyncio.create_subprocess_exec(*played, stdin=asyncio.subprocess.PIPE)
+    while not find_controllers(folder):
+        await asyncio.sleep(0.01)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(Run({"folder": str(folder.parent), "name": "r"}, resume=folder)._wait_for_end())
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0]
+        process.stdin.close()
+        await process.wait()
 
 
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):

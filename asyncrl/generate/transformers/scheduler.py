@@ -6,9 +6,9 @@ its last token. Synchronous, no threads, no clocks: the thread in engine.py runs
 Invariants:
 - A free slot is refilled before the next step whenever a request waits; requests start in the order they came.
 - A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
-- Keys and values are shared only if they were computed under the current weights and nobody has overwritten them: a whole
-  prompt's inside a group, and among all prompts the whole pieces (`SlotModel.piece_tokens`) that they begin with. Sharing
-  changes no bit.
+- Keys and values are shared only if they were computed under the current weights by a prefill of the prompt alone, and nobody
+  has overwritten them: a whole prompt's inside a group, and among all prompts the whole pieces (`SlotModel.piece_tokens`) that
+  they begin with. Sharing changes no bit.
 - Where few rows are left, their requests move to the first ones, so that fewer are run.
 - A row is free or holds one request. Its position is that of the token it feeds next, -1 while it is free.
 """
@@ -218,7 +218,8 @@ class SlotDecoder:
             for row, flight in self._occupants.items()
         )
         for row, flight in self._occupants.items():
-            self._note_prompt(row, (flight.request.group_key, flight.request.prompt_ids))
+            if not ordinals_R[row]:  # computed along with later tokens, a prompt's last bits are others
+                self._note_prompt(row, (flight.request.group_key, flight.request.prompt_ids))
         self._has_kv = True
 
     def _refill(self) -> None:

@@ -73,7 +73,7 @@ def test_a_freed_row_is_taken_itself_by_the_next_of_its_group_and_lends_to_other
     assert step(decoder) == ({}, [(0, 2, 2)])
 
 
-def test_other_weights_lend_nothing_until_prompts_are_computed_again(decoder: SlotDecoder) -> None:
+def test_other_weights_lend_nothing_nor_does_a_prompt_that_is_computed_again_with_what_followed(decoder: SlotDecoder) -> None:
     submit(decoder, "a", group_key="gone", most=2)
     submit(decoder, "b", group_key="here", most=30)
     decoder.step()
@@ -83,7 +83,7 @@ def test_other_weights_lend_nothing_until_prompts_are_computed_again(decoder: Sl
     assert decoder.model.prefilled == {1: 4}
     submit(decoder, "c", group_key="gone")
     submit(decoder, "d", group_key="here")
-    assert step(decoder) == ({0: 2}, [(1, 2, 2)])
+    assert step(decoder) == ({0: 2, 2: 2}, [])
     decoder.load_weights(2, tensors_of(make_model(0)), "keep")
     submit(decoder, "e", group_key="here")
     assert step(decoder) == ({3: 2}, [])

@@ -453,9 +453,13 @@ class Run(RunClient):
 
     async def _wait_for_end(self) -> None:
         """Wait for the controller of a run that has ended: it answers no more, and its process is about to go."""
+
+        def is_ending() -> bool:
+            return not is_live(self.run_folder) and bool(find_controllers(self.run_folder))
+
         loop = asyncio.get_running_loop()
         until_s = loop.time() + CONTROLLER_END_S
-        while not is_live(self.run_folder) and await asyncio.to_thread(find_controllers, self.run_folder):
+        while await asyncio.to_thread(is_ending):
             if loop.time() > until_s:
                 raise LaunchError(
                     f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"

@@ -498,7 +498,14 @@ class Run(RunClient):
         if find_controllers(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         config_file = self.run_folder / "config.toml"
-        if config_file.exists() and not self._resumed:
+        if self._resumed and (self.run_folder / "model" / "config.json").exists():
+            was = self.config
+            with contextlib.suppress(ConfigError):  # it is damaged: what was given takes its place
+                was = resolve_config(config_file)
+            if was.model != self.config.model:
+                made = f"{self.run_folder / 'model'} is made, and a run keeps its model"
+                raise ConfigError(f"{made}: what [model] says cannot change; start another run (`--set name=...`)")
+        elif config_file.exists() and not self._resumed:
             if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
                 raise ConfigError(
                     f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "

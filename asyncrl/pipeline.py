@@ -41,7 +41,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +61,7 @@ from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.observe.log import set_up_logging
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
+from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.zmq_client import open_connection
@@ -69,7 +70,6 @@ from asyncrl.transport.zmq_server import open_listener
 if TYPE_CHECKING:
     from asyncrl.control.join import JoinRequest
     from asyncrl.control.launch.local import Launcher
-    from asyncrl.schema.weights import WeightsAvailable
 
 log = logging.getLogger("asyncrl")
 
@@ -156,13 +156,17 @@ def _ledger_failed(error: LedgerError) -> None:
 
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.generate.worker import run_generator
+
+    # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
+    os.nice(NICENESS)
+    if config.learner.fake_step_s is not None:
+        await run_generator(config, run_folder, connection, clock, _no_weights, name)
+        return
     from asyncrl.weights.media.registry import receiver_of
     from asyncrl.weights.media.shared_params import HybridSubscriber
     from asyncrl.weights.subscriber import Subscriber
     from asyncrl.weights.tensors import DeferredTensors
 
-    # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
-    os.nice(NICENESS)
     _hold_to_share(config, getattr(config.generate.engine, "device", "cpu"), of_learner=False)
     receiver = receiver_of(config.broadcast.medium, run_folder)
     subscriber: Subscriber | HybridSubscriber | None = None
@@ -185,6 +189,10 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
     finally:
         if subscriber is not None:
             subscriber.close()
+
+
+async def _no_weights(_: WeightsAvailable) -> Mapping[str, Any]:
+    return {}
 
 
 def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
@@ -211,43 +219,52 @@ async def _inference_worker(config: RunConfig, run_folder: Path, connection: Con
     await run_inference_worker(config, run_folder, connection, clock, name)
 
 
-async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
-    from asyncrl.learner.worker import run_learner
-    from asyncrl.weights.media.shared_params import HybridPublisher
-    from asyncrl.weights.publisher import Publisher
-
-    _hold_to_share(config, config.learner.device, of_learner=True)
-    loop = asyncio.get_running_loop()
-    task = build_task(config.task, config.seed)
-
-    published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
-
-    def announce(available: WeightsAvailable) -> None:
-        loop.call_soon_threadsafe(published.put_nowait, available)
+@contextlib.asynccontextmanager
+async def _announcements(connection: Connection) -> AsyncIterator[Callable[[WeightsAvailable], None]]:
+    """Give a function, for any thread, that tells the controller of a version."""
+    loop, published = asyncio.get_running_loop(), asyncio.Queue[WeightsAvailable]()
 
     async def tell_controller() -> None:
         with contextlib.suppress(ConnectionClosed):
             while True:
                 await connection.send(await published.get(), Lane.CONTROL)
 
+    async with asyncio.TaskGroup() as group:
+        telling = group.create_task(tell_controller(), name="announcements")
+        yield lambda available: loop.call_soon_threadsafe(published.put_nowait, available)
+        telling.cancel()
+
+
+async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
+    from asyncrl.learner.worker import run_learner
+    from asyncrl.weights.media.shared_params import HybridPublisher
+    from asyncrl.weights.publisher import Publisher
+
+    _hold_to_share(config, config.learner.device, of_learner=True)
+    task = build_task(config.task, config.seed)
+
     def start_rank(rank: int, address: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "asyncrl.pipeline", RANK, str(rank), str(run_folder), address]
         return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
 
     is_hybrid = isinstance(config.broadcast.medium, SharedStorageMedium)
-    publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            telling = group.create_task(tell_controller(), name="announcements")
+    async with _announcements(connection) as announce:
+        publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
+        try:
             await run_learner(
                 config, run_folder, connection, clock,
                 publish=publisher.publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
                 start_rank=start_rank,
             )  # fmt: skip
-            telling.cancel()
-    finally:
-        publisher.close()
+        finally:
+            publisher.close()
+
+
+async def _fake_learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
+    from asyncrl.learner.fake import run_fake_learner
+
+    async with _announcements(connection) as announce:
+        await run_fake_learner(config, run_folder, connection, clock, announce)
 
 
 Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
@@ -258,6 +275,8 @@ STAGES: dict[ProcessKind, tuple[str, Stage]] = {
     "learner": ("asyncrl.learner.worker", _learner),
 }
 """What each stage imports, heavy libraries with it, and what it runs; a generator imports its engine beside."""
+FAKE_LEARNER: tuple[str, Stage] = ("asyncrl.learner.fake", _fake_learner)
+"""In the learner's place where the run has no model."""
 WITH_TORCH = frozenset({"generator", "inference", "learner"})
 """Stages whose interpreter is not torn down."""
 
@@ -268,7 +287,7 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     Everything that the stage needs is imported before it connects: an event loop that imports for long, as on a busy machine,
     looks dead to its peer. An error of the outside world is told to the controller as a Fault before the process ends.
     """
-    module, stage = STAGES[kind]
+    module, stage = STAGES[kind] if kind != "learner" or config.learner.fake_step_s is None else FAKE_LEARNER
     if kind == "generator":
         from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
 

@@ -36,7 +36,8 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, StreamTerms, by_member, to_its_end, with_rewards
-from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
+from asyncrl.learner.checkpoint import save_checkpoint
+from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.resume import InitialState, load_or_make

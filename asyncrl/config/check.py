@@ -135,6 +135,23 @@ def _learner(config: RunConfig) -> Iterator[str]:
         yield f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'"
     if learner.compile and not on_cuda:
         yield f"learner.compile is for CUDA and learner.device is {device!r}: set it to false"
+    if learner.fake_step_s is not None:
+        yield from _no_model(config)
+
+
+def _no_model(config: RunConfig) -> Iterator[str]:
+    """Nothing needs the model that a fake learner does not have."""
+    where, learner = "learner.fake_step_s trains no model", config.learner
+    if learner.kind != "builtin":
+        yield f"{where}, and learner.kind {learner.kind!r} has no learner process: set 'builtin', or leave it out"
+    if config.generate.engine.has_model or config.generate.engine.replays:
+        yield f"{where} and generate.engine.kind {config.generate.engine.kind!r} needs one: set 'fake'"
+    if config.needs_inference:
+        yield f"{where} and [inference] would load some: leave out its reward models and algorithm.reference.where = 'worker'"
+    if learner.ranks > 1:
+        yield f"{where}, so there is nothing to divide: set learner.ranks = 1"
+    if config.placement.takes_turns:
+        yield f"{where}, and placement.kind {config.placement.kind!r} moves some: set 'disaggregated'"
 
 
 def _vllm_server(config: RunConfig) -> Iterator[str]:

@@ -75,6 +75,8 @@ class LearnerConfig(_Stage, frozen=True):
 
     kind: Literal["builtin", "external", "driven"] = "builtin"
     """`driven`: outside code gives the prompts too, while the run goes on; what a `Session` sets."""
+    fake_step_s: NonNegativeFloat | None = None
+    """Train no model, and take so many seconds for a step: a run of all but the models, with engine `fake`. None: train."""
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Cosine decay ends at this share of the learning rate; 1: constant."""

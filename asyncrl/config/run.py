@@ -259,6 +259,8 @@ class ObserveConfig(_Stage, frozen=True):
     wandb_project: str = "asyncrl"
     trace: bool = False
     """Write trace.json (Chrome / Perfetto) at the end."""
+    pictures: bool = True
+    """Draw reward.png and timeline.png at the end; `asyncrl report` draws them at any time."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
     """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""

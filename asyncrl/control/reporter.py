@@ -432,7 +432,7 @@ class Reporter:
         try:
             if self._config.observe.trace:
                 await asyncio.to_thread(sp.write_trace, run_folder)
-            if self.steps:
+            if self.steps and self._config.observe.pictures:
                 report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
                 await asyncio.to_thread(report.write_report, run_folder)
         except ConfigError as error:  # a file of another version: the run itself is done

@@ -18,7 +18,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.generate.engine import Engine
 from asyncrl.observe.memory import MemoryLine, open_memory
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached, Residence, SetPhase
-from asyncrl.weights.tensors import SharedTensors
+from asyncrl.weights.lent import LentTensors
 
 
 class SleepWake:
@@ -34,12 +34,12 @@ class SleepWake:
         self.is_asleep = False
         self.lacks_weights = False
         """It gave its weights up, and has not been given new ones since."""
-        self._shared: SharedTensors | None = None
+        self._shared: LentTensors | None = None
 
     def took(self, tensors: Mapping[str, object]) -> None:
         """Note what the engine samples with now."""
         self.lacks_weights = False
-        self._shared = tensors if isinstance(tensors, SharedTensors) else None
+        self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
 
     async def sleep(self, engine: Engine, order: SetPhase) -> PhaseReached:
         """Give the device back.

@@ -42,7 +42,7 @@ from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
-from asyncrl.weights.tensors import MappedTensors
+from asyncrl.weights.lent import LentTensors
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ class GeneratorWorker:
             log.warning("version %d was not loaded, the newest will be: %s", available.version, error)
             return False
         finally:
-            if isinstance(tensors, MappedTensors):
+            if isinstance(tensors, LentTensors):
                 tensors.release()
         self._cycle.took(tensors)
         live_s = self._clock.now()

@@ -21,7 +21,8 @@ from asyncrl.algorithms.corrections import load_correction
 from asyncrl.config.algorithm import AlgorithmConfig, PythonCorrection
 from asyncrl.config.learner import LearnerConfig, PretrainedModel
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, rename_newer, write_folder
+from asyncrl.learner.checkpoint import load_trainer
+from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, rename_newer, write_folder
 from asyncrl.learner.model.critic import build_critic, build_critic_optimizer
 from asyncrl.learner.model.lora import adapters_off, open_policy
 from asyncrl.learner.model.policy import (

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ResidencyError
+from asyncrl.learner.checkpoint_folder import StepMemory
 from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
@@ -24,17 +24,6 @@ from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import gib
 from asyncrl.schema.control import Phase, PhaseReached
-
-
-class StepMemory(msgspec.Struct):
-    """What a step remembers of those before it; saved in checkpoints, so that a replayed step is the same step."""
-
-    kl_coefficient: float = -1.0
-    """The adaptive coefficient in force; negative: the config's own, not adapted yet."""
-    recipe: str = ""
-    """What `kind = "auto"` picked last; empty: nothing yet."""
-    measured: dict[str, float] = {}
-    """What it picks the next from."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,8 @@ from asyncrl.clock import Clock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import TrainerState, save_checkpoint
+from asyncrl.learner.checkpoint import save_checkpoint
+from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError, first_fault
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
 from asyncrl.schema.status import ENDED, OVER_LIMIT, RunStatus
@@ -244,7 +245,7 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
                 f"{last.num_samples} samples each"
             )
         # The controller has drawn them at the end, unless it was killed; matplotlib is slow to import.
-        if not steps.exists():
+        if not steps.exists() or not load_config(run_folder / "config.toml").observe.pictures:
             drawn = {}
         elif any(not path.exists() or path.stat().st_mtime_ns < steps.stat().st_mtime_ns for path in drawn.values()):
             drawn = importlib.import_module("asyncrl.observe.report").write_report(run_folder)

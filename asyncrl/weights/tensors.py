@@ -20,9 +20,10 @@ import torch
 
 from asyncrl.models.layout import DTYPE_OF_NAME, view_tensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.weights.lent import LentTensors
 
 
-class MappedTensors(dict[str, torch.Tensor]):
+class MappedTensors(LentTensors):
     """Tensors in one flat buffer, whole and verified; valid until released or until the next fetch."""
 
     def __init__(
@@ -50,10 +51,7 @@ class MappedTensors(dict[str, torch.Tensor]):
         self.flat = flat
         self.path = path
         self.offset = offset
-        self.check = check
-        """Call after the last byte was read, before anything samples with it. Raises BroadcastError: it may be a mixture."""
-        self.release = release
-        """Call once nobody reads them any more. Safe to repeat."""
+        self.check, self.release = check, release
 
 
 class SharedTensors(MappedTensors):
@@ -61,6 +59,8 @@ class SharedTensors(MappedTensors):
 
     `check` says whether they are still those of the version; while they are being changed nothing may be sampled.
     """
+
+    learner_changes_them = True
 
 
 class Receiver(Protocol):

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.tasks.registry import build_task
-from tests.integration.conftest import NO_MODEL, no_process_left, tiny_settings  # noqa: F401 - a fixture
+from tests.integration.conftest import NO_MODELS, no_process_left, tiny_settings  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.timeout(180)
 
-SHORT = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
+SHORT = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
 
 
 def asyncrl(
@@ -57,10 +57,10 @@ def shadow(folder: Path) -> None:
     (folder / "grp.py").write_text("import os\nos._exit(99)\n")
 
 
-def finished(folder: Path) -> Path:
+def finished(folder: Path, **settings) -> Path:
     """Return the folder of a run of two steps that was begun in `folder`."""
     shadow(folder)
-    (folder / "c.toml").write_text(dump_config(parse_config(tiny_settings(folder, num_steps=2, **SHORT))))
+    (folder / "c.toml").write_text(dump_config(parse_config(tiny_settings(folder, num_steps=2, **SHORT | settings))))
     ended = asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "tiny"
@@ -73,7 +73,7 @@ def test_under_a_limit_on_file_sizes_and_in_a_read_only_folder_the_last_words_ar
         pytest.skip("no disk can be mounted here")
     again = ("run", disk / "c.toml", "--plain", "--set", "name=again")
     try:
-        folder = finished(disk)
+        folder = finished(disk, learner__fake_step_s=None)
         limited = [asyncrl("report", folder, file_bytes=1000), asyncrl(*again, file_bytes=200_000)]
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         report, inspect = asyncrl("report", folder), asyncrl("inspect", folder)
@@ -172,7 +172,7 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
 
 @pytest.mark.parametrize("fault", ["no such device", "damaged weights", "a missing package"])
 def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
-    settings, missing = tiny_settings(tmp_path, num_steps=1, **SHORT), tmp_path / "missing"
+    settings, missing = tiny_settings(tmp_path, num_steps=1, **SHORT | {"learner__fake_step_s": None}), tmp_path / "missing"
     if fault == "no such device":
         settings["learner"]["device"], said = "cuda:55", "cuda|CUDA"
     elif fault == "damaged weights":

@@ -23,6 +23,8 @@ from tests.builders import laid_over
 NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabulary_size": 8, "mean_tokens": 4.0,
             "token_latency_s": 0.02}  # fmt: skip
 """An engine for runs that are about something else: its generator starts with a third of the work, and holds no core after."""
+NO_MODELS = {"generate__engine": NO_MODEL, "learner__fake_step_s": 0.02}
+"""No model at all: such a run costs a fifth of one that imports torch."""
 
 
 def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -43,6 +45,7 @@ def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
         "eval": {"num_prompts": 8},
         "checkpoint": {"every_steps": 2},
         "supervision": {"stall_timeout_s": 60.0, "backoff_s": 0.1},
+        "observe": {"pictures": False},
     }  # fmt: skip
     return laid_over(settings, overrides)
 

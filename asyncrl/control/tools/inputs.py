@@ -122,10 +122,10 @@ def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
 
 
 def wrong_kinds(run_folder: Path) -> list[str]:
-    """Return which folders of a run folder should be files, and which files folders."""
+    """Return what in a run folder should be a folder and is none, and what should be a file and is none."""
     folders = [f"{path} must be a folder" for name in RUN_FOLDERS if (path := run_folder / name).exists() and not path.is_dir()]
     found = (path for pattern in RUN_FILES for path in sorted(run_folder.glob(pattern)))
-    return [f"{fault}: move it away" for fault in (*folders, *(f"{path} must be a file" for path in found if path.is_dir()))]
+    return [f"{fault}: move it away" for fault in (*folders, *(f"{path} must be a file" for path in found if not path.is_file()))]
 
 
 def examine(config: RunConfig) -> Findings:

@@ -24,7 +24,7 @@ from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_MODEL, trained_groups
+from tests.integration.conftest import NO_MODEL, NO_MODELS, trained_groups
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
@@ -201,7 +201,7 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
     run = start_run(
         tiny, link, num_steps=100_000, placement={"most_joining_generators": 1},
         supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=12.0,
-        generate__engine=NO_MODEL | {"token_latency_s": 0.05},
+        **NO_MODELS | {"generate__engine": NO_MODEL | {"token_latency_s": 0.05}},
     )  # fmt: skip
     try:
         run.wait_until(lambda: run.num_steps >= 2, "2 steps")

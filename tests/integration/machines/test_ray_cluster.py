@@ -30,7 +30,7 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, assert_balanced, command_of, tiny_settings, trained_groups
+from tests.integration.conftest import NO_MODELS, assert_balanced, command_of, tiny_settings, trained_groups
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -166,7 +166,7 @@ def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
         "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
         "reward": {"labels": {ROLE: "rewards"}},
     }
-    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
+    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, **NO_MODELS}
     settings["supervision__stall_timeout_s"] = 300.0
     return tiny_settings(folder, **(settings | overrides))
 

@@ -18,7 +18,8 @@ from asyncrl.config.algorithm import CriticConfig, KLConfig, MaskedSequence, Sec
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.learner.checkpoint import TrainerState, contribute_checkpoint, load_trainer, save_checkpoint
+from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer, save_checkpoint
+from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.model.lora import adapters_off, publishable_tensors
 from asyncrl.learner.model.policy import Reference, character_tokenizer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import dump_config
 from asyncrl.control.lifecycle.pid_file import read_pids
-from tests.integration.conftest import NO_MODEL
+from tests.integration.conftest import NO_MODEL, NO_MODELS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -79,14 +79,11 @@ def _all_gone(processes: list[psutil.Process]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.fixture
-def endless(tiny, tmp_path):
-    settings = {"eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0, "generate__engine": NO_MODEL}
-    return _write(tiny(num_steps=100_000, **settings), tmp_path)
+ENDLESS = {"num_steps": 100_000, "eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0}
 
 
-def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resumes(endless, tmp_path):
-    following, run_folder = Following(endless), tmp_path / "tiny"
+def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resumes(tiny, tmp_path):
+    following, run_folder = Following(_write(tiny(**ENDLESS, generate__engine=NO_MODEL), tmp_path)), tmp_path / "tiny"
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     status = json.loads(_asyncrl("status", run_folder, "--json").stdout)
     assert status["phase"] == "running"
@@ -124,9 +121,9 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
     assert {row["state"] for row in overview["states"]} <= {"trained", "ready", "scoring", "running"}
 
 
-def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_nothing_running(endless, tmp_path):
+def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_nothing_running(tiny, tmp_path):
     patient = ("--set", "supervision.drain_timeout_s=1000", "--set", "supervision.stall_timeout_s=1000")
-    following = Following(endless, "run", *patient)
+    following = Following(_write(tiny(**ENDLESS, **NO_MODELS), tmp_path), "run", *patient)
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     family = following.family()
     learner = read_pids(tmp_path / "tiny").processes["learner"].pid
@@ -184,7 +181,7 @@ def test_a_failed_start_exits_with_one_says_why_and_does_not_keep_the_name(tiny,
     answer = _asyncrl("run", config, "--plain")
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "learner" in answer.stderr
-    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
+    settings = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
     mended = _write(tiny(num_steps=2, **settings), tmp_path)
     assert _asyncrl("run", mended, "--plain").returncode == 0
     taken = _asyncrl("run", mended, "--plain")

@@ -17,10 +17,11 @@ from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.schema.status import ENDED
-from tests.integration.conftest import NO_MODEL
+from tests.integration.conftest import NO_MODEL, NO_MODELS
 
 pytestmark = pytest.mark.timeout(240)
 SLOW = {
+    **NO_MODELS,
     "generate__engine": {**NO_MODEL, "token_latency_s": 0.1},
     "eval__at_start": False,
     "eval__at_end": False,
@@ -65,7 +66,7 @@ async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_d
 
 
 async def test_a_program_leaves_a_run_and_comes_back(tiny):
-    settings = SLOW | {"learner__kind": "external"}
+    settings = SLOW | {"learner__kind": "external", "learner__fake_step_s": None}
     async with asyncrl.Run(tiny(**settings), detached=True, environment={"FROM_HERE": "yes"}) as run:
         folder = run.run_folder
     endpoint = read_endpoint(folder)

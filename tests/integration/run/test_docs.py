@@ -13,7 +13,7 @@ import torch
 import asyncrl
 from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_MODEL, trained_groups
+from tests.integration.conftest import NO_MODELS, trained_groups
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -40,7 +40,7 @@ def shown(*words: str) -> dict:
 
 async def test_the_snippet_that_follows_a_run(tiny, tmp_path, capsys):
     config = tmp_path / "c.toml"
-    config.write_text(dump_config(tiny(eval__at_start=False, eval__at_end=False, generate__engine=NO_MODEL, num_steps=50)))
+    config.write_text(dump_config(tiny(eval__at_start=False, eval__at_end=False, num_steps=50, **NO_MODELS)))
     names = shown("step.version == 20")
     text = (
         names["text"].replace("configs/quickstart.toml", str(config)).replace("== 20", "== 2").replace("asyncio.run(main())", "")

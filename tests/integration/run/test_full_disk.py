@@ -17,7 +17,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import Records
 from asyncrl.serve.routes import Service
-from tests.integration.conftest import NO_MODEL, assert_balanced, tiny_settings, trained_groups
+from tests.integration.conftest import NO_MODELS, assert_balanced, tiny_settings, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,8 +46,9 @@ def fill(disk: Path) -> None:
                     file.write(bytes(size))
 
 
-def config_of(folder: Path) -> dict:
-    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, generate__engine=NO_MODEL)
+def config_of(folder: Path, **settings) -> dict:
+    settings = NO_MODELS | settings
+    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, **settings)
 
 
 async def until_it_fails(config: dict, *, full: Path, once: Callable[[], bool]) -> None:
@@ -85,7 +86,7 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
 
 
 async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):
-    run_folder, config = tmp_path / "tiny", config_of(tmp_path)
+    run_folder, config = tmp_path / "tiny", config_of(tmp_path, learner__fake_step_s=None)
     run_folder.mkdir()
     (run_folder / "checkpoints").symlink_to(small_disk)
     with pytest.raises(asyncrl.RunError, match=r"step-0000\d\d cannot be written: .*No space left.*; make room on its disk"):

@@ -20,14 +20,14 @@ from asyncrl.replay.decisions import replay_decisions
 from asyncrl.replay.learner import LearnerReplay, WhatIf
 from asyncrl.replay.report import replay_run
 from asyncrl.replay.samples import SampleReplay
-from tests.integration.conftest import NO_MODEL
+from tests.integration.conftest import NO_MODEL, NO_MODELS
 
 pytestmark = pytest.mark.timeout(240)
 QUIET = {"eval__at_start": False, "eval__at_end": False}
 
 
 async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_that_was_killed(tiny, recorded_pids):
-    settings = {**QUIET, "generate__engine": NO_MODEL, "buffer__policy": "drop", "observe__record": "decisions"}
+    settings = {**QUIET, **NO_MODELS, "buffer__policy": "drop", "observe__record": "decisions"}
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async for report in run.steps():
             if report.version == 3:

@@ -17,7 +17,7 @@ import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, assert_balanced, trained_groups
+from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,7 +29,7 @@ async def _finish(run: asyncrl.Run) -> tuple[list[asyncrl.StepReport], RunStatus
 
 async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged):
     """Scored by rules and a reward model, against a reference on the worker."""
-    async with asyncrl.Run(tiny(**judged)) as run:
+    async with asyncrl.Run(tiny(**judged, observe__pictures=True)) as run:
         reports, status = await _finish(run)
         evaluations = await run.evaluations()
     assert [report.version for report in reports] == [1, 2, 3, 4, 5]
@@ -120,7 +120,7 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
 
 
 async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, recorded_pids):
-    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL}
+    settings = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async for report in run.steps():
             if report.version == 5:
@@ -153,42 +153,6 @@ def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
     with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
         asyncio.run(start())
     assert (tmp_path / "tiny" / "model").is_dir()
-
-
-async def _said(run: asyncrl.Run, rule: str, what: str, after: int = 0) -> int:
-    """Wait until the run says of a rule's alarm that it is raised (its advice) or `is over`; return the event's number."""
-    async for event in run.events("alarm", after=after):
-        if event.subject == rule and what in event.text:
-            return event.seq
-    pytest.fail(f"{rule} was not raised, or not over")
-
-
-async def test_advice_that_is_followed_ends_the_alarm(tiny, tmp_path):
-    """A reward that reads nothing is mended; a learning rate that takes the policy away from its samples is lowered."""
-    (tmp_path / "half_done.py").write_text(
-        "from pathlib import Path\n"
-        f"MENDED = Path({str(tmp_path / 'mended')!r})\n"
-        "def half_done(prompt, text):\n    return float(MENDED.exists() and sum(map(ord, text)) % 5)\n"
-    )
-    rewards = [{"kind": "python", "path": f"{tmp_path / 'half_done.py'}:half_done"}]
-    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=rewards, learner__learning_rate=0.05)) as run:
-        raised = await _said(run, "reward.equal", "does the reward read the answer's form?")
-        (tmp_path / "mended").touch()
-        await _said(run, "reward.equal", "is over", raised)
-        raised = await _said(run, "off_policy.drift", "lower learner.learning_rate")
-        await run.change({"learner.learning_rate": 1e-7})
-        await _said(run, "off_policy.drift", "is over", raised)
-        await run.drain()
-
-
-async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):
-    settings = {"eval__at_start": False, "eval__at_end": False, "generate__engine": NO_MODEL, "num_steps": 1000}
-    async with asyncrl.Run(tiny(**settings, observe__alarms={"reward.equal": "stop"})) as run:
-        status = await run.wait()
-    assert (status.phase, status.version < 1000) == ("stopped", True)
-    assert status.reason.startswith("alarm reward.equal: ")
-    assert "asyncrl inspect" in status.reason
-    assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]
 
 
 async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny, recorded_pids):
@@ -242,7 +206,7 @@ async def test_alarms_are_posted_to_a_webhook_that_fails_at_first_and_hold_no_st
     app = web.Application()
     app.router.add_post("/alarms", take)
     async with TestServer(app) as server:
-        config = tiny(num_steps=8, generate__engine=NO_MODEL, observe__webhook=str(server.make_url("/alarms?key=1")))
+        config = tiny(num_steps=8, **NO_MODELS, observe__webhook=str(server.make_url("/alarms?key=1")))
         async with asyncrl.Run(config) as run:
             status = await run.wait()
     assert status.version == 8

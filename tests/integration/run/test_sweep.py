@@ -21,7 +21,7 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import read_results
 from asyncrl.sweep.runner import run_sweep
-from tests.integration.conftest import NO_MODEL, trained_groups
+from tests.integration.conftest import NO_MODELS, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
 BANDIT = str(Path(__file__).with_name("bandit_cell.py"))
@@ -72,7 +72,7 @@ async def _killed_at_work(folder: Path, cell: Path) -> None:
 
 def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
     (tmp_path / "base.toml").write_text(
-        dump_config(tiny(eval__at_start=False, eval__at_end=False, generate__engine=NO_MODEL, checkpoint__every_steps=1))
+        dump_config(tiny(eval__at_start=False, eval__at_end=False, checkpoint__every_steps=1, **NO_MODELS))
     )
     (tmp_path / "sweep.toml").write_text(
         'base = "base.toml"\nseeds = 1\nset = { num_steps = 40 }\nmetrics = ["reward"]\n' + external("another", 0.0)

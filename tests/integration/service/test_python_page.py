@@ -13,7 +13,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.config.load import dump_config, load_config
-from tests.integration.conftest import NO_MODEL
+from tests.integration.conftest import NO_MODEL, NO_MODELS
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "python.md"
@@ -58,7 +58,7 @@ def test_there_are_four_programs_and_their_types_hold_strictly(tmp_path):
 
 
 async def test_a_run_is_followed_and_changed(tiny, tmp_path, capsys):
-    config = tiny(**OFF, num_steps=4, buffer__max_staleness=2, generate__engine=NO_MODEL)
+    config = tiny(**OFF, **NO_MODELS, num_steps=4, buffer__max_staleness=2)
     await program("asyncrl.Run")["main"](written(config, tmp_path / "c.toml"))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("change from step")]

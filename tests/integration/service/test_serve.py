@@ -23,14 +23,14 @@ from asyncrl.client import is_live, read_endpoint
 from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines, read_steps
-from tests.integration.conftest import NO_MODEL, tiny_settings
+from tests.integration.conftest import NO_MODEL, NO_MODELS, tiny_settings
 
 pytestmark = pytest.mark.timeout(300)
 SLOW = {**NO_MODEL, "token_latency_s": 0.1}
 
 
 def settings(folder: Path, **more):
-    config = tiny_settings(folder, **{"generate__engine": NO_MODEL, "eval__at_start": False, "eval__at_end": False, **more})
+    config = tiny_settings(folder, **{**NO_MODELS, "eval__at_start": False, "eval__at_end": False, **more})
     return {key: value for key, value in config.items() if key not in {"folder", "name"}}
 
 
@@ -130,6 +130,42 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
     assert told == after == sorted(set(after))
 
 
+async def test_runs_whose_daemon_and_controllers_are_killed_end_with_the_weights_of_one_that_was_not_disturbed(daemon, tmp_path):
+    """Twice, and at max_staleness 0, where weights depend on nothing but the seed."""
+    config = settings(tmp_path, num_steps=60, buffer__max_staleness=0, checkpoint__every_steps=7, learner__fake_step_s=None)
+    config["generate"]["engine"] = {"kind": "transformers", "num_slots": 8, "max_sequence_tokens": 16}
+    runs = daemon.folder / "runs"
+    async with await daemon.start() as server:
+        await server.submit(config, name="whole")
+        async for ended in server.ended(["whole"]):
+            assert ended.outcome == "done", ended.reason
+        for name in ("one", "two"):
+            await server.submit(config, name=name)
+        for name in ("one", "two"):
+            await until(server, name, lambda record: record.version >= 10)
+        await kill_all(daemon, ["one", "two"])
+    async with await daemon.start() as server:
+        for name in ("one", "two"):
+            await until(server, name, lambda record: record.version >= 30)
+        await kill_all(daemon, ["one", "two"])
+    async with await daemon.start() as server:
+        async for ended in server.ended(["one", "two"]):
+            assert (ended.outcome, ended.version, ended.attempts) == ("done", 60, 3), ended.reason
+    weights = [
+        (runs / name / "checkpoints" / "step-000060" / "model.safetensors").read_bytes() for name in ("whole", "one", "two")
+    ]
+    assert weights[0] == weights[1] == weights[2]
+    balanced(runs / "one", 60)
+    balanced(runs / "two", 60)
+
+
+async def kill_all(daemon: Daemon, runs: list[str]) -> None:
+    pids = [read_endpoint(daemon.folder / "runs" / name).pid for name in runs]
+    await daemon.kill()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
 async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_newer_daemon(daemon, tmp_path):
     older = tmp_path / "older"
     shutil.copytree(Path(asyncrl.__file__).parent, older / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
@@ -164,7 +200,7 @@ async def version_of(daemon) -> str:
 
 
 async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tmp_path):
-    everything = {"learner__num_threads": os.cpu_count() or 1}
+    everything = {"learner__num_threads": os.cpu_count() or 1, "learner__fake_step_s": None}
     async with await daemon.start() as server:
         first = await server.submit(settings(tmp_path, num_steps=500, **everything), name="first", tags=["t"])
         for name, priority in (("second", 0), ("third", 0), ("urgent", 1)):

@@ -14,7 +14,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live
 from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_events
-from tests.integration.conftest import NO_MODEL, assert_balanced
+from tests.integration.conftest import NO_MODELS, assert_balanced
 
 pytestmark = pytest.mark.timeout(240)
 PROGRAM = """
@@ -27,7 +27,7 @@ async def main(config, kind):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-OFF = {"eval__at_start": False, "eval__at_end": False, "model__warm_start": None, "generate__engine": NO_MODEL}
+OFF = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
 
 
 @pytest.mark.parametrize("is_async", [False, True])

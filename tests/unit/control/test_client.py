@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shutil
 
 import pytest
 
 from asyncrl.client import Run, connect
-from asyncrl.config.load import parse_config
+from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.errors import ConfigError
 from asyncrl.schema.status import RunStatus
@@ -123,3 +124,28 @@ def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anythi
         path.write_text("x")
     with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
         Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "endpoint", "logs/learner.log"])
+def test_a_pipe_in_place_of_a_run_s_file_is_named_and_not_waited_for(tmp_path, name):
+    config = parse_config({"folder": str(tmp_path), "name": "r"})
+    with Run(config)._prepared_folder():
+        pass
+    os.mkfifo(tmp_path / "r" / name)
+    with pytest.raises(ConfigError, match="must be a file: move it away"):
+        Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
+
+
+def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path):
+    config, folder = parse_config({"folder": str(tmp_path), "name": "r"}), tmp_path / "r"
+    with Run(config)._prepared_folder():
+        pass
+    other = {"model.hidden_size": 64}
+    with Run(resume=folder, overrides=other)._prepared_folder():
+        pass  # nothing was made yet
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a run keeps its model"):
+        Run(config, resume=folder)._prepared_folder().__enter__()
+    with Run(resume=folder, overrides={"num_steps": 7})._prepared_folder():
+        assert load_config(folder / "config.toml").model.hidden_size == 64

@@ -14,10 +14,10 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import TrainerState, load_trainer, newest_checkpoint, save_checkpoint, save_shards, write_folder
+from asyncrl.learner.checkpoint import load_trainer, save_checkpoint, save_shards
+from asyncrl.learner.checkpoint_folder import StepMemory, TrainerState, newest_checkpoint, write_folder
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.learner.train_state import StepMemory
 
 CONFIG = RunConfig(model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2))
 ALPHABET = "abcdefghijklmnopqrstu"

@@ -18,11 +18,12 @@ from asyncrl.config.algorithm import (
 )
 from asyncrl.config.run import ObserveConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.checkpoint_folder import StepMemory
 from asyncrl.learner.model.critic import ValueHead, build_critic_optimizer
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.learner.train_state import StepMemory, TrainState
+from asyncrl.learner.train_state import TrainState
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes

@@ -1,0 +1,147 @@
+"""A learner without a model: a step takes `learner.fake_step_s` and makes a version without weights. No torch anywhere.
+
+With the fake engine it is a run of everything but the models: for throughput of the pipeline and of rewards, and for tests.
+
+Invariants: those of learner/worker.py. Steps are taken in order, each once on one line of checkpoints; a checkpoint has all that
+the controller gave and is written as a real one is; Shutdown lets the step in hand finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.clock import Clock
+from asyncrl.config.live import with_settings
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import LearnerError
+from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, read_state, rename_newer, write_checkpoint
+from asyncrl.schema.batches import StepBatch, StepDone
+from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, PhaseReached, SetPhase, Shutdown
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.transport.protocol import Connection
+from asyncrl.transport.stage import Stage
+
+log = logging.getLogger(__name__)
+
+NAME = "learner"
+Announce = Callable[[WeightsAvailable], None]
+"""Tells the controller of a version."""
+
+
+async def run_fake_learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
+    """Serve until Shutdown arrives or the connection closes.
+
+    Args:
+        config: Of the run; `learner.fake_step_s` is set.
+        run_folder: Of the run; `checkpoints/` in it is the learner's.
+        connection: To the controller.
+        clock: Time.
+        announce: Is told of every version; none has tensors.
+
+    Raises:
+        LearnerError: A step came out of order, or no checkpoint is whole.
+    """
+    await _FakeLearner(config, run_folder, connection, clock, announce).run()
+
+
+class _FakeLearner:
+    def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
+        self._config, self._run_folder, self._clock, self._announce = config, run_folder, clock, announce
+        self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
+        self._version = 0
+        self._checkpoint: Checkpoint | None = None
+        self._at_work = asyncio.Lock()
+        """Held by a step, and by whoever writes a checkpoint."""
+
+    async def run(self) -> None:
+        """Begin where the newest checkpoint is, and take steps until the orders end."""
+        newest = newest_checkpoint(self._run_folder / "checkpoints")
+        if newest is not None:
+            rename_newer(newest)
+            self._version = read_state(newest).version
+        log.info("at version %d, from %s, without a model", self._version, newest or "nothing")
+        await self._stage.run(self._obey, self._train(newest))
+
+    def _report(self) -> tuple[str, dict[str, float]]:
+        waiting_for = f"the batch of step {self._version}" if self._stage.idle.is_idle else ""
+        return waiting_for, {"process/version": float(self._version)}
+
+    async def _obey(self, order: Message) -> None:
+        match order:
+            case Checkpoint():
+                self._checkpoint = order
+                async with self._at_work:
+                    await self._write_what_is_due()
+            case SetPhase():
+                async with self._at_work:
+                    await self._stage.tell(PhaseReached(NAME, order.phase, order.number, finished_s=self._clock.now()))
+            case Shutdown():
+                await self._at_work.acquire()
+
+    async def _train(self, newest: Path | None) -> None:
+        self._publish()
+        await self._stage.tell(LearnerReady(self._version, str(self._run_folder / "model"), {}, str(newest or "")))
+        waiting_from_s = self._clock.now()
+        async for batch, delivery in self._stage.requests(StepBatch):
+            async with self._at_work:
+                with self._stage.idle.running():
+                    done = await self._step(batch, waiting_from_s)
+                await self._stage.tell(done)
+                delivery.ack()
+                every = self._config.checkpoint.every_steps
+                if every and self._version == batch.step + 1 and self._version % every == 0:
+                    await self._write(Checkpoint(self._version))
+                await self._write_what_is_due()
+            waiting_from_s = self._clock.now()
+
+    async def _step(self, batch: StepBatch, waiting_from_s: float) -> StepDone:
+        if batch.step > self._version:
+            raise LearnerError(f"step {batch.step} came while the learner is at version {self._version}: steps go in order")
+        started_s = self._clock.now()
+        if batch.step == self._version:
+            if batch.settings:
+                self._config = with_settings(self._config, batch.settings)
+            await self._clock.sleep(self._config.learner.fake_step_s or 0.0)
+            self._version += 1
+            self._publish()
+        waited_s = started_s - waiting_from_s
+        return StepDone(batch.step, batch.step + 1, _measured(batch), started_s, self._clock.now(), waited_s)
+
+    def _publish(self) -> None:
+        nothing = WeightsManifest((), 0, self._config.broadcast.bucket_bytes)
+        medium, now = self._config.broadcast.medium.kind, self._clock.now()
+        self._announce(WeightsAvailable(self._version, medium, "", nothing, "", now))
+
+    async def _write_what_is_due(self) -> None:
+        if self._checkpoint is not None and self._checkpoint.version <= self._version:
+            wanted, self._checkpoint = self._checkpoint, None
+            await self._write(wanted)
+
+    async def _write(self, wanted: Checkpoint) -> None:
+        started_s, folder = self._clock.now(), self._run_folder / "checkpoints"
+        state = TrainerState(self._version, wanted.controller_json)
+        path = await asyncio.to_thread(write_checkpoint, folder, state, lambda _: None, self._config.checkpoint.keep_last)
+        await self._stage.tell(CheckpointDone(self._version, str(path), self._clock.now() - started_s))
+
+
+def _measured(batch: StepBatch) -> dict[str, float]:
+    """Return what a step says of its batch whatever the model."""
+    rewards = [sample.reward for sample in batch.samples if not sample.is_greedy]
+    spreads: dict[int, set[float]] = {}
+    for sample in batch.samples:
+        spreads.setdefault(sample.group_id, set()).add(sample.reward)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/zero_spread_fraction": statistics.fmean(len(spread) == 1 for spread in spreads.values()),
+        "data/samples": float(len(batch.samples)),
+        "data/trained_tokens": float(batch.num_trained_tokens),
+        "data/prompt_tokens_mean": statistics.fmean(sample.prompt_tokens for sample in batch.samples),
+        "data/response_tokens_mean": statistics.fmean(sample.response_tokens for sample in batch.samples),
+    }

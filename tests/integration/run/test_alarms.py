@@ -1,0 +1,161 @@
+"""Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; most without a model.
+
+What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
+experiments/alarms, over runs that collapse; disks and memory that fill up are in tests/unit/observe/test_alarms.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.observe.steps import read_events
+from tests.integration.conftest import NO_MODEL, NO_MODELS
+
+pytestmark = pytest.mark.timeout(240)
+OFF = {"eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0, "num_steps": 100_000}
+LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
+             "token_latency_s": 0.01}  # fmt: skip
+
+
+async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> int:
+    """Wait until the run says of a rule's alarm that it is raised, with its advice, or `is over`; return the event's number."""
+    async for event in run.events("alarm", after=after):
+        if event.subject == rule and what in event.text:
+            return event.seq
+    pytest.fail(f"{rule} was not raised, or not over")
+
+
+def judged_by(folder: Path, text: str) -> list[dict[str, str]]:
+    """A reward function that looks which files there are beside it."""
+    (folder / "judge.py").write_text(
+        f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\ndef judge(prompt, text):\n{text}"
+    )
+    return [{"kind": "python", "path": f"{folder / 'judge.py'}:judge"}]
+
+
+async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_cut_off_are_told(tiny):
+    slow = {**NO_MODEL, "token_latency_s": 0.05}
+    settings = {"learner__fake_step_s": 0.1, "generate__engine": slow, "generate__sampling__max_new_tokens": 3}
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
+        await said(run, "length.truncated", "raise generate.sampling.max_new_tokens")
+        raised = await said(run, "generation.slow", "more generators")
+        await run.change({"generate.num_workers": 4})
+        await said(run, "generation.slow", "is over", raised)
+
+
+async def test_generators_that_wait_for_the_learner_cost_nothing_where_data_may_be_less_stale(tiny):
+    settings = {"learner__fake_step_s": 0.3, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
+        raised = await said(run, "generation.starved", "a lower buffer.max_staleness")
+        await run.change({"buffer.max_staleness": 0})
+        await said(run, "generation.starved", "is over", raised)
+
+
+async def test_a_reward_that_is_slow_and_one_that_hangs_are_told_and_mended(tiny, tmp_path):
+    rewards = judged_by(
+        tmp_path,
+        "    while (HERE / 'hang').exists(): time.sleep(0.1)\n"
+        "    time.sleep(0 if (HERE / 'quick').exists() else 0.05)\n    return float(sum(map(ord, text)) % 5)\n",
+    )
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, reward__functions=rewards)) as run:
+        raised = await said(run, "score.slow", "a quicker reward")
+        (tmp_path / "quick").touch()
+        await said(run, "score.slow", "is over", raised)
+        (tmp_path / "hang").touch()
+        raised = await said(run, "stall.early", "reward-0")
+        (tmp_path / "hang").unlink()
+        await said(run, "stall.early", "is over", raised)
+
+
+async def test_a_reward_that_stops_paying_is_told_in_three_ways_pauses_the_run_and_mended_ends_them(tiny, tmp_path):
+    rewards = judged_by(tmp_path, "    return 0.0 if (HERE / 'broken').exists() else 1.0 + sum(map(ord, text)) % 5\n")
+    config = tiny(**OFF, **NO_MODELS, reward__functions=rewards, observe__alarms={"reward.collapse": "pause"})
+    async with asyncrl.Run(config) as run:
+        async for report in run.steps():
+            if report.version == 20:
+                break
+        (tmp_path / "broken").touch()
+        for rule in ("reward.equal", "reward.dead"):
+            await said(run, rule)
+        raised = await said(run, "reward.collapse", "resume from the checkpoint before the fall")
+        async for event in run.events("phase", after=raised):
+            if event.subject == "paused":
+                break
+        assert "reward.collapse" in {alarm.rule for alarm in (await run.status()).alarms}
+        (tmp_path / "broken").unlink()
+        await run.resume()
+        for rule in ("reward.equal", "reward.dead", "reward.collapse"):
+            await said(run, rule, "is over", raised)
+
+
+async def test_a_reward_that_is_hollow_is_told_by_held_out_prompts(tiny, tmp_path):
+    """Held-out answers get worse as the reward of others goes up; then the reward is mended."""
+    (tmp_path / "task.py").write_text(
+        "import asyncrl\ndef task(seed):\n"
+        "    train, held_out = ([asyncrl.Prompt(f'{kind}{i}', text=f'{i}+1=', answer='1') for i in range(16)] for kind in 'th')\n"
+        "    return asyncrl.TaskData(train, held_out, alphabet='0123456789+=')\n"
+    )
+    rewards = judged_by(
+        tmp_path,
+        "    stage = len(list(HERE.glob('stage-*'))) if not (HERE / 'mended').exists() else 0\n"
+        "    noise = sum(map(ord, text)) % 10\n"
+        "    return stage + noise / 100 if prompt.prompt_id.startswith('t') else float(noise >= 2 * stage)\n",
+    )
+    task = {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}
+    settings = {"task": task, "reward__functions": rewards, "eval__every_steps": 5, "eval__num_prompts": 16}
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
+        seen = 0
+        async for _ in run.events("evaluation"):
+            seen += 1
+            if seen in {3, 5, 7, 9}:
+                (tmp_path / f"stage-{seen}").touch()
+            if seen == 10:
+                break
+        raised = await said(run, "reward.hollow", "read samples of high reward")
+        (tmp_path / "mended").touch()
+        await said(run, "reward.hollow", "is over", raised)
+
+
+async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, tmp_path):
+    """A reward that reads nothing is mended; a learning rate that takes the policy away from its samples is lowered."""
+    rewards = judged_by(tmp_path, "    return float((HERE / 'mended').exists() and sum(map(ord, text)) % 5)\n")
+    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=rewards, learner__learning_rate=0.05)) as run:
+        raised = await said(run, "reward.equal", "does the reward read the answer's form?")
+        (tmp_path / "mended").touch()
+        await said(run, "reward.equal", "is over", raised)
+        raised = await said(run, "off_policy.drift", "lower learner.learning_rate")
+        await run.change({"learner.learning_rate": 1e-7})
+        await said(run, "off_policy.drift", "is over", raised)
+        await run.drain()
+
+
+async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):
+    settings = {**OFF, **NO_MODELS, "num_steps": 1000}
+    async with asyncrl.Run(tiny(**settings, observe__alarms={"reward.equal": "stop"})) as run:
+        status = await run.wait()
+    assert (status.phase, status.version < 1000) == ("stopped", True)
+    assert status.reason.startswith("alarm reward.equal: ")
+    assert "asyncrl inspect" in status.reason
+    assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+async def test_a_long_tail_is_flat_under_wait_and_flagged_under_drop(tiny, policy):
+    config = tiny(**OFF | NO_MODELS | {
+        "num_steps": 40, "generate__engine": LONG_TAIL, "generate__sampling__max_new_tokens": 240,
+        "packing__tokens_per_row": 1024, "algorithm__groups_per_step": 8, "algorithm__group_size": 2,
+        "buffer__policy": policy, "buffer__max_staleness": 1,
+    })  # fmt: skip
+    async with asyncrl.Run(config) as run:
+        last = [report async for report in run.steps()][-1].metrics
+    alarms = {event.subject for event in read_events(run.run_folder) if event.kind == "alarm"}
+    if policy == "wait":
+        assert (last["bias/length_ratio"], last["bias/flagged"]) == (1.0, 0.0)
+        assert not {"bias", "groups.lost"} & alarms
+    else:
+        assert last["bias/lost/stale"] > 0
+        assert last["bias/length_ratio_high"] < 0.95
+        assert {"bias", "groups.lost"} <= alarms

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from asyncrl.config.load import lay_over, read_toml, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.observe.metrics import unknown_names
 
 SWEEP_FILE, RESULTS_FILE = "sweep.toml", "results.jsonl"
 SIGNIFICANT = 0.05
@@ -33,7 +34,9 @@ SIGNIFICANT = 0.05
 OWN_FIELDS = {"seed", "name", "folder"}
 """What the sweep sets itself, cell by cell."""
 
-Metric = Literal["seconds_to_bar", "samples_to_bar", "accuracy", "reward"]
+Metric = str
+"""One of OUTCOMES, or a metric of steps, as `bias/length_ratio`: its mean over the last `window` steps that have it."""
+OUTCOMES = ("seconds_to_bar", "samples_to_bar", "accuracy", "reward")
 """`accuracy`: held out, under the last version. `reward`: mean of the last `window` steps."""
 
 
@@ -145,6 +148,9 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
     except msgspec.ValidationError as error:
         known = f"; known are {', '.join(SweepFile.__struct_fields__)}" if "unknown field" in str(error) else ""
         raise ConfigError(f"{path}: {error}{known}") from error
+    if unknown := unknown_names(metric for metric in file.metrics if metric not in OUTCOMES):
+        known = f"{', '.join(OUTCOMES)}, and those of docs/observability.md, as bias/length_ratio"
+        raise ConfigError(f"{path}: there is no metric {', '.join(unknown)}; there are {known}")
     if file.bar is None and (needing := [metric for metric in file.metrics if metric.endswith("_to_bar")]):
         raise ConfigError(f"{path}: {', '.join(needing)} needs a bar, as `bar = 0.8`: without one no cell can reach it")
     arms, base = _arms(file, path), dict[str, Any]()

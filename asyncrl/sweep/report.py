@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.sweep.grid import RESULTS_FILE, SIGNIFICANT, Metric
-from asyncrl.sweep.results import Outcome, read_results
+from asyncrl.sweep.results import Outcome, read_results, value_of
 from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
 
 METRICS: dict[Metric, tuple[str, int]] = {
@@ -23,6 +23,12 @@ METRICS: dict[Metric, tuple[str, int]] = {
     "accuracy": ("held-out accuracy", 3), "reward": ("reward, last {window} steps", 3),
 }  # fmt: skip
 """Title, and digits that are shown."""
+
+
+def _shown(metric: Metric) -> tuple[str, int]:
+    return METRICS.get(metric, (f"`{metric}`", 3))
+
+
 COLOURS = ("#2868b8", "#3f9b6c", "#d1495b", "#f0b95b", "#7a5195", "#20a4a4", "#6b7280", "#b4338a")
 GRID_POINTS = 80
 
@@ -46,7 +52,7 @@ class Results:
 
     def value(self, made: Outcome, metric: Metric) -> float | None:
         """Return a cell's value; None where it has none."""
-        value: float | None = getattr(made, metric)
+        value = value_of(made, metric)
         return self._longest.get(metric) if value is None and made.steps else value
 
     def values(self, arm: str, metric: Metric) -> dict[int, float]:
@@ -56,7 +62,7 @@ class Results:
 
     def title(self, metric: Metric) -> str:
         """Return what a metric is called."""
-        return METRICS[metric][0].format(bar=self.plan.bar, window=self.plan.window)
+        return _shown(metric)[0].format(bar=self.plan.bar, window=self.plan.window)
 
 
 def write_report(given: Path) -> str:
@@ -74,6 +80,7 @@ def write_report(given: Path) -> str:
     about += [dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"]
     about += [f"**{missing} cells are missing**"] if missing > 0 else []
     metrics = [metric for metric in METRICS if plan.bar is not None or not metric.endswith("_to_bar")]
+    metrics += [metric for metric in plan.metrics if metric not in METRICS]
     columns = ["arm", "cells", *map(results.title, metrics), "steps/s", "learner idle", "generators idle", "staleness (max)"]
     text = [f"# {plan.name}", "", "; ".join(about) + ".", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for arm, of_arm in results.arms.items():
@@ -117,7 +124,7 @@ def _comparison_lines(results: Results) -> list[str]:
         "", "| arm | by | pairs | difference | p | p, corrected | |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for (arm, metric, differences), p, family_p in zip(made, p_values, holm(p_values), strict=True):
-        (low, high), mean, digits = bootstrap_interval(differences), float(np.mean(differences)), METRICS[metric][1]
+        (low, high), mean, digits = bootstrap_interval(differences), float(np.mean(differences)), _shown(metric)[1]
         verdict = "not told apart" if family_p >= SIGNIFICANT else "higher" if mean > 0 else "lower"
         shown = f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] | {p:.4f} | {family_p:.4f}"
         text.append(f"| {arm} | {results.title(metric)} | {len(differences)} | {shown} | {verdict} |")
@@ -133,7 +140,7 @@ def _mean(values: Sequence[float | None], style: str) -> str:
 
 
 def _mean_with_interval(results: Results, arm: str, metric: Metric) -> str:
-    known, digits = list(results.values(arm, metric).values()), METRICS[metric][1]
+    known, digits = list(results.values(arm, metric).values()), _shown(metric)[1]
     if not known:
         return "-"
     low, high = bootstrap_interval(known)

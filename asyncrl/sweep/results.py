@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_evals, read_lines, read_steps
-from asyncrl.sweep.grid import Plan
+from asyncrl.sweep.grid import OUTCOMES, Metric, Plan
 
 CURVE_POINTS = 100
 """Most points of a curve that are kept."""
@@ -60,10 +60,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     generators_idle: float | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
+    values: dict[str, float] = {}
+    """Of the plan's metrics of steps, their mean over the last `window` steps that have them."""
     curve: tuple[tuple[float, int, float], ...] = ()
     """Seconds, samples, mean reward; each the mean of steps that lie side by side, at the last of them."""
     evals: tuple[tuple[float, int, float], ...] = ()
     """Seconds, samples, held-out accuracy."""
+
+
+def value_of(outcome: Outcome, metric: Metric) -> float | None:
+    """Return what a cell came to by a metric; None where it has no value."""
+    value: float | None = getattr(outcome, metric) if metric in OUTCOMES else outcome.values.get(metric)
+    return value
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,8 +169,12 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
     measured = measure_curve(seconds_N, np.array([report.reward_mean for report in steps]), config.samples_per_step, plan)
     shown = [(float(seconds_N[report.version - 1]) if report.version else 0.0, report.version, report.accuracy)
              for report in judged if report.version <= len(steps)]  # fmt: skip
+    values = {}
+    for name in (metric for metric in plan.metrics if metric not in OUTCOMES):
+        if found := [report.metrics[name] for report in steps if name in report.metrics][-plan.window :]:
+            values[name] = round(float(np.mean(found)), 5)
     return msgspec.structs.replace(
-        measured, fault=fault, accuracy_before=before, accuracy=after,
+        measured, fault=fault, accuracy_before=before, accuracy=after, values=values,
         learner_idle=round(float(np.average([report.learner_idle for report in steps], weights=weights_N)), 4),
         generators_idle=round(float(np.average([report.generators_idle for report in steps], weights=weights_N)), 4),
         staleness_mean=round(float(np.mean([report.staleness_mean for report in steps])), 4),

@@ -25,7 +25,17 @@ from asyncrl.config.load import dump_config
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
 from asyncrl.sweep.grid import SIGNIFICANT, Cell, Sweep
-from asyncrl.sweep.results import CellResult, Code, Outcome, code_now, machine_now, measure_external, measure_run, read_results
+from asyncrl.sweep.results import (
+    CellResult,
+    Code,
+    Outcome,
+    code_now,
+    machine_now,
+    measure_external,
+    measure_run,
+    read_results,
+    value_of,
+)
 
 CELL_FILE = "cell.json"
 LOOK_S = 0.2
@@ -104,7 +114,7 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
                 line = await _run_cell(cell, sweep, begun.get(cell.id, Begun(cell.settings, code)), clock, jobs, lock)
                 lines.write(line)
                 num_done, made = num_done + 1, line.outcome
-                told = [f"{name} {value:.3f}" for name in sweep.plan.metrics if (value := getattr(made, name)) is not None]
+                told = [f"{name} {value:.3f}" for name in sweep.plan.metrics if (value := value_of(made, name)) is not None]
                 told += [f"FAILED: {made.fault}"] if made.fault else []
                 say(f"{num_done}/{len(sweep.cells)} {cell.id}: {', '.join(told)} ({made.steps} steps in {made.train_s:.0f} s)")
 

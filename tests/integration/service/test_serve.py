@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -229,6 +230,36 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
         assert [record.id for record in await server.runs(tag="t")] == ["first"]
     assert status.phase == "stopped"
     assert await daemon.end() == 0
+
+
+async def test_ten_runs_where_one_fits_at_a_time_keep_their_order_over_two_daemons_that_are_killed(daemon, tmp_path):
+    names, everything = [f"run-{number}" for number in range(10)], {"learner__num_threads": os.cpu_count() or 1}
+    async with await daemon.start() as server:
+        for name in names:
+            await server.submit(settings(tmp_path, num_steps=40 if name == "run-5" else 4, **everything), name=name)
+        assert (await server.cancel("run-7")).outcome == "cancelled"
+        await until(server, "run-1", lambda record: record.state == "live")
+        await daemon.kill()
+    async with await daemon.start() as server:
+        await until(server, "run-3", lambda record: record.state in {"live", "ended"})
+        await daemon.kill()
+    async with await daemon.start() as server:
+        await until(server, "run-5", lambda record: record.version >= 1)
+        async with server.connect("run-5") as client:
+            await client.drain()
+        async for ended in server.ended(["run-5"]):
+            assert (ended.outcome, ended.version < 40) == ("stopped", True)
+        async with server._http.post(f"{server._url}/v1/runs/run-5/resume") as answer:
+            assert answer.status == 200
+        records = {ended.id: ended async for ended in server.ended(names)}
+    del records["run-7"]
+    assert {record.outcome for record in records.values()} == {"done"}
+    assert {name: record.attempts for name, record in records.items() if record.attempts > 1} == {"run-5": 2}
+    assert sorted(records, key=lambda name: records[name].started_s) == [name for name in names if name != "run-7"]
+    ends = sorted((record.ended_s, record.started_s) for name, record in records.items() if name != "run-5")
+    assert all(before[0] <= after[1] for before, after in itertools.pairwise(ends)), "two ran at once"
+    for name, record in records.items():
+        balanced(daemon.folder / "runs" / name, record.num_steps)
 
 
 async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resumed(daemon, tmp_path):

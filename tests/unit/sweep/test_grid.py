@@ -56,6 +56,7 @@ def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):
         ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [1, 1]\n', "max_staleness=1 is there twice"),
         ("seeds = [1, 2, 1]\n", "1 is there twice"),
         ('metrics = ["reward", "reward"]\n', "reward is there twice"),
+        ('metrics = ["accuracy", "bias/lengths"]\n', "there is no metric bias/lengths; there are seconds_to_bar"),
         ('[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n', "a and b are the same settings under two names; `same_settings"),
         (
             f'baseline = "max_staleness=1"\n{ETA}',

@@ -37,6 +37,16 @@ def test_a_run_is_measured_from_when_version_0_was_evaluated(tmp_path):
     assert made.curve[-1] == (10.0, 1024, 0.9)
 
 
+def test_a_metric_of_steps_is_the_mean_of_the_last_that_have_it(tmp_path):
+    file, name = JsonLines[StepReport](tmp_path / "steps.jsonl"), "bias/length_ratio"
+    for step, value in enumerate([9.0, 1.0, 2.0, None]):
+        metrics = {} if value is None else {name: value}
+        file.write(StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.0, metrics=metrics))
+    file.close()
+    plan = msgspec.structs.replace(PLAN, metrics=("accuracy", name, "bias/reward_gap"))
+    assert measure_run(tmp_path, CONFIG, plan, [0.0]).values == {name: 1.5}
+
+
 def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
     run = write_run(tmp_path, [102.0, 104.0, 1006.0, 1008.0], [0.1, 0.3, 0.7, 0.9])
     assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0]).train_s == 8.0

@@ -18,8 +18,10 @@ from typing import Any, get_args
 
 import msgspec
 import numpy as np
+import re2  # type: ignore[import-untyped]
 from aiohttp import web
 
+from asyncrl.buffer.events import GroupState
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ALARMS, OF_CONTROLLER, settings_of, value_at
 from asyncrl.config.load import load_config
@@ -30,6 +32,7 @@ from asyncrl.observe.alarms import RULES, raised_in
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
 from asyncrl.observe.spans import MAX_BINS, Timeline
 from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, Tail, read_events, read_lines
+from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
@@ -51,6 +54,7 @@ STAMP, STAMP_CHARS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "), 23
 MOST_TIMELINES = 4
 """Runs whose spans stay in memory: 50 MB for a million."""
 MOST_TOKENS = 2000
+MOST_GROUPS = 100
 """Of one answer."""
 
 
@@ -195,6 +199,15 @@ class Pages:
             raise ForbiddenError(404, "the run has no ledger on disk")
         return asyncio.to_thread(_ledger, path)
 
+    def groups(self, request: web.Request) -> Awaitable[list[dict[str, Any]]]:
+        """Return the newest groups that are in a state, with what is known of their members; no text of a completion."""
+        path, state = self._folder(request) / "ledger.sqlite", request.query.get("state", "")
+        if state not in get_args(GroupState):
+            raise ForbiddenError(400, f"state is one of {', '.join(get_args(GroupState))}, got {state[:40]!r}")
+        if not path.exists():
+            raise ForbiddenError(404, "the run has no ledger on disk")
+        return asyncio.to_thread(_groups, path, state)
+
     def samples(self, request: web.Request) -> Awaitable[dict[str, Any]]:
         """Return the kept samples of a step, the newest where none is named."""
         return asyncio.to_thread(_samples, self._folder(request), _whole(request, "step", -1))
@@ -205,8 +218,21 @@ class Pages:
         return asyncio.to_thread(_tokens, self._folder(request), *asked)
 
     def logs(self, request: web.Request) -> Awaitable[list[tuple[str, str]]]:
-        """Return the newest lines of all processes that have a text, whatever its case, each with its process, by time."""
-        return asyncio.to_thread(_log_lines, self._folder(request) / "logs", request.query.get("q", "").lower())
+        """Return the newest lines of all processes that have a text, whatever its case, or match a pattern, by time."""
+        wanted, pattern = request.query.get("q", "").lower(), request.query.get("pattern", "")
+        try:
+            found = linear_pattern(f"(?i){pattern}") if pattern else None
+        except re2.error as error:
+            raise ForbiddenError(400, f"{pattern[:100]!r} is no pattern that RE2 takes: {error}") from error
+
+        def has(line: str) -> bool:
+            return (
+                wanted in line.lower()
+                if found is None
+                else next(found.finditer(line.encode("utf-8", "replace")), None) is not None
+            )
+
+        return asyncio.to_thread(_log_lines, self._folder(request) / "logs", has)
 
     def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
         """Return the spans of a window, in bins where they are many; seconds are those since the first."""
@@ -276,7 +302,7 @@ def _series(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _log_lines(folder: Path, wanted: str) -> list[tuple[str, str]]:
+def _log_lines(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, str]]:
     found: list[tuple[str, str, str]] = []
     for path in sorted(folder.glob("*.log")):
         if path.is_symlink() or not path.is_file():
@@ -287,7 +313,7 @@ def _log_lines(folder: Path, wanted: str) -> list[tuple[str, str]]:
                 stamp = (
                     line[:STAMP_CHARS] if STAMP.match(line) else stamp
                 )  # else it goes on: a traceback, a message of several lines
-                if wanted in line.lower():
+                if wanted(line):
                     lines.append((stamp, path.stem, line.rstrip("\n")))
         found += lines
     found.sort(key=lambda line: line[0])  # and lines of one moment as they are in their file
@@ -302,6 +328,21 @@ def _ledger(path: Path) -> dict[str, Any]:
             "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
             "steps": steps[-50:], "trained_in_steps": trained,
         }  # fmt: skip
+
+
+def _groups(path: Path, state: str) -> list[dict[str, Any]]:
+    shown = ("group_id", "reason", "generator", "version", "attempt", "size")
+    with LedgerReader(path) as reader:
+        return [
+            {
+                **{name: getattr(group, name) for name in shown},
+                "prompt_id": group.prompt.prompt_id,
+                "rewards": [one.reward for one in group.samples if one.reward is not None],
+                "tokens": [one.num_tokens for one in group.samples if one.num_tokens],
+                "failures": sorted({one.failure for one in group.samples if one.failure}),
+            }
+            for group in reader.groups(state, MOST_GROUPS)
+        ]
 
 
 def _samples(folder: Path, step: int) -> dict[str, Any]:

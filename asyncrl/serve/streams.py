@@ -21,7 +21,7 @@ from aiohttp import web
 from asyncrl.serve.guard import ForbiddenError
 from asyncrl.serve.records import PRIVATE
 
-LOOK_S = 0.25
+LOOK_S = 0.5
 """Between looks for new rows."""
 BEAT_S = 15.0
 """After this long without a row a comment is sent, so that a connection which is gone is found."""

@@ -196,6 +196,15 @@ class LedgerReader:
                 for step, state, ids, staleness, taken_s, trained_s in reversed(rows)
             ]
 
+    def groups(self, state: str, last: int = 50) -> list[GroupStory]:
+        """Return the newest groups that are in a state, newest first."""
+        with connect_read_only(self.path) as connection:
+            connection.execute("BEGIN")
+            found = connection.execute(
+                "SELECT group_id FROM groups WHERE state = ? ORDER BY group_id DESC LIMIT ?", (state, last)
+            ).fetchall()
+            return [_group_story(connection, self.path, group_id) for (group_id,) in found]
+
     def group(self, group_id: int) -> GroupStory:
         """Return everything about one group.
 

@@ -15,8 +15,9 @@ const sizes = new ResizeObserver((entries) => {
 
 const short = (value) => (Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(+value.toPrecision(6)));
 
-// series: [[label, values], ...] over xs; null is no value. Returns a figure; `figure.show(xs, series)` draws other values.
-export function chart(title, xName, xs, series, { points = false } = {}) {
+// series: [[label, values], ...] over xs; null is no value. bands: [high, low], places of two series between which is filled.
+// Returns a figure; `figure.show(xs, series)` draws other values.
+export function chart(title, xName, xs, series, { points = false, bands = [] } = {}) {
   const place = h("div", { class: "plot", role: "img" });
   const values = h("dl", { class: "values" });
   const details = h("details", {}, h("summary", {}, "Values"));
@@ -29,6 +30,7 @@ export function chart(title, xName, xs, series, { points = false } = {}) {
   const options = {
     width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, hooks: { setCursor: [() => tell()] }, scales: { x: { time: false } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, splits) => splits.map((value) => short(value)) }],
+    bands: bands.map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${COLOURS[low % 6]}2e` })),
     series: [{ label: xName }, ...series.map(([label], i) => ({
       label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points ? { show: true } : {},
     }))],

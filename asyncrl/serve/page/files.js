@@ -4,6 +4,7 @@ import { ask, askText, h, notice, Stream, table, time, visible } from "./dom.js"
 
 const MOST_EVENTS = 2000;
 const LOG_BYTES = 65536;
+const FOLLOW_MS = 2000;
 export const pathOf = (name) => `/v1/runs/${encodeURIComponent(name)}`;
 export const titled = (name, what, ...children) => h("div", {}, h("h1", {}, `${name}: ${what}`), ...children);
 
@@ -90,15 +91,21 @@ export async function logs(name) {
     toEnd();
   };
   const wanted = h("input", { id: "wanted", type: "search" });
-  const search = async (event) => {
-    event.preventDefault();
-    const lines = await ask(`${pathOf(name)}/logs?q=${encodeURIComponent(wanted.value)}`);
+  const pattern = h("input", { id: "pattern", type: "checkbox" });
+  const search = async () => {
+    const lines = await ask(`${pathOf(name)}/logs?${pattern.checked ? "pattern" : "q"}=${encodeURIComponent(wanted.value)}`);
     text.textContent = visible(lines.map(([process, line]) => `${process}: ${line}`).join("\n")) || "No line has that.";
     toEnd();
   };
-  pick.addEventListener("change", load);
+  let last = load;
+  const show = (what) => { last = what; return what().catch((error) => { text.textContent = visible(error.message); }); };
+  const follow = h("input", { id: "follow", type: "checkbox" });
+  const timer = setInterval(() => { if (follow.checked && !document.hidden) show(last); }, FOLLOW_MS);
+  pick.addEventListener("change", () => show(load));
   await load();
-  return { shown: toEnd, node: titled(name, "logs", h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick,
-    h("button", { type: "button", onclick: load }, "Newest lines")), h("form", { class: "bar", onsubmit: search },
-    h("label", { for: "wanted" }, "Lines of all processes with"), wanted, h("button", {}, "Search")), text) };
+  return { shown: toEnd, leave: () => clearInterval(timer), node: titled(name, "logs",
+    h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick, h("button", { type: "button", onclick: () => show(load) }, "Newest lines"),
+      follow, h("label", { for: "follow" }, "Again every 2 seconds")),
+    h("form", { class: "bar", onsubmit: (event) => { event.preventDefault(); show(search); } },
+      h("label", { for: "wanted" }, "Lines of all processes with"), wanted, pattern, h("label", { for: "pattern" }, "as a regular expression"), h("button", {}, "Search")), text) };
 }

@@ -61,6 +61,24 @@ const OVER = {
   "seconds since the first step": ({ columns: { time_s: times } }) => times.map((time) => time - times[0]),
 };
 
+// Mean, least and most of runs that differ in their seed alone; between two of its steps a run lies on the line from one to the other.
+function overSeeds(xs, run, columns) {
+  const between = columns.map((column) => {
+    const known = xs.map((_, i) => i).filter((i) => column[i] != null);
+    let next = 0;
+    return xs.map((x, i) => {
+      while (next < known.length && known[next] < i) next += 1;
+      const [left, right] = [known[next - 1], known[next]];
+      if (right === i) return column[i];
+      return left == null || right == null ? null : column[left] + ((column[right] - column[left]) * (x - xs[left])) / (xs[right] - xs[left]);
+    });
+  });
+  const of = (take) => xs.map((_, i) => (between.every((one) => one[i] != null) ? take(between.map((one) => one[i])) : null));
+  const name = columns.length > 1 ? `${run} and ${columns.length - 1} more` : run;
+  return [[name, of((all) => all.reduce((sum, one) => sum + one, 0) / all.length)],
+    [`${name}, least`, of((all) => Math.min(...all))], [`${name}, most`, of((all) => Math.max(...all))]];
+}
+
 export async function compare(names) {
   const { runs: rows } = await ask(`/v1/compare?runs=${encodeURIComponent(names)}`);
   const asked = [...COMPARED.map(([, name]) => name), "time_s", "data/samples"].map(encodeURIComponent).join(",");
@@ -68,11 +86,19 @@ export async function compare(names) {
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row.config)))].sort();
   const drawn = h("div", { class: "charts" });
   const over = h("select", { id: "over", onchange: () => { draw(); freeCharts(); } }, Object.keys(OVER).map((name) => h("option", {}, name)));
+  const arms = new Map(); // settings without the seed, to the runs that have them
+  rows.forEach(({ config }, i) => {
+    const settings = JSON.stringify(Object.entries(config).filter(([key]) => !["seed", "name", "folder"].includes(key)).sort());
+    arms.set(settings, [...(arms.get(settings) ?? []), i]);
+  });
+  const seeds = h("input", { type: "checkbox", id: "seeds", onchange: () => { draw(); freeCharts(); } });
   function draw() {
     const all = series.map((one) => OVER[over.value](one));
     drawn.replaceChildren(...COMPARED.map(([title, name]) => {
       const [xs, ...columns] = uPlot.join(series.map((one, i) => [all[i], one.columns[name]]));
-      return chart(title, over.value, xs, rows.map((row, i) => [row.run, columns[i]]));
+      if (!seeds.checked) return chart(title, over.value, xs, rows.map((row, i) => [row.run, columns[i]]));
+      const shown = [...arms.values()].flatMap((members) => overSeeds(xs, rows[members[0]].run, members.map((i) => columns[i])));
+      return chart(title, over.value, xs, shown, { bands: [...arms.keys()].map((_, i) => [3 * i + 2, 3 * i + 1]) });
     }));
   }
   draw();
@@ -82,5 +108,5 @@ export async function compare(names) {
     h("h2", {}, "Settings that differ"),
     keys.length ? table("Settings that differ", ["Setting", ...rows.map((row) => row.run)], keys.map((key) => [key, ...rows.map((row) => JSON.stringify(row.config[key] ?? null))]))
       : notice("No setting differs."),
-    h("div", { class: "bar" }, h("label", { for: "over" }, "Over"), over), drawn) };
+    h("div", { class: "bar" }, h("label", { for: "over" }, "Over"), over, ...(arms.size < rows.length ? [seeds, h("label", { for: "seeds" }, "Seeds as one line, with their range")] : [])), drawn) };
 }

@@ -31,8 +31,9 @@ const VALUES = ["token", "version", "behaviour", "learner", "ratio", "weights", 
 const HEADS = ["Place", "Text", "Id", "Version", "Behaviour logprob", "Learner logprob", "Ratio", "Weight", "Kept", "Clipped", "Entropy", "Advantage", "Trained"];
 
 export async function samples(name) {
+  const others = groups(name);
   let { steps, rows } = await ask(`${pathOf(name)}/samples`);
-  if (!rows.length) return { node: titled(name, "samples", notice("No samples are kept yet.")) };
+  if (!rows.length) return { node: titled(name, "samples", notice("No samples are kept yet."), others) };
   const list = h("div", { class: "low" });
   const one = h("div");
   const step = h("input", { type: "number", id: "step", min: steps[0], max: steps.at(-1), value: rows[0].step });
@@ -63,7 +64,29 @@ export async function samples(name) {
   sort.addEventListener("change", draw);
   await draw();
   return { node: titled(name, "samples", h("div", { class: "bar" },
-    h("label", { for: "step" }, `Step (${steps[0]} to ${steps.at(-1)} are kept)`), step, h("label", { for: "sort" }, "Order"), sort), list, one) };
+    h("label", { for: "step" }, `Step (${steps[0]} to ${steps.at(-1)} are kept)`), step, h("label", { for: "sort" }, "Order"), sort), list, one, others) };
+}
+
+const STATES = ["running", "scoring", "ready", "taken", "trained", "dropped", "failed"];
+
+// The newest groups in a state, trained or not, by the ledger.
+function groups(name) {
+  const state = h("select", { id: "state" }, h("option", {}, "choose"), STATES.map((one) => h("option", {}, one)));
+  const list = h("div", { class: "low" });
+  const mean = (values) => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
+  state.addEventListener("change", async () => {
+    if (!state.selectedIndex) return list.replaceChildren();
+    try {
+      const found = await ask(`${pathOf(name)}/groups?state=${state.value}`);
+      list.replaceChildren(found.length ? table(`The newest ${found.length} groups that are ${state.value}`,
+        ["Group", "Prompt", "Why", "Generator", "Issued at version", "Attempt", "Members", "Scored", "Mean reward", "Mean tokens", "Failures"],
+        found.map((one) => [`g${one.group_id}`, one.prompt_id, one.reason, one.generator, one.version, one.attempt, one.size, one.rewards.length,
+          mean(one.rewards), mean(one.tokens), one.failures.join("; ")])) : notice(`No group is ${state.value}.`));
+    } catch (error) {
+      list.replaceChildren(notice(error.message, true));
+    }
+  });
+  return h("section", {}, h("h2", {}, "Groups by state"), h("div", { class: "bar" }, h("label", { for: "state" }, "Groups that are"), state), list);
 }
 
 async function sample(name, row) {

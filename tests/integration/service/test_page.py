@@ -360,6 +360,11 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         kept = [row for row in read_samples(recorded) if row.step == 5]
         rewards = [float(row[1]) for row in await rows_of_table(page, "4 samples of step 5")]
         assert rewards == sorted((row.reward for row in kept), reverse=True)
+        await page.get_by_label("Groups that are").select_option("dropped")
+        with LedgerReader(recorded) as ledger:
+            (dropped,) = ledger.groups("dropped")
+        ((group, prompt, why, *_),) = await rows_of_table(page, "The newest 1 groups that are dropped")
+        assert (group, prompt, why) == (f"g{dropped.group_id}", dropped.prompt.prompt_id, "stale")
         await page.get_by_role("link", name="events").click()
         await page.get_by_role("cell", name="stopped").wait_for()
         events = list(read_events(recorded))
@@ -376,6 +381,14 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         await page.get_by_label("Lines of all processes with").fill("END")
         await page.keyboard.press("Enter")
         await expect(page.locator("pre")).to_have_text("learner: ended")
+        await page.get_by_label("as a regular expression").check()
+        await page.get_by_label("Lines of all processes with").fill("^b.g")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("pre")).to_have_text("learner: begun")
+        await page.get_by_label("Again every 2 seconds").check()
+        with (recorded / "logs" / "learner.log").open("a") as log:
+            log.write("begins again\n")
+        await expect(page.locator("pre")).to_have_text("learner: begun\nlearner: begins again")
         await go(page, "/")
         for name in ("tiny", "copied"):
             await page.get_by_label(f"Compare {name}").check()
@@ -391,6 +404,9 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
             await figure.get_by_text("Values").click()
             newest_row = (await rows_of_table(page, "Reward: the newest 6"))[0]
             assert [float(cell) for cell in newest_row] == [last, newest.reward_mean, newest.reward_mean], over
+        await page.get_by_label("Seeds as one line, with their range").check()  # the copy has the same settings
+        shown = await numbers(page)
+        assert [shown[f"Reward: tiny and 1 more{which}"] for which in ("", ", least", ", most")] == [newest.reward_mean] * 3
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 

@@ -248,6 +248,10 @@ async def test_lines_of_all_processes_come_by_time(service, client, tokens, tmp_
     ]  # fmt: skip
     found = await (await client.get("/v1/runs/r/logs?q=eRRor", headers=headers)).json()
     assert [process for process, _ in found] == ["generator-0", "learner", "learner"]
+    found = await (await client.get("/v1/runs/r/logs", headers=headers, params={"pattern": r"^\d.*(info [ab]|DIED)$"})).json()
+    assert [process for process, _ in found] == ["learner", "generator-0", "learner"]
+    wrong = await client.get("/v1/runs/r/logs", headers=headers, params={"pattern": "(a"})
+    assert (wrong.status, "RE2" in (await wrong.json())["error"]) == (400, True)
 
 
 async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path):

@@ -4,8 +4,9 @@ Every run's steps and evaluations go through `asyncrl.observe.alarms` again, as 
 results.json and RESULTS.md.
 
 A run has collapsed where its reward fell and stayed down: the median reward of ten steps has less than half of what was gained,
-`reward.collapse`'s own rule, or its loss was no longer finite. The fall is the first of the steps for which that rule was met.
-All other runs are healthy. A warning is an alarm of level `warning` or `error`; `info` is about speed.
+`reward.collapse`'s own rule. The fall is the first of the steps for which that rule was met. A run is healthy where it kept at
+least nine tenths of what the best run of its folder with its seed gained in reward. Of those in between, which learned less, a
+warning may well be right: they count as neither. A warning is an alarm of level `warning` or `error`; `info` is about speed.
 
 - False warnings: those of healthy runs, for 1,000 steps.
 - Warned in time: collapsed runs with a warning, `reward.collapse` aside, at least five steps before the fall.
@@ -18,6 +19,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.alarms import RULES, Alarms
@@ -27,6 +29,10 @@ HERE = Path(__file__).parent
 COLLAPSE = "reward.collapse"
 BEFORE = 5
 """Steps before the fall at which a warning is in time."""
+ENDS = 30
+"""Steps at the beginning and at the end over which the reward is averaged."""
+KEPT = 0.9
+"""Of the best run's gain, by a healthy one."""
 FALSE_GOAL, IN_TIME_GOAL = 1.0, 0.9
 
 
@@ -36,8 +42,13 @@ class Judged:
 
     run: str
     steps: int
+    among: str
+    """Those of the same folder and seed are compared."""
+    begin: float
+    end: float
+    """Mean rewards."""
     fall: int | None = None
-    """Version at which the reward was down, for good; None: healthy."""
+    """Version at which the reward was down, for good; None: it has not collapsed."""
     raised: list[tuple[str, int]] = field(default_factory=list)
     """Rules and the versions at which they raised an alarm."""
 
@@ -48,10 +59,13 @@ class Judged:
 
 def judge(folder: Path) -> Judged:
     """Send a run's steps and evaluations through the rules."""
-    alarms = Alarms(load_config(folder / "config.toml").algorithm.groups_per_step)
+    config = load_config(folder / "config.toml")
+    alarms = Alarms(config.algorithm.groups_per_step)
     levels, needed = {rule.name: rule.level for rule in RULES}, {rule.name: rule.needed for rule in RULES}
     steps, evals = read_steps(folder), read_evals(folder)
-    judged = Judged(f"{folder.parent.parent.name}/{folder.name}", len(steps))
+    place, rewards = folder.parent.parent.name, [report.reward_mean for report in steps]
+    ends = fmean(rewards[:ENDS]), fmean(rewards[-ENDS:])
+    judged = Judged(f"{place}/{folder.name}", len(steps), f"{place} {config.seed}", *ends)
     for report in steps:
         while evals and evals[0].version < report.version:
             if (accuracy := evals.pop(0).accuracy) is not None:
@@ -64,9 +78,20 @@ def judge(folder: Path) -> Judged:
     return judged
 
 
+def gain_of(run: Judged) -> float:
+    """Return what a run gained."""
+    return run.end - run.begin
+
+
 def report(runs: list[Judged]) -> str:
     """Return the tables."""
-    healthy, fallen = [run for run in runs if run.fall is None], [run for run in runs if run.fall is not None]
+    best: dict[str, Judged] = {}
+    for run in runs:
+        if run.end > best.get(run.among, run).end or run.among not in best:
+            best[run.among] = run
+    fallen = [run for run in runs if run.fall is not None]
+    healthy = [run for run in runs if run.fall is None and gain_of(run) >= KEPT * gain_of(best[run.among])]
+    others = [run for run in runs if run not in healthy and run not in fallen]
     num_steps = sum(run.steps for run in healthy)
     false = Counter(rule for run in healthy for rule, _ in run.raised)
     in_time = [run for run in fallen if run.in_time()]
@@ -83,6 +108,9 @@ def report(runs: list[Judged]) -> str:
         f"| of {len(fallen)} collapsed runs, warned at least {BEFORE} steps before the fall | {share:.2f} | {IN_TIME_GOAL:g} | "
         f"{'yes' if share >= IN_TIME_GOAL else 'no'} |",
         "",
+        f"{len(others)} runs learned less than {KEPT:.0%} of what the best gained and did not collapse: "
+        f"{sum(bool(run.raised) for run in others)} of them were warned of.",
+        "",
         f"| rule | warnings in healthy runs | in time, of {len(fallen)} collapsed runs | at all, of {len(fallen)} |",
         "|---|---|---|---|",
     ]
@@ -96,7 +124,8 @@ def report(runs: list[Judged]) -> str:
     for run in [run for run in runs if run.raised]:
         first = dict(reversed(run.raised))
         told = ", ".join(f"`{rule}` {at}" for rule, at in sorted(first.items(), key=lambda one: one[1]))
-        lines.append(f"| {run.run} | {'healthy' if run.fall is None else run.fall} | {told} |")
+        state = "healthy" if run in healthy else "learned less" if run in others else run.fall
+        lines.append(f"| {run.run} | {state} | {told} |")
     return "\n".join(lines) + "\n"
 
 

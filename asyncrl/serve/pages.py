@@ -313,7 +313,7 @@ def _log_lines(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, s
                 stamp = (
                     line[:STAMP_CHARS] if STAMP.match(line) else stamp
                 )  # else it goes on: a traceback, a message of several lines
-                if wanted(line):
+                if wanted(line.rstrip("\n")):
                     lines.append((stamp, path.stem, line.rstrip("\n")))
         found += lines
     found.sort(key=lambda line: line[0])  # and lines of one moment as they are in their file

@@ -131,40 +131,33 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
     assert told == after == sorted(set(after))
 
 
-async def test_runs_whose_daemon_and_controllers_are_killed_end_with_the_weights_of_one_that_was_not_disturbed(daemon, tmp_path):
+async def test_a_run_whose_daemon_and_controller_are_killed_ends_with_the_weights_of_one_that_was_not_disturbed(daemon, tmp_path):
     """Twice, and at max_staleness 0, where weights depend on nothing but the seed."""
-    config = settings(tmp_path, num_steps=60, buffer__max_staleness=0, checkpoint__every_steps=7, learner__fake_step_s=None)
+    config = settings(tmp_path, num_steps=120, buffer__max_staleness=0, checkpoint__every_steps=17, learner__fake_step_s=None)
     config["generate"]["engine"] = {"kind": "transformers", "num_slots": 8, "max_sequence_tokens": 16}
     runs = daemon.folder / "runs"
     async with await daemon.start() as server:
         await server.submit(config, name="whole")
         async for ended in server.ended(["whole"]):
             assert ended.outcome == "done", ended.reason
-        for name in ("one", "two"):
-            await server.submit(config, name=name)
-        for name in ("one", "two"):
-            await until(server, name, lambda record: record.version >= 10)
-        await kill_all(daemon, ["one", "two"])
+        await server.submit(config, name="killed")
+        await until(server, "killed", lambda record: record.version >= 20)
+        await kill_both(daemon, "killed")
     async with await daemon.start() as server:
-        for name in ("one", "two"):
-            await until(server, name, lambda record: record.version >= 30)
-        await kill_all(daemon, ["one", "two"])
+        await until(server, "killed", lambda record: record.version >= 60)
+        await kill_both(daemon, "killed")
     async with await daemon.start() as server:
-        async for ended in server.ended(["one", "two"]):
-            assert (ended.outcome, ended.version, ended.attempts) == ("done", 60, 3), ended.reason
-    weights = [
-        (runs / name / "checkpoints" / "step-000060" / "model.safetensors").read_bytes() for name in ("whole", "one", "two")
-    ]
-    assert weights[0] == weights[1] == weights[2]
-    balanced(runs / "one", 60)
-    balanced(runs / "two", 60)
+        async for ended in server.ended(["killed"]):
+            assert (ended.outcome, ended.version, ended.attempts) == ("done", 120, 3), ended.reason
+    weights = [(runs / name / "checkpoints" / "step-000120" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1]
+    balanced(runs / "killed", 120)
 
 
-async def kill_all(daemon: Daemon, runs: list[str]) -> None:
-    pids = [read_endpoint(daemon.folder / "runs" / name).pid for name in runs]
+async def kill_both(daemon: Daemon, run: str) -> None:
+    pid = read_endpoint(daemon.folder / "runs" / run).pid
     await daemon.kill()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
 
 async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_newer_daemon(daemon, tmp_path):

@@ -101,6 +101,12 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(("load", "known"), [(load_loss, "ppo_clip, .*topr"), (load_advantage, "grpo, grpo_batch, dr_grpo")])
+def test_an_unknown_name_is_answered_with_the_known_ones(load, known):
+    with pytest.raises(ConfigError, match=rf"must be one of {known}.*module:function, got 'grop'"):
+        load("grop")
+
+
 @pytest.mark.parametrize(("load", "body", "message"), [(load, *case) for load, cases in WRONG.items() for case in cases])
 def test_a_wrong_answer_is_told_what_is_wrong(load, body, message, own, loss_inputs, samples):
     inputs = samples if load is load_advantage else loss_inputs(0)

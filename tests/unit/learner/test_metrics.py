@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,54 +23,40 @@ class ThreadRanks:
         self.rank, self.size = rank, barrier.parties
         self._shared, self._barrier = shared, barrier
 
-    def _exchange(self, values):
+    def gather(self, values):
         self._shared[self.rank] = values
         self._barrier.wait(timeout=30)
-        everyones = [self._shared[rank] for rank in range(self.size)]
+        everyones = torch.cat(self._shared)
         self._barrier.wait(timeout=30)
         return everyones
 
-    def sum(self, values):
-        return torch.stack(self._exchange(values)).sum(dim=0)
 
-    def gather(self, values):
-        return torch.cat(self._exchange(values))
-
-
-def on_ranks(works):
-    """Run each of `works` (a function of its Ranks) as a rank; return what they return."""
-    shared, results, barrier = {}, {}, threading.Barrier(len(works))
-
-    def run(rank, work):
-        results[rank] = work(ThreadRanks(rank, shared, barrier))
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return [results[rank] for rank in range(len(works))]
+def on_ranks(work, parts):
+    """Do `work`, of a part and its Ranks, on as many ranks as there are parts; return what each returns."""
+    shared, barrier = [None] * len(parts), threading.Barrier(len(parts))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(lambda rank: work(parts[rank], ThreadRanks(rank, shared, barrier)), range(len(parts))))
 
 
 def samples(seed=0, count=9):
-    """Draw samples of random lengths: everything that a record holds, by sample."""
+    """Draw samples of random lengths: everything that a record holds, by sample; NaN at masked tokens."""
     random, drawn = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         tokens = int(torch.randint(1, 12, (1,), generator=random))
-
-        def noise(scale=0.3, tokens=tokens):
-            return scale * torch.randn(tokens, generator=random)
-
-        behaviour = -1.5 + noise(0.7)
-        proximal = behaviour + noise()
+        noise = torch.randn(5, tokens, generator=random)
+        noise = noise.where(torch.rand(tokens, generator=random) < 0.8, math.nan)
+        behaviour = -1.5 + 0.7 * noise[0]
+        proximal = behaviour + 0.3 * noise[1]
+        mask = ~noise[0].isnan()
+        versions = LEARNER_VERSION - torch.randint(0, 12, (tokens,), generator=random).sort(descending=True).values
         drawn.append({
             "behaviour_logprobs": behaviour,
             "proximal_logprobs": proximal,
-            "logprobs": proximal + noise(0.1),
-            "reference_logprobs": behaviour + noise(),
-            "entropy": noise().abs(),
-            "versions": LEARNER_VERSION - torch.randint(0, 12, (tokens,), generator=random).sort(descending=True).values,
-            "mask": torch.rand(tokens, generator=random) < 0.8,
+            "logprobs": proximal + 0.1 * noise[2],
+            "reference_logprobs": behaviour + 0.3 * noise[3],
+            "entropy": noise[4].abs(),
+            "versions": versions.where(mask, 0),
+            "mask": mask,
             "clipped": torch.rand(tokens, generator=random) < 0.3,
             "kept": torch.rand(tokens, generator=random) < 0.7,
         })
@@ -125,12 +112,6 @@ def trained(drawn, name):
     return torch.cat([member[name][member["mask"]] for member in drawn]).double().numpy()
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
-
-
 def test_figures_are_those_of_the_trained_tokens():
     drawn = samples()
     got = figures([drawn[:4], drawn[4:]])
@@ -152,27 +133,16 @@ def test_figures_are_those_of_the_trained_tokens():
     assert got["kl/penalty_mean"] == pytest.approx((current - reference).mean().item(), abs=1e-6)
 
 
-def test_masked_tokens_change_nothing_even_where_they_are_nan():
-    drawn = samples()
-    dirty = [dict(member) for member in drawn]
-    for member in dirty:
-        for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs", "reference_logprobs", "entropy"):
-            member[name] = torch.where(member["mask"], member[name], math.nan)
-        member["versions"] = torch.where(member["mask"], member["versions"], 0)
-    assert_same(figures([dirty[:3], dirty[3:]]), figures([drawn[:3], drawn[3:]]))
-
-
 @pytest.mark.parametrize("corrections", [(TruncatedToken(),), (TruncatedSequence(cap=1.5),)])
 def test_ranks_change_no_figure_and_all_get_the_same(corrections):
     drawn = samples()
     one = figures([drawn[:6], drawn[6:]], passes=2, corrections=corrections)
     parts = ([drawn[6:], drawn[:1]], [drawn[1:3], drawn[3:5], drawn[5:6]])
-    got = on_ranks([lambda ranks, part=part: figures(part, passes=2, corrections=corrections, ranks=ranks) for part in parts])
-    assert got[0] == got[1]
-    assert_same(got[0], one)
+    got = on_ranks(lambda part, ranks: figures(part, passes=2, corrections=corrections, ranks=ranks), parts)
+    assert got[0] == got[1] == pytest.approx(one, rel=1e-6, abs=1e-9)
 
 
-def test_staleness_buckets_hold_their_tokens_and_only_them():
+def test_staleness_buckets_hold_their_tokens_and_only_them_and_mismatch_is_of_gap_zero_alone():
     drawn = samples(count=30)
     got = figures([drawn])
     staleness = LEARNER_VERSION - trained(drawn, "versions")
@@ -181,11 +151,15 @@ def test_staleness_buckets_hold_their_tokens_and_only_them():
     for bucket, (low, high) in bounds.items():
         chosen = (staleness >= low) & (staleness <= high)
         expected = token_figures(proximal[chosen], behaviour[chosen])
-        assert got[f"ratio/ess_by_staleness/{bucket}"] == pytest.approx(expected["ratio/ess"])
-        assert got[f"kl/proximal_k3_by_staleness/{bucket}"] == pytest.approx(expected["kl/mean"])
-        assert got[f"ratio/p50_by_staleness/{bucket}"] == pytest.approx(expected["ratio/p50"])
-        kept = trained(drawn, "kept")[chosen].mean().item()
-        assert got[f"policy/kept_fraction_by_staleness/{bucket}"] == pytest.approx(kept)
+        names = {"ratio/ess": "ratio/ess", "kl/proximal_k3": "kl/mean", "ratio/p50": "ratio/p50"}
+        assert {name: got[f"{name}_by_staleness/{bucket}"] for name in names} == pytest.approx({
+            name: expected[other] for name, other in names.items()
+        })
+        assert got[f"policy/kept_fraction_by_staleness/{bucket}"] == pytest.approx(trained(drawn, "kept")[chosen].mean())
+    fresh = staleness == 0
+    assert got["mismatch/tokens"] == fresh.sum()
+    assert got["mismatch/kl_k3"] == pytest.approx(token_figures(proximal[fresh], behaviour[fresh])["kl/mean"])
+    assert got["mismatch/logprob_gap_max"] == pytest.approx(abs(proximal - behaviour)[fresh].max())
 
 
 def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step():
@@ -215,16 +189,6 @@ def test_sequences_go_by_their_oldest_trained_token():
             second_moments.setdefault("9+" if age >= 9 else "5-8" if age >= 5 else "younger", []).append(math.exp(2 * total))
     for bucket in ("5-8", "9+"):
         assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(np.mean(second_moments[bucket]) - 1)
-
-
-def test_mismatch_is_of_version_gap_zero_alone():
-    drawn = samples(count=30)
-    got = figures([drawn])
-    fresh = trained(drawn, "versions") == LEARNER_VERSION
-    proximal, behaviour = trained(drawn, "proximal_logprobs")[fresh], trained(drawn, "behaviour_logprobs")[fresh]
-    assert got["mismatch/tokens"] == fresh.sum()
-    assert got["mismatch/kl_k3"] == pytest.approx(token_figures(proximal, behaviour)["kl/mean"])
-    assert got["mismatch/logprob_gap_max"] == pytest.approx(abs(proximal - behaviour).max())
 
 
 def test_sequence_truncation_counts_whole_sequences():

@@ -19,9 +19,6 @@ def but(**changes) -> Scenario:
     return dataclasses.replace(SCENARIO, **changes)
 
 
-# -- one generator -------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_carry_the_version_that_was_live():
     generator = SimulatedGenerator("g", SCENARIO)
     generator.set_version(3)
@@ -33,9 +30,6 @@ def test_tokens_carry_the_version_that_was_live():
     generator.go_to(2.0)
     ((_, counts),) = generator.take_finished()
     assert counts == ((3, 4), (5, 6))
-
-
-# -- whole runs ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_synchronous_run_takes_generation_and_training_one_after_the_other():
@@ -58,9 +52,6 @@ def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
     assert made.lost_groups == 0
     assert made.max_staleness <= 1 or policy == "mask"
     assert len(made.step_times_s) == 60
-
-
-# -- distributions and sweeps --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

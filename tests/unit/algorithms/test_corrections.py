@@ -21,8 +21,7 @@ BOUNDS = {
 REJECTIONS = [
     kinds.Rejection(level=level, measure=measure, low=low, high=high, weight=weight)
     for (measure, (low, high)), (level, weight) in itertools.product(
-        BOUNDS.items(),
-        {"token": "token", "sum": "sequence", "mean": "none", "max": "none", "geometric": "geometric"}.items(),
+        BOUNDS.items(), {"token": "token", "sum": "sequence", "mean": "none", "max": "none", "geometric": "geometric"}.items()
     )
     if level != "geometric" or measure == "ratio"
 ]

@@ -10,14 +10,7 @@ from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, S
 from asyncrl.config.run import RunConfig
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learner.model.policy import (
-    build_scratch,
-    made_ready,
-    open_model,
-    open_tokenizer,
-    run_row,
-    save_model,
-)
+from asyncrl.learner.model.policy import build_scratch, made_ready, open_model, open_tokenizer, run_row, save_model
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.microbatch import prepare

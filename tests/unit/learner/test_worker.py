@@ -18,15 +18,7 @@ from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.fake import run_fake_learner
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import (
-    Checkpoint,
-    CheckpointDone,
-    Heartbeat,
-    LearnerReady,
-    PhaseReached,
-    SetPhase,
-    Shutdown,
-)
+from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.transport.protocol import Lane
 from tests.builders import Controller, channel_of, outcome_of

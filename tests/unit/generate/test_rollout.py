@@ -11,7 +11,6 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
-from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
@@ -128,20 +127,3 @@ async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_
 def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
     with pytest.raises(GenerationError, match=reason):
         codec.answer(prompt, index)
-
-
-async def test_nothing_comes_back_before_the_first_version_or_while_paused():
-    engine = FakeEngine(ReplayEngineConfig(), VirtualClock())
-    await engine.start()
-    first = engine.submit(EngineRequest("a", (5, 6), SAMPLING, seed=0, answer_ids=(7, 8, 1)))
-    assert (engine.version, engine.num_running) == (-1, 1)
-    await engine.pause()
-    await engine.load_weights(0, {}, "keep")
-    second = engine.submit(EngineRequest("b", (5, 6), SAMPLING, seed=0, answer_ids=(7, 8, 1)))
-    assert engine.num_running == 2
-    await engine.load_weights(1, {}, "keep")
-    await engine.resume()
-    assert [chunk.versions for stream in (first, second) async for chunk in stream] == [(1, 1, 1)] * 2
-    with pytest.raises(GenerationError, match="holds no model"):
-        await engine.score([1, 2])
-    await engine.close()

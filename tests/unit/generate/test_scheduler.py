@@ -64,15 +64,6 @@ def test_a_prompt_is_prefilled_once_a_group_and_copied_to_the_others(decoder: Sl
     assert step(decoder) == ({0: 2, 2: 2, 3: 2}, [(0, 1, 2)])
 
 
-def test_a_freed_row_is_taken_itself_by_the_next_of_its_group_and_lends_to_others(decoder: SlotDecoder) -> None:
-    submit(decoder, "a", most=2)
-    submit(decoder, "x", group_key="", most=9)
-    decoder.step()
-    decoder.step()
-    submit(decoder, "b", "c")
-    assert step(decoder) == ({}, [(0, 2, 2)])
-
-
 def test_other_weights_lend_nothing_nor_does_a_prompt_that_is_computed_again_with_what_followed(decoder: SlotDecoder) -> None:
     submit(decoder, "a", group_key="gone", most=2)
     submit(decoder, "b", group_key="here", most=30)

@@ -1,6 +1,6 @@
 """A tiny Llama and hand-made batches: what the learner's tests share."""
 
-from types import SimpleNamespace
+import sys
 
 import numpy as np
 import pytest
@@ -55,13 +55,13 @@ def new_critic(kind, dtype="float32"):
     return ValueHead(32) if kind == "head" else SeparateCritic(tiny_model(4, dtype).base_model)
 
 
-def telling_critic(kind, dtype="float32"):
+def critic(kind, dtype="float32"):
     """Make one that says something, which shows more."""
-    critic = new_critic(kind, dtype)
+    made = new_critic(kind, dtype)
     torch.manual_seed(7)
-    for parameter in critic.output.parameters():
+    for parameter in made.output.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return critic
+    return made
 
 
 def bits(module):
@@ -109,21 +109,10 @@ def batch_of(samples, tokens_per_row=10_000, step=0, temperature=1.0, num_ranks=
         is_second = sample.get("pair", -1) >= 0 and rows and rows[-1][-1].get("pair", -1) == sample["pair"]
         if not rows or (sum(map(_length, rows[-1])) + length > tokens_per_row and not is_second):
             rows.append([])
-        packed.append(
-            PackedSample(
-                group_id=sample["group_id"],
-                index=sample["index"],
-                row=len(rows) - 1,
-                start=sum(map(_length, rows[-1])),
-                prompt_tokens=len(sample["prompt"]),
-                response_tokens=len(sample["response"]),
-                reward=sample["reward"],
-                oldest_version=0,
-                is_greedy=sample.get("is_greedy", False),
-                pair=sample.get("pair", -1),
-                is_chosen=sample.get("is_chosen", False),
-            )
-        )
+        told = {name: sample[name] for name in PackedSample.__struct_fields__ if name in sample}
+        place = {"row": len(rows) - 1, "start": sum(map(_length, rows[-1]))}
+        lengths = {"prompt_tokens": len(sample["prompt"]), "response_tokens": len(sample["response"])}
+        packed.append(PackedSample(oldest_version=0, **told, **place, **lengths))
         rows[-1].append(sample)
     return StepBatch(
         step=step,
@@ -176,21 +165,11 @@ def plain_logprobs(model, samples, temperature=1.0):
     return found
 
 
+model, config, train_state, samples, batch = tiny_model, run_config, train_state_of, random_samples, batch_of
+"""What tests call them: `kit.model()`."""
+
+
 @pytest.fixture
 def kit():
-    """Give tests the builders of this file (test folders are no packages, so they cannot import it)."""
-    return SimpleNamespace(
-        vocabulary=VOCABULARY,
-        model=tiny_model,
-        config=run_config,
-        train_state=train_state_of,
-        new_critic=new_critic,
-        critic=telling_critic,
-        bits=bits,
-        same=same,
-        assert_near=assert_near,
-        samples=random_samples,
-        batch=batch_of,
-        plain_logprobs=plain_logprobs,
-        plain_hidden=plain_hidden,
-    )
+    """Give tests this file (test folders are no packages, so they cannot import it)."""
+    return sys.modules[__name__]

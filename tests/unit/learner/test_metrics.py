@@ -1,41 +1,17 @@
-"""A step's figures: by hand on small records, the same however tokens share rows and ranks, quick."""
+"""A step's figures: by hand on small records. That ranks change none is shown in tests/integration/ranks/test_rank_cases.py."""
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.diagnostics import token_figures
+from asyncrl.algorithms.diagnostics import sequence_figures, token_figures
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.config.algorithm import StalenessMask, TruncatedSequence, TruncatedToken
 from asyncrl.learner.metrics import StepTokens
 
 LEARNER_VERSION = 12
-
-
-class ThreadRanks:
-    """One of several ranks that are threads of this process."""
-
-    def __init__(self, rank, shared, barrier):
-        self.rank, self.size = rank, barrier.parties
-        self._shared, self._barrier = shared, barrier
-
-    def gather(self, values):
-        self._shared[self.rank] = values
-        self._barrier.wait(timeout=30)
-        everyones = torch.cat(self._shared)
-        self._barrier.wait(timeout=30)
-        return everyones
-
-
-def on_ranks(work, parts):
-    """Do `work`, of a part and its Ranks, on as many ranks as there are parts; return what each returns."""
-    shared, barrier = [None] * len(parts), threading.Barrier(len(parts))
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(lambda rank: work(parts[rank], ThreadRanks(rank, shared, barrier)), range(len(parts))))
 
 
 def samples(seed=0, count=9):
@@ -70,28 +46,18 @@ def add(tokens, members, *, first_update=True):
         return torch.cat([member[name] for member in members])
 
     ids = torch.arange(len(members)).repeat_interleave(torch.tensor([len(member["mask"]) for member in members]))
-    mask = joined("mask")
+    names = ("proximal_logprobs", "behaviour_logprobs", "entropy", "reference_logprobs", "versions", "mask")
     inputs = LossInputs(
-        logprobs=joined("logprobs").requires_grad_(),
-        proximal_logprobs=joined("proximal_logprobs"),
-        behaviour_logprobs=joined("behaviour_logprobs"),
-        advantages=torch.zeros(len(ids)),
-        mask=mask,
-        sequence_ids=ids,
-        num_sequences=len(members),
-        denominators=Denominators(1, 1),
-        entropy=joined("entropy"),
-        reference_logprobs=joined("reference_logprobs"),
-        versions=joined("versions"),
-        learner_version=LEARNER_VERSION,
-    )
-    weights = (inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0) * mask
+        logprobs=joined("logprobs").requires_grad_(), advantages=torch.zeros(len(ids)), sequence_ids=ids,
+        num_sequences=len(members), denominators=Denominators(1, 1), learner_version=LEARNER_VERSION,
+        **{name: joined(name) for name in names},
+    )  # fmt: skip
     outputs = LossOutputs(
         loss=torch.zeros(()),
-        weights=weights,
-        clipped=joined("clipped") & mask,
-        dual_clipped=torch.zeros_like(mask),
-        kept=joined("kept") & mask,
+        weights=(inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0),
+        clipped=joined("clipped") & inputs.mask,
+        dual_clipped=torch.zeros_like(inputs.mask),
+        kept=joined("kept") & inputs.mask,
         reference_kl=inputs.logprobs.detach() - inputs.reference_logprobs,
     )
     tokens.add(inputs, outputs, proximal_is_learner=True, is_first_update=first_update)
@@ -100,11 +66,10 @@ def add(tokens, members, *, first_update=True):
 TOKEN_CAP = (TruncatedToken(),)
 
 
-def figures(rows, *, passes=1, corrections=TOKEN_CAP, ranks=None):
-    tokens = StepTokens(len(rows), corrections=corrections, ranks=ranks)
-    for turn in range(passes):
-        for row in rows:
-            add(tokens, row, first_update=turn == 0)
+def figures(rows, corrections=TOKEN_CAP):
+    tokens = StepTokens(len(rows), corrections=corrections)
+    for row in rows:
+        add(tokens, row)
     return tokens.metrics()
 
 
@@ -131,15 +96,6 @@ def test_figures_are_those_of_the_trained_tokens():
     assert got["kl/reference_mean"] == pytest.approx((np.exp(log_rho) - log_rho - 1).mean().item())
     assert got["kl/reference_k1"] == pytest.approx(-log_rho.mean().item(), abs=1e-6)
     assert got["kl/penalty_mean"] == pytest.approx((current - reference).mean().item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("corrections", [(TruncatedToken(),), (TruncatedSequence(cap=1.5),)])
-def test_ranks_change_no_figure_and_all_get_the_same(corrections):
-    drawn = samples()
-    one = figures([drawn[:6], drawn[6:]], passes=2, corrections=corrections)
-    parts = ([drawn[6:], drawn[:1]], [drawn[1:3], drawn[3:5], drawn[5:6]])
-    got = on_ranks(lambda part, ranks: figures(part, passes=2, corrections=corrections, ranks=ranks), parts)
-    assert got[0] == got[1] == pytest.approx(one, rel=1e-6, abs=1e-9)
 
 
 def test_staleness_buckets_hold_their_tokens_and_only_them_and_mismatch_is_of_gap_zero_alone():
@@ -178,17 +134,13 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
 
 
 def test_sequences_go_by_their_oldest_trained_token():
-    drawn = samples(count=30)
+    drawn = [member for member in samples(count=30) if member["mask"].any()]
     got = figures([drawn])
-    second_moments = {}
-    for member in drawn:
-        mask = member["mask"]
-        if mask.any():
-            age = LEARNER_VERSION - int(member["versions"][mask].min())
-            total = (member["proximal_logprobs"] - member["behaviour_logprobs"])[mask].double().sum().item()
-            second_moments.setdefault("9+" if age >= 9 else "5-8" if age >= 5 else "younger", []).append(math.exp(2 * total))
-    for bucket in ("5-8", "9+"):
-        assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(np.mean(second_moments[bucket]) - 1)
+    for bucket, ages in {"5-8": range(5, 9), "9+": range(9, 99)}.items():
+        old = [member for member in drawn if LEARNER_VERSION - int(member["versions"][member["mask"]].min()) in ages]
+        ids = np.arange(len(old)).repeat([int(member["mask"].sum()) for member in old])
+        expected = sequence_figures(trained(old, "proximal_logprobs"), trained(old, "behaviour_logprobs"), ids)
+        assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(expected["ratio/chi2_sequence"])
 
 
 def test_sequence_truncation_counts_whole_sequences():

@@ -165,14 +165,11 @@ def test_what_runs_without_tensors_imports_no_torch():
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
-        ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"),
-        ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
-        ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
-        ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'"),
-    ],
-)
+    [({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
+     ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
+     ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
+     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'")],
+)  # fmt: skip
 def test_what_needs_a_model_is_refused_beside_a_learner_without_one(settings, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(WITHOUT_MODEL | settings)
@@ -212,17 +209,3 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         assert (await controller.news(StepDone)).version == 1
         onto_it = [move.num_bytes for move in back.moves if move.after == "device"]
         assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(onto_it)
-
-
-async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_version(kit, tmp_path):
-    """Nothing is on the device, and what is saved is what was published."""
-    async with learner(tmp_path, COLOCATED) as controller:
-        await controller.news(LearnerReady)
-        await controller.step(kit.batch(kit.samples(), step=0))
-        await set_phase(controller, "rollout", 1)
-        await controller.order(Checkpoint(1))
-        done = await controller.news(CheckpointDone)
-        saved = load_file(f"{done.folder}/model.safetensors")
-        assert all(torch.equal(saved[name], tensor) for name, tensor in controller.published[1][0].items() if name in saved)
-        assert load_file(f"{done.folder}/trainer/optimizer.safetensors")
-        assert set((await set_phase(controller, "train", 2)).resident) == {"policy", "policy optimizer"}

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 import threading
@@ -27,11 +26,6 @@ def announcement(version, location):
     return WeightsAvailable(version, "shared_memory", location, MANIFEST, "", 0.0)
 
 
-def fetch(tmp_path, version, location):
-    reader = SharedMemoryReader(tmp_path)
-    return reader.fetch(announcement(version, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
-
-
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     writer.open(MANIFEST)
     paths = list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
@@ -49,28 +43,14 @@ def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(wri
     writer.open(MANIFEST)
     writer.overwrite(0, 1)
     location = writer.commit(0, 1, "")
-    fetch(tmp_path, 1, location)
+    into = memoryview(bytearray(MANIFEST.total_bytes))
+    SharedMemoryReader(tmp_path).fetch(announcement(1, location), into, threading.Event())
     Path(location).read_bytes()
-    assert kept_from_others(tmp_path)
-
-
-def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(writer, tmp_path, monkeypatch):
-    create, swept = os.open, []
-
-    def create_and_sweep(path, flags, *mode):
-        handle = create(path, flags, *mode)
-        if flags & os.O_CREAT and not swept:
-            swept.extend(remove_leftover_segments(tmp_path))
-        return handle
-
-    monkeypatch.setattr(os, "open", create_and_sweep)
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = Path(writer.commit(0, 1, ""))
-    assert swept
-    assert location not in swept
-    assert location.exists()
-    assert kept_from_others(tmp_path)
+    sweep = (
+        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
+        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
+    )
+    assert subprocess.run([sys.executable, "-c", sweep, str(tmp_path)], check=False).returncode == 0
 
 
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
@@ -90,15 +70,6 @@ def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
         process.kill()
         process.wait()
         assert remove_leftover_segments(tmp_path) == [path]
-
-
-def kept_from_others(run_folder):
-    """Have another process remove what it takes for left over; return whether that is nothing."""
-    sweep = (
-        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
-        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
-    )
-    return subprocess.run([sys.executable, "-c", sweep, str(run_folder)], check=False).returncode == 0
 
 
 def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -20,29 +19,17 @@ from asyncrl.generate.vllm.server import LOOK_INTERVAL_S, GenerateReply, VLLMSer
 from tests.contract.engine_cases import collect, make_request
 
 
-@dataclass
 class StubServer:
     """The routes of `vllm serve`: what it was started with, and what it was told."""
 
-    number: str = "0.32.0"
-    max_model_len: int = 64
-    data_parallel_size: int = 1
-    key: str = ""
-    missing: str = ""
-    """A route that is not there."""
-    candidate_logprob: float = 0.0
-    num_workers: int = 1
-    healthy_after: int = 0
-    """`/health` calls that fail first."""
-    started_s: float = 1e9
-    label: str = "default"
-    calls: list[str] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    may_end: asyncio.Event = field(default_factory=asyncio.Event)
-    refuse_next: str = ""
-    drop_next: bool = False
-    url: str = ""
-    _runner: web.AppRunner | None = None
+    def __init__(self) -> None:
+        self.number, self.max_model_len, self.data_parallel_size, self.num_workers = "0.32.0", 64, 1, 1
+        self.url = self.key = self.missing = self.refuse_next = ""
+        self.candidate_logprob, self.started_s, self.healthy_after, self.drop_next = 0.0, 1e9, 0, False
+        self.label = "default"
+        self.calls: list[str] = []
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._gate])
@@ -70,7 +57,7 @@ class StubServer:
         return web.Response(text=f"process_start_time_seconds {self.started_s}\n")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == self.missing:
+        if request.path == self.missing:  # a route that is not there
             return web.json_response({"error": "Not Found"}, status=404)
         if request.path == "/health":
             self.healthy_after -= 1

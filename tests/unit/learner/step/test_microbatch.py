@@ -61,21 +61,6 @@ def test_an_update_never_holds_only_groups_that_are_masked(kit):
     assert all(update for update in prepared.updates)
 
 
-def test_a_row_knows_versions_and_reference_logprobs_of_its_targets(kit):
-    samples = kit.samples(groups=2, group_size=2)
-    for number, sample in enumerate(samples):
-        sample["versions"] = 10 * number + np.arange(len(sample["response"]))
-        sample["reference"] = -0.5 * sample["versions"]
-    for row in prepare(kit.batch(samples, 30)).rows:
-        expected = 10 * row.target_samples + row.target_offsets
-        assert row.versions.tolist() == expected.tolist()
-        assert row.reference_logprobs.tolist() == (-0.5 * expected).tolist()
-        assert row.behaviour_logprobs.tolist() == [
-            float(samples[sample]["logprobs"][offset])
-            for sample, offset in zip(row.target_samples, row.target_offsets, strict=True)
-        ]
-
-
 def test_a_trained_prompt_token_is_refused(kit):
     batch = kit.batch(kit.samples(groups=1, group_size=1))
     row = batch.rows[0]
@@ -188,6 +173,6 @@ def test_logprobs_do_not_depend_on_which_prompts_share_a_row(kit, prompts, group
 
 def test_sliding_window_is_kept_in_packed_rows(kit):
     torch.manual_seed(0)
-    sizes = {"vocab_size": kit.vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": kit.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MistralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, sliding_window=5, bos_token_id=None)
     assert_row_is_plain(kit, made_ready(MistralForCausalLM(config), LearnerConfig()), kit.samples(groups=2, response=(8, 20)))

@@ -6,9 +6,13 @@ Every case runs under two packings, so that it also shows that packing and micro
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
+from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.config.algorithm import CriticConfig, KLConfig, TruncatedToken
 from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.step.train_step import train_step
@@ -32,31 +36,17 @@ def apply(optimizer, model):
     optimizer.zero_grad()
 
 
-def grpo_advantages(samples):
-    advantages = []
-    for sample in samples:
-        group = [other["reward"] for other in samples if other["group_id"] == sample["group_id"]]
-        mean = sum(group) / len(group)
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1))
-        advantages.append([(sample["reward"] - mean) / (deviation + 1e-6)] * len(sample["response"]))
-    return advantages
+def advantages_of(name, samples, rewards, values=None):
+    """Advantages and returns by the functions that tests/golden compares with published numbers, of padded samples."""
 
+    def padded(rows):
+        return pad_sequence([torch.as_tensor(row, dtype=torch.float64) for row in rows], batch_first=True).numpy()
 
-def gae(samples, token_rewards, values):
-    """Advantages and returns by the recursion over trained tokens; what lies between them is skipped."""
-    all_advantages, all_returns = [], []
-    for sample, rewards, old in zip(samples, token_rewards, values, strict=True):
-        advantages, returns = [0.0] * len(old), [0.0] * len(old)
-        following, running = 0.0, 0.0
-        for token in reversed(range(len(old))):
-            if sample["mask"][token]:
-                delta = rewards[token] + GAMMA * following - old[token].item()
-                running = delta + GAMMA * LAMBDA * running
-                following = old[token].item()
-                advantages[token], returns[token] = running, running + old[token].item()
-        all_advantages.append(advantages)
-        all_returns.append(returns)
-    return all_advantages, all_returns
+    mask, ids = padded(sample["mask"] for sample in samples).astype(bool), [sample["group_id"] for sample in samples]
+    of_samples = np.array([sample["reward"] for sample in samples])
+    inputs = AdvantageInputs(of_samples, np.array(ids), mask, padded(rewards), padded(values) if values else None)
+    outputs = ADVANTAGES[name](inputs, AdvantageConfig(gamma=GAMMA, gae_lambda=LAMBDA))
+    return outputs.advantages, outputs.returns
 
 
 def last_token_rewards(samples):
@@ -99,7 +89,8 @@ def detached(per_sample):
 def slow_grpo(kit, model, samples, parts, temperature, frozen):
     """Decoupled PPO, an update for each part; with `frozen`, the reference's log-probabilities, its k3 KL is in the loss."""
     optimizer, losses = adamw(model, 1e-2), []
-    advantages, proximal = grpo_advantages(samples), detached(kit.plain_logprobs(model, samples, temperature))
+    advantages, _ = advantages_of("grpo", samples, last_token_rewards(samples))
+    proximal = detached(kit.plain_logprobs(model, samples, temperature))
     for part in parts:
         current = kit.plain_logprobs(model, samples, temperature)
 
@@ -153,7 +144,7 @@ def slow_ppo(kit, model, critic, samples, epochs, frozen):
     for of_sample, policy, reference in zip(rewards, proximal, frozen, strict=True) if frozen else ():
         for token in range(len(of_sample)):
             of_sample[token] -= KL * (policy[token] - reference[token]).item()
-    advantages, returns = gae(samples, rewards, old)
+    advantages, returns = advantages_of("gae", samples, rewards, old)
     losses = []
     for _ in range(epochs):
         current, values = kit.plain_logprobs(model, samples), values_now()

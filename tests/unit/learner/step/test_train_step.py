@@ -93,18 +93,6 @@ def test_a_step_without_a_trained_token_is_refused(kit):
         train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
 
 
-def test_fully_masked_samples_still_count_for_their_group_s_advantage(kit):
-    """Policy `mask`: a sample too old to train keeps its part in the group mean."""
-    samples = kit.samples(groups=1, group_size=3)
-    for sample, reward in zip(samples, (0.0, 1.0, 1.0), strict=True):
-        sample["reward"] = reward
-    samples[0]["mask"][:] = 0
-    model, config = kit.model(), kit.config({"advantage": "dr_grpo"})
-    result = train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
-    assert result.metrics["advantage/max"] == pytest.approx(1 / 3)
-    assert result.metrics["policy/grad_norm"] > 0
-
-
 @pytest.mark.parametrize(
     ("algorithm", "learner", "passes"),
     [

@@ -16,13 +16,6 @@ def test_policies_far_apart_stay_finite_and_sequences_without_tokens_do_not_coun
     assert all(math.isfinite(value) for name, value in figures.items() if name != "perplexity/learner")
 
 
-def test_every_staleness_has_one_bucket():
-    names = {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4", 5: "5-8", 8: "5-8", 9: "9+", 500: "9+"}
-    buckets = diagnostics.staleness_bucket(np.array([*names, -1.0]))
-    assert [diagnostics.STALENESS_BUCKETS[index] for index in buckets[:-1]] == list(names.values())
-    assert buckets[-1] == -1
-
-
 def test_explained_variance_is_one_minus_the_share_of_variance_left():
     returns, values = np.array([1.0, 2.0, 4.0]), np.array([1.0, 1.0, 3.0])
     assert diagnostics.explained_variance(values, returns) == pytest.approx(1 - np.var([0.0, 1.0, 1.0]) / np.var(returns))

@@ -31,11 +31,8 @@ def tiny_model(seed=0, dtype="float32", **sizes):
 
 
 def run_config(algorithm=None, learner=None, **rest):
-    return RunConfig(
-        algorithm=AlgorithmConfig(**(algorithm or {})),
-        learner=LearnerConfig(**({"learning_rate": 1e-3, "warmup_steps": 1} | (learner or {}))),
-        **rest,
-    )
+    settings = {"learning_rate": 1e-3, "warmup_steps": 1} | (learner or {})
+    return RunConfig(algorithm=AlgorithmConfig(**(algorithm or {})), learner=LearnerConfig(**settings), **rest)
 
 
 def train_state_of(model, config, critic=None, reference=None):

@@ -157,23 +157,16 @@ def with_critic(kind):
     return AlgorithmConfig(advantage="gae", critic=critic, kl=KLConfig(target=0.01, horizon=50))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        config_of(with_critic("separate"), dtype="bfloat16"),
-        config_of(with_critic("head"), lora=LoRAConfig(rank=2), offload_optimizer=True),
-        config_of(AlgorithmConfig(kind="auto"), dtype="float16"),
-        config_of(hidden_size=64, optimizer="adamw_8bit"),
-        config_of(hidden_size=64, optimizer="adamw_8bit", dtype="bfloat16", offload_optimizer=True),
-    ],
-    ids=[
-        "separate critic, bfloat16",
-        "value head, adapters, moments on the host",
-        "auto, float16",
-        "8 bits",
-        "8 bits on the host",
-    ],
-)
+CONFIGS = {
+    "separate critic, bfloat16": config_of(with_critic("separate"), dtype="bfloat16"),
+    "value head, adapters, moments on the host": config_of(with_critic("head"), lora=LoRAConfig(rank=2), offload_optimizer=True),
+    "auto, float16": config_of(AlgorithmConfig(kind="auto"), dtype="float16"),
+    "8 bits": config_of(hidden_size=64, optimizer="adamw_8bit"),
+    "8 bits on the host": config_of(hidden_size=64, optimizer="adamw_8bit", dtype="bfloat16", offload_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
     """Replayed after a crash, a step is the same step: weights, critic, both optimizers, memory, random numbers and metrics."""
 

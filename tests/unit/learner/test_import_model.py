@@ -5,10 +5,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.import_model import import_model
+from tests.contract.engine_cases import make_model
 
 TOKENS = ["<end>", "<start>", "Ġ", "a", "b", "1", "2", "ab", "ĠĠ", "<tool>"]
 MERGES = ["a b", "Ġ Ġ"]
@@ -16,12 +17,8 @@ TEMPLATE = "{% for m in messages %}<start>{{ m['content'] }}<end>{% endfor %}"
 
 
 def small_model(*, tied=True):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-    )).eval()  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    return make_model(0, vocab_size=len(TOKENS), head_dim=8, tie_word_embeddings=tied, rope_parameters=rope)
 
 
 def interleaved(rows, num_heads):

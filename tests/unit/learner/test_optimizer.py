@@ -133,10 +133,10 @@ def test_gradients_too_small_for_float16_reach_the_weights():
 @pytest.mark.parametrize(
     ("kind", "overflowing", "after"),
     [
-        ("head", "policy", (2.0**59, 2.0**59)),
-        ("separate", "policy", (2.0**59, 2.0**10)),
-        ("separate", "critic", (2.0**10, 2.0**59)),
-        ("separate", "both", (2.0**59, 2.0**59)),
+        ("head", "policy", (59, 59)),
+        ("separate", "policy", (59, 10)),
+        ("separate", "critic", (10, 59)),
+        ("separate", "both", (59, 59)),
     ],
 )
 def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflowing, after):
@@ -152,7 +152,7 @@ def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflow
     before = [parameter.detach().clone() for parameter in now]
     skipped = train_step(train_state, kit.batch(kit.samples(), 40), config)
     assert skipped.metrics["policy/skipped_updates"] == 1
-    assert tuple(optimizer.scale.value for optimizer in parts.values()) == after
+    assert tuple(math.log2(optimizer.scale.value) for optimizer in parts.values()) == after
     assert kit.same(before, now)
     for optimizer in parts.values():
         optimizer.scale.value = 2.0**10

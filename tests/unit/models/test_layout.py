@@ -1,11 +1,8 @@
-import sys
-import types
-
 import pytest
 import torch
 
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import check_manifest, copy_tensors, is_divided, make_manifest
+from asyncrl.models.layout import check_manifest, copy_tensors, make_manifest
 from asyncrl.schema.weights import TensorEntry, WeightsManifest
 
 
@@ -30,11 +27,6 @@ def test_a_manifest_that_contradicts_itself_is_refused(entries):
     named = tuple(TensorEntry(f"t{number}", *entry) for number, entry in enumerate(entries))
     with pytest.raises(BroadcastError):
         check_manifest(WeightsManifest(named, 128))
-
-
-def test_no_tensor_is_divided_while_another_thread_still_imports_what_would_tell(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
-    assert not is_divided(torch.zeros(2))
 
 
 def test_many_are_copied_side_by_side_and_a_failing_copy_is_raised():

@@ -7,7 +7,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.cli_args import scenario_of, sweep
 from asyncrl.plan.report import plot, table
 from asyncrl.plan.simulator.engine import simulate
-from asyncrl.plan.simulator.generator import Member, SimulatedGenerator
 from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution
 
 SCENARIO = Scenario(
@@ -17,19 +16,6 @@ SCENARIO = Scenario(
 
 def but(**changes) -> Scenario:
     return dataclasses.replace(SCENARIO, **changes)
-
-
-def test_tokens_carry_the_version_that_was_live():
-    generator = SimulatedGenerator("g", SCENARIO)
-    generator.set_version(3)
-    generator.add([Member(0, 0, 10.0)], 0.0)
-    generator.go_to(0.4)
-    generator.hold(1.0)
-    generator.set_version(5)
-    assert generator.next_finish_s() == pytest.approx(2.0)
-    generator.go_to(2.0)
-    ((_, counts),) = generator.take_finished()
-    assert counts == ((3, 4), (5, 6))
 
 
 def test_a_synchronous_run_takes_generation_and_training_one_after_the_other():

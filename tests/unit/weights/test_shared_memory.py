@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -37,20 +36,6 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     with pytest.raises(BroadcastError, match="shm-size"):
         writer.open(WeightsManifest((), 1 << 46))
     assert remove_leftover_segments(tmp_path) == []
-
-
-def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = writer.commit(0, 1, "")
-    into = memoryview(bytearray(MANIFEST.total_bytes))
-    SharedMemoryReader(tmp_path).fetch(announcement(1, location), into, threading.Event())
-    Path(location).read_bytes()
-    sweep = (
-        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
-        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
-    )
-    assert subprocess.run([sys.executable, "-c", sweep, str(tmp_path)], check=False).returncode == 0
 
 
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):

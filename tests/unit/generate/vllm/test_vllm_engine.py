@@ -69,8 +69,7 @@ class Scripted:
     async def look(self) -> None:
         pass
 
-    async def close(self) -> None:
-        pass
+    close = look
 
 
 async def settle() -> None:

@@ -73,12 +73,10 @@ def test_more_distance_never_asks_for_less_caution(one, other, last, after):
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        AlgorithmConfig(kind="auto"),
-        AlgorithmConfig(kind="auto", loss="aipo", corrections=(), denominator="kept", kl=KLConfig()),
-        AlgorithmConfig(kind="auto", loss="gspo", proximal="behaviour", clip_high=0.28, advantage="rloo"),
-    ],
-)
+    [AlgorithmConfig(kind="auto"),
+     AlgorithmConfig(kind="auto", loss="aipo", corrections=(), denominator="kept", kl=KLConfig()),
+     AlgorithmConfig(kind="auto", loss="gspo", proximal="behaviour", clip_high=0.28, advantage="rloo")],
+)  # fmt: skip
 @pytest.mark.parametrize("updates", [1, 4])
 def test_every_recipe_makes_a_config_that_the_rules_accept_and_keeps_what_is_the_users(recipe, algorithm, updates):
     made = applied(algorithm, recipe)

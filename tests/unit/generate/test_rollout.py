@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import msgspec
@@ -11,6 +12,7 @@ from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
+from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
@@ -124,3 +126,14 @@ async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_
 def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
     with pytest.raises(GenerationError, match=reason):
         codec.answer(prompt, index)
+
+
+async def test_nothing_comes_back_before_the_first_version():
+    engine = FakeEngine(ReplayEngineConfig(), VirtualClock())
+    await engine.start()
+    stream = engine.submit(EngineRequest("a", (5, 6), SAMPLING, seed=0, answer_ids=(7, 8, 1)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await engine.load_weights(1, {}, "keep")
+    assert [chunk.versions async for chunk in stream] == [(1, 1, 1)]
+    await engine.close()

@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 from asyncrl.inference.batching import pack, take_batch
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
 
-sequences = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), min_size=0, max_size=4), st.lists(st.integers(0, 9), min_size=1, max_size=6)),
-    min_size=1,
-    max_size=12,
-)
+texts = st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 9), min_size=1, max_size=6))
+sequences = st.lists(texts, min_size=1, max_size=12)
 
 
 @given(sequences, st.integers(1, 30))

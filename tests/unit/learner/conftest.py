@@ -162,8 +162,8 @@ def plain_logprobs(model, samples, temperature=1.0):
     return found
 
 
+# What tests call them: `kit.model()`.
 model, config, train_state, samples, batch = tiny_model, run_config, train_state_of, random_samples, batch_of
-"""What tests call them: `kit.model()`."""
 
 
 @pytest.fixture

@@ -116,10 +116,7 @@ def test_staleness_buckets_hold_their_tokens_and_only_them_and_mismatch_is_of_ga
 
 def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step():
     drawn = samples()
-    moved = [dict(member) for member in drawn]
-    for member in moved:
-        member["logprobs"] = member["logprobs"] + 1.0
-        member["clipped"] = torch.ones_like(member["mask"])
+    moved = [one | {"logprobs": one["logprobs"] + 1.0, "clipped": torch.ones_like(one["mask"])} for one in drawn]
     tokens = StepTokens(1)
     add(tokens, drawn)
     add(tokens, moved, first_update=False)
@@ -140,14 +137,9 @@ def test_sequences_go_by_their_oldest_trained_token():
 
 
 def test_sequence_truncation_counts_whole_sequences():
-    drawn = samples(count=20)
+    drawn = [member for member in samples(count=20) if member["mask"].any()]
     got = figures([drawn], corrections=(StalenessMask(), TruncatedSequence(cap=1.5)))
-    products, lengths = [], []
-    for member in drawn:
-        if member["mask"].any():
-            logs = (member["proximal_logprobs"] - member["behaviour_logprobs"])[member["mask"]]
-            products.append(math.exp(logs.double().sum().item()))
-            lengths.append(len(logs))
-    high = np.array(products) > 1.5
+    logs = [trained([member], "proximal_logprobs") - trained([member], "behaviour_logprobs") for member in drawn]
+    high, lengths = np.array([math.exp(of_sample.sum()) > 1.5 for of_sample in logs]), np.array(list(map(len, logs)))
     assert got["ratio/high_fraction"] == pytest.approx(high.mean())
     assert got["ratio/capped_fraction"] == pytest.approx((high * lengths).sum() / sum(lengths))

@@ -18,13 +18,6 @@ def but(**changes) -> Scenario:
     return dataclasses.replace(SCENARIO, **changes)
 
 
-def test_a_synchronous_run_takes_generation_and_training_one_after_the_other():
-    made = simulate(but(max_staleness=0, num_workers=1))
-    assert 1 / made.steps_per_s == pytest.approx(10 * 0.1 + 0.5, rel=0.01)
-    assert made.mean_staleness == 0
-    assert made.learner_idle == pytest.approx(1.0 / 1.5, rel=0.02)
-
-
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])
 def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
     made = simulate(

@@ -32,6 +32,8 @@ def test_sparse_and_dense_changes_over_several_chunks_arrive(share):
     changed, blob = brought_up(manifest, base, current)
     assert torch.equal(changed, current)
     assert len(blob) < 200 + 4 * (share * current.numel() / 2)
+    for max_bytes, expected in ((len(blob), blob), (len(blob) - 1, None)):
+        assert encode_delta(manifest, base.numpy().data, current.numpy().data, max_bytes=max_bytes) == expected
 
 
 def test_a_gap_of_exactly_the_escape_value_is_not_taken_for_an_escape():

@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,34 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     with pytest.raises(BroadcastError, match="shm-size"):
         writer.open(WeightsManifest((), 1 << 46))
     assert remove_leftover_segments(tmp_path) == []
+
+
+def test_a_segment_swept_before_it_is_locked_is_made_again_and_one_that_its_own_process_closes_stays_its_own(
+    writer, tmp_path, monkeypatch
+):
+    create, swept = os.open, []
+
+    def create_and_sweep(path, flags, *mode):
+        handle = create(path, flags, *mode)
+        if flags & os.O_CREAT and not swept:
+            swept.extend(remove_leftover_segments(tmp_path))
+        return handle
+
+    monkeypatch.setattr(os, "open", create_and_sweep)
+    writer.open(MANIFEST)
+    writer.overwrite(0, 1)
+    location = Path(writer.commit(0, 1, ""))
+    assert swept
+    assert location not in swept
+    into = memoryview(bytearray(MANIFEST.total_bytes))
+    SharedMemoryReader(tmp_path).fetch(announcement(1, str(location)), into, threading.Event())
+    location.read_bytes()
+    sweep = (
+        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
+        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
+    )
+    assert subprocess.run([sys.executable, "-c", sweep, str(tmp_path)], check=False).returncode == 0
+    assert location.exists()
 
 
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):

@@ -67,15 +67,6 @@ def test_the_merged_layer_is_base_plus_scaled_product_and_others_are_as_they_wer
     assert torch.equal(found["norm.weight"], base["norm.weight"])
 
 
-def test_adapters_of_another_shape_are_refused(tmp_path) -> None:
-    given = {A: torch.zeros(2, 3), B: torch.zeros(4, 5)}
-    with (
-        pytest.raises(GenerationError, match=r"shape \(4, 5\), the model's is \(4, 2\)"),
-        load_request(given, folder_of(tmp_path), LORA),
-    ):
-        pass
-
-
 def test_adapters_of_a_layer_that_the_checkpoint_has_under_another_name_are_refused(tmp_path) -> None:
     part = Part("attention.query.weight", (4, 3), (3, 1), 0)
     folder = replace(folder_of(tmp_path), parts={"layer.q_proj.weight": (part,)})

@@ -60,6 +60,8 @@ CASES = {
     "pairs": {"rows": 60, "algorithm": {"kind": "dpo", "group_size": 4}, "learner": {"minibatches": 2}, "has_pairs": True},
 }
 """By name: sizes of the model, tokens of a row, algorithm and learner; how far from one rank's each tensor may be."""
+FIGURES = ("policy/loss", "policy/grad_norm", "value/loss", "ratio/p95", "ratio/ess", "ratio/perplexity", "policy/entropy")
+"""Of a step; those of tokens and of sequences are of all ranks together."""
 TOLERANCE = 1e-5
 """Of a tensor's largest element, in float32."""
 
@@ -106,8 +108,7 @@ def run_case(name, ranks, tokens_per_row=None):
         batch = batch_at(step, tokens_per_row, ranks.size, has_pairs=case.get("has_pairs", False))
         result = train_step(train_state, batch, config)
         assert not result.metrics.get("policy/skipped_updates"), f"{name} has nothing to compare in step {step}"
-        figures = [result.metrics["policy/loss"], result.metrics["policy/grad_norm"], result.metrics.get("value/loss", 0.0)]
-        found[f"figures/{step}"] = torch.tensor(figures)
+        found[f"figures/{step}"] = torch.tensor([result.metrics.get(name, 0.0) for name in FIGURES])
         for part, (module, optimizer) in parts.items():
             if module is None:
                 continue

@@ -1,6 +1,6 @@
 """Random micro-batches for tests of losses and corrections."""
 
-from dataclasses import replace
+import math
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ import torch
 from asyncrl.algorithms.types import Denominators, LossInputs
 
 
-def random_inputs(seed=0, *, tokens=40, sequences=6, spread=0.5, row_advantages=True, dtype=torch.float64, **replaced):
-    """Four policies `spread` apart, with gaps in the mask, several versions, and sequences of different lengths."""
+def random_inputs(seed=0, *, tokens=40, sequences=6, row_advantages=True, dtype=torch.float64, garbage=math.nan, **replaced):
+    """Four policies some way apart, several versions, sequences of different lengths, and `garbage` at masked tokens."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(size=tokens):
@@ -19,20 +19,20 @@ def random_inputs(seed=0, *, tokens=40, sequences=6, spread=0.5, row_advantages=
     ids = torch.randint(0, sequences, (tokens,), generator=random).sort().values
     mask = torch.rand(tokens, generator=random) < 0.8
     values = {
-        "logprobs": -(base + spread * draw()).abs(),
-        "proximal_logprobs": -(base + spread * draw()).abs(),
-        "behaviour_logprobs": -(base + spread * draw()).abs(),
-        "reference_logprobs": -(base + spread * draw()).abs(),
+        "logprobs": -(base + 0.5 * draw()).abs(),
+        "proximal_logprobs": -(base + 0.5 * draw()).abs(),
+        "behaviour_logprobs": -(base + 0.5 * draw()).abs(),
+        "reference_logprobs": -(base + 0.5 * draw()).abs(),
         "entropy": draw().abs(),
         "advantages": draw(sequences)[ids] if row_advantages else draw(),
     }
-    values = {name: value.to(dtype) for name, value in values.items()}
+    values = {name: value.where(mask, garbage).to(dtype) for name, value in values.items()}
     values |= {
         "mask": mask,
         "sequence_ids": ids,
         "num_sequences": sequences,
         "denominators": Denominators(float(mask.sum()), float(len(ids[mask].unique())), constant=7.0),
-        "versions": torch.randint(3, 10, (tokens,), generator=random),
+        "versions": torch.randint(3, 10, (tokens,), generator=random).where(mask, -(10**9)),
         "learner_version": 9,
     }
     values |= replaced
@@ -40,21 +40,7 @@ def random_inputs(seed=0, *, tokens=40, sequences=6, spread=0.5, row_advantages=
     return LossInputs(**values)
 
 
-def on_policy_inputs(seed=0, **more):
-    drawn = random_inputs(seed, **more)
-    same = drawn.logprobs.detach()
-    return replace(
-        drawn, proximal_logprobs=same, behaviour_logprobs=same, versions=torch.full_like(drawn.versions, drawn.learner_version)
-    )
-
-
 @pytest.fixture(scope="session")
 def loss_inputs():
     """Return the function that draws a micro-batch."""
     return random_inputs
-
-
-@pytest.fixture(scope="session")
-def on_policy():
-    """Return the function that draws a micro-batch whose three policies are one."""
-    return on_policy_inputs

@@ -21,8 +21,7 @@ BOUNDS = {
 REJECTIONS = [
     kinds.Rejection(level=level, measure=measure, low=low, high=high, weight=weight)
     for (measure, (low, high)), (level, weight) in itertools.product(
-        BOUNDS.items(),
-        {"token": "token", "sum": "sequence", "mean": "none", "max": "none", "geometric": "geometric"}.items(),
+        BOUNDS.items(), {"token": "token", "sum": "sequence", "mean": "none", "max": "none", "geometric": "geometric"}.items()
     )
     if level != "geometric" or measure == "ratio"
 ]
@@ -34,6 +33,7 @@ ALL = [
     kinds.TruncatedSequence(cap=1.8, normalize=True),
     kinds.TruncatedGeometric(cap=1.2, normalize=True),
     *REJECTIONS,
+    kinds.Veto(low=0.4),
     kinds.OffPolicySequenceMask(threshold=0.05),
     kinds.SecondMomentMask(threshold=0.1),
     kinds.SecondMomentClip(threshold=0.04),
@@ -58,7 +58,7 @@ def slow_tokens(inputs):
         facts[i] = {
             "token": rho, "ratio": rho, "k1": -math.log(rho), "k2": math.log(rho) ** 2 / 2, "k3": rho - 1 - math.log(rho),
             "tv": abs(p - q), "binary_kl": max(binary_kl(p, q), binary_kl(q, p)), "none": 1.0,
-            "staleness": max(inputs.learner_version - inputs.versions[i].item(), 0),
+            "staleness": max(inputs.learner_version - inputs.versions[i].item(), 0) if inputs.versions[i] >= 0 else 0,
         }  # fmt: skip
     for i in tokens:
         row = [j for j in tokens if inputs.sequence_ids[j] == inputs.sequence_ids[i]]
@@ -76,10 +76,8 @@ def slow_tokens(inputs):
 def slow_weight(item, fact):
     match item:
         case kinds.Truncated(cap=cap, floor=floor):
-            level = {kinds.TruncatedToken: "token", kinds.TruncatedSequence: "sequence", kinds.TruncatedGeometric: "geometric"}[
-                type(item)
-            ]
-            return min(max(fact[level], floor), cap)
+            levels = {kinds.TruncatedToken: "token", kinds.TruncatedSequence: "sequence", kinds.TruncatedGeometric: "geometric"}
+            return min(max(fact[levels[type(item)]], floor), cap)
         case kinds.Rejection(weight=weight):
             return fact[weight]
         case kinds.StalenessWeight(decay=decay):
@@ -127,45 +125,15 @@ def test_every_kind_of_the_config_has_a_function_and_every_measure_is_tried():
 
 
 @by_name
-@settings(max_examples=8, deadline=None)
-@given(seed=seeds)
+@pytest.mark.parametrize("seed", range(4))
 def test_corrections_equal_a_slow_reference(item, seed, loss_inputs):
-    inputs = loss_inputs(seed, row_advantages=False)
+    """One token in seven is of unknown version, and counts as fresh."""
+    drawn = loss_inputs(seed, row_advantages=False)
+    inputs = replace(drawn, versions=drawn.versions.where(drawn.versions != 3, -1))
     weights, kept = slow(item, inputs)
     got = correct(inputs, (item,))
     assert torch.equal(got.kept, kept)
     torch.testing.assert_close(got.weights, weights, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("preset", "row"),
-    [
-        (kinds.MaskedToken(low=0.7, high=1.5), kinds.Rejection(low=0.7, high=1.5, weight="token")),
-        (kinds.MaskedSequence(low=0.2, weight="token"), kinds.Rejection(level="sum", low=0.2, high=5.0, weight="token")),
-        (kinds.MaskedGeometric(), kinds.Rejection(level="geometric", low=0.99, high=1.01)),
-        (kinds.Veto(low=0.4), kinds.Rejection(level="max", low=0.4)),
-        (kinds.Rejection(level="mean", measure="k1", high=0.2), kinds.MaskedGeometric(low=math.exp(-0.2), high=math.inf)),
-    ],
-    ids=str,
-)
-def test_the_old_names_are_rows_of_the_table(preset, row, loss_inputs):
-    inputs = loss_inputs(5)
-    one, other = correct(inputs, (preset,)), correct(inputs, (row,))
-    assert torch.equal(one.kept, other.kept)
-    assert torch.equal(one.weights, other.weights)
-    assert not torch.equal(one.kept, inputs.mask)
-
-
-@by_name
-@settings(max_examples=4, deadline=None)
-@given(seed=seeds)
-def test_on_policy_every_weight_is_one_and_all_is_kept(item, seed, on_policy):
-    inputs = on_policy(seed)
-    got = correct(inputs, (item,))
-    assert torch.equal(got.kept, inputs.mask)
-    assert torch.equal(got.weights, inputs.mask.to(torch.float64))
-    if isinstance(item, kinds.SecondMomentClip):
-        assert (got.clip_low, got.clip_high) == (1.0, math.inf)
 
 
 @settings(max_examples=20, deadline=None)
@@ -182,15 +150,7 @@ def test_weights_multiply_and_a_token_stays_where_all_keep_it(seed, chosen, loss
 
 
 @by_name
-def test_masked_garbage_policies_far_apart_and_nothing_to_train_are_borne(item, loss_inputs):
-    clean = loss_inputs(3)
-    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
-    spoilt = {name: torch.where(clean.mask, getattr(clean, name).detach(), math.nan) for name in names}
-    dirty = replace(clean, **spoilt, versions=torch.where(clean.mask, clean.versions, -(10**9)))
-    before, after = correct(clean, (item,)), correct(dirty, (item,))
-    assert torch.equal(before.weights, after.weights)
-    assert torch.equal(before.kept, after.kept)
-    assert (before.clip_low, before.clip_high) == (after.clip_low, after.clip_high)
+def test_policies_far_apart_and_nothing_to_train_are_borne_and_on_policy_nothing_is_changed(item, loss_inputs):
     near = loss_inputs(1, dtype=torch.float32)
     for far in (100.0, -100.0):
         got = correct(replace(near, proximal_logprobs=near.behaviour_logprobs + far), (item,))
@@ -199,9 +159,13 @@ def test_masked_garbage_policies_far_apart_and_nothing_to_train_are_borne(item, 
     nothing = correct(loss_inputs(0, mask=torch.zeros(40, dtype=torch.bool)), (item,))
     assert not nothing.kept.any()
     assert not nothing.weights.any()
+    same = {name: near.logprobs.detach() for name in ("proximal_logprobs", "behaviour_logprobs")}
+    got = correct(replace(near, **same, versions=torch.full((40,), near.learner_version)), (item,))
+    assert torch.equal(got.kept, near.mask)
+    assert torch.equal(got.weights, near.mask.float())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=seeds, threshold=st.floats(1e-3, 0.6))
 def test_m2po_clip_takes_the_widest_range_at_which_harmful_tokens_stay_under_the_threshold(seed, threshold, loss_inputs):
     inputs = loss_inputs(seed)
@@ -219,10 +183,3 @@ def test_m2po_clip_takes_the_widest_range_at_which_harmful_tokens_stay_under_the
         expected = (1 - math.exp(-tau), math.exp(tau) - 1)
     assert (got.clip_low, got.clip_high) == pytest.approx(expected, abs=1e-12)
     assert torch.equal(got.kept, inputs.mask)
-
-
-def test_tokens_of_unknown_version_count_as_fresh(loss_inputs):
-    inputs = loss_inputs(0)
-    unknown = replace(inputs, versions=torch.full_like(inputs.versions, -1))
-    assert torch.equal(correct(unknown, (kinds.StalenessMask(max_versions=0),)).kept, inputs.mask)
-    assert torch.equal(correct(unknown, (kinds.StalenessWeight(decay=0.5),)).weights, inputs.mask.double())

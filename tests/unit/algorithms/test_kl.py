@@ -1,33 +1,10 @@
-"""KL estimators: values, and by enumeration over a small vocabulary what their gradients are the gradients of."""
+"""KL estimators beside the numbers of tests/golden."""
 
 import pytest
 import torch
 
 from asyncrl.algorithms.kl import KL_ESTIMATORS, interpolated_proximal, kl_for_rewards, kl_penalty, next_coefficient
-from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import KLConfig
-
-V = 7
-
-
-def policies(seed):
-    """Log-probabilities [V] of three policies: current (from logits with gradient), proximal, reference."""
-    random = torch.Generator().manual_seed(seed)
-    logits, proximal, reference = torch.randn(3, V, generator=random, dtype=torch.float64).unbind()
-    logits.requires_grad_()
-    return logits, logits.log_softmax(0), proximal.log_softmax(0), reference.log_softmax(0)
-
-
-def expected_gradient(sampler, logits, current, known_sampler, reference, config):
-    """The exact mean, over tokens drawn from `sampler`, of the penalty's gradient with respect to the logits."""
-    everywhere = torch.ones(V, dtype=torch.bool)
-    penalty = kl_penalty(current, known_sampler, reference, everywhere, config)
-    return torch.autograd.grad((sampler.detach().exp() * penalty).sum(), logits, retain_graph=True)[0]
-
-
-def divergence_gradient(logits, first, second):
-    return torch.autograd.grad((first.exp() * (first - second)).sum(), logits, retain_graph=True)[0]
 
 
 def option(estimator, gradient, cap=float("inf")):
@@ -36,35 +13,16 @@ def option(estimator, gradient, cap=float("inf")):
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_with_the_gradient_of_k2_every_estimator_has_the_gradient_of_the_divergence(estimator):
-    logits, current, proximal, reference = policies(0)
-    got = expected_gradient(current, logits, current, proximal, reference, option(estimator, "k2"))
-    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
-    values = kl_penalty(current, proximal, reference, torch.ones(V, dtype=torch.bool), option(estimator, "k2"))
+    """By enumeration over a small vocabulary."""
+    logits, reference = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    current, reference = logits.requires_grad_().log_softmax(0), reference.log_softmax(0)
+    values = kl_penalty(current, current, reference, torch.ones(7, dtype=torch.bool), option(estimator, "k2"))
     torch.testing.assert_close(values, KL_ESTIMATORS[estimator](current - reference))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_in_a_loss_the_ratio_corrects_for_the_policy_that_sampled(estimator):
-    """Value and gradient are unbiased on stale samples, whatever the proximal policy of the step is."""
-    logits, current, behaviour, reference = policies(4)
-    proximal = policies(5)[2]
-    leaf, everywhere = current.detach().requires_grad_(), torch.ones(V, dtype=torch.bool)
-    zeros, ids = torch.zeros(V, dtype=torch.float64), torch.arange(V)
-    inputs = LossInputs(leaf, proximal, behaviour, zeros, everywhere, ids, V, Denominators(1, V), reference_logprobs=reference)
-    outputs = LOSSES["reinforce"](inputs, LossConfig(kl=option(estimator, "ratio"), kl_coefficient=1.0))
-    (slope,) = torch.autograd.grad(outputs.loss, leaf)
-    (got,) = torch.autograd.grad((behaviour.exp() * slope * current).sum(), logits, retain_graph=True)
-    torch.testing.assert_close(got, divergence_gradient(logits, current, reference))
-    divergence = (current.exp() * (current - reference)).sum()
-    torch.testing.assert_close((behaviour.exp() * outputs.reference_kl).sum(), divergence.detach())
-
-
-def test_left_to_itself_k1_teaches_nothing_and_k3_the_other_direction():
-    logits, current, proximal, reference = policies(2)
-    of_k1 = expected_gradient(current, logits, current, proximal, reference, option("k1", "own"))
-    torch.testing.assert_close(of_k1, torch.zeros_like(of_k1))
-    of_k3 = expected_gradient(current, logits, current, proximal, reference, option("k3", "own"))
-    torch.testing.assert_close(of_k3, divergence_gradient(logits, reference, current))
+    expected = (current.exp() * (current - reference)).sum()
+    got, wanted = (
+        torch.autograd.grad(each, logits, retain_graph=True) for each in ((current.detach().exp() * values).sum(), expected)
+    )
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
@@ -90,14 +48,6 @@ def test_the_coefficient_moves_by_the_relative_error_bounded_to_a_fifth():
     assert next_coefficient(0.5, measured_kl=9.0, **options) == pytest.approx(0.5 * 1.02)
     assert next_coefficient(0.5, measured_kl=-9.0, **options) == pytest.approx(0.5 * 0.98)
     assert next_coefficient(0.5, measured_kl=0.1, **options) == 0.5
-
-
-def test_the_interpolated_policy_is_one_version_back_when_logprobs_move_linearly_in_the_version():
-    versions = torch.tensor([9, 8, 7, 5, 1])
-    slope, start = torch.tensor([0.1, -0.2, 0.3, 0.05, -0.4], dtype=torch.float64), -2.0
-    everywhere = torch.ones(5, dtype=torch.bool)
-    got = interpolated_proximal(start + slope * 10, start + slope * versions, versions, everywhere, current_version=10)
-    torch.testing.assert_close(got, start + slope * 9)
 
 
 def test_fresh_future_and_unknown_tokens_keep_the_behaviour_policy_and_masked_ones_are_zero():

@@ -1,4 +1,4 @@
-"""Losses against slow float64 references, values and gradients, and the identities all of them keep."""
+"""Losses against slow float64 references, values and gradients, and what all of them keep. Masked tokens hold NaN throughout."""
 
 import itertools
 import math
@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import correct
 from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
-from asyncrl.algorithms.losses import LOSSES, load_loss
+from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig
 from asyncrl.config import algorithm as kinds
 from asyncrl.config.algorithm_table import LOSS_RULES
-from asyncrl.errors import ConfigError
 
 CORRECTIONS = [
     (),
@@ -30,6 +29,7 @@ seeds = st.integers(0, 10_000)
 corrected = st.sampled_from(CORRECTIONS)
 aggregations = st.sampled_from(list(AGGREGATIONS))
 denominators = st.sampled_from(["all", "kept"])
+cuts_of_six = st.sets(st.integers(1, 5), min_size=1, max_size=3)
 any_loss = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -152,7 +152,7 @@ def counted_for(inputs, config):
 
 
 @any_loss
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=seeds, aggregation=aggregations, corrections=corrected, denominator=denominators)
 def test_losses_equal_a_slow_reference(name, seed, aggregation, corrections, denominator, loss_inputs):
     config = full_config(corrections=corrections, aggregation=aggregation, denominator=denominator)
@@ -161,40 +161,7 @@ def test_losses_equal_a_slow_reference(name, seed, aggregation, corrections, den
     expected = slow_loss(name, inputs, config)
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(gradient, differentiate(expected, inputs), rtol=1e-11, atol=1e-12)
-
-
-@any_loss
-@settings(max_examples=12, deadline=None)
-@given(seed=seeds, aggregation=aggregations, row_advantages=st.booleans())
-def test_at_ratio_one_the_gradient_is_the_policy_gradient(name, seed, aggregation, row_advantages, on_policy):
-    """-A of each token over the denominator; with one ratio a sequence, of the mean of A over it, or (a product) of its sum."""
-    inputs = on_policy(seed, row_advantages=row_advantages)
-    config = LossConfig(
-        aggregation=aggregation, dual_clip=3.0, corrections=(kinds.TruncatedToken(), kinds.Veto(), kinds.StalenessMask())
-    )
-    advantages = torch.where(inputs.mask, inputs.advantages, 0.0)
-    lengths_S = torch.bincount(inputs.sequence_ids[inputs.mask], minlength=inputs.num_sequences).clamp(min=1)
-    if name in {"gspo", "gmpo", "rloo_product"}:
-        sums_S = torch.zeros(inputs.num_sequences, dtype=torch.float64).index_add(0, inputs.sequence_ids, advantages)
-        of_rows_S = sums_S if name == "rloo_product" else sums_S / lengths_S
-        advantages = torch.where(inputs.mask, of_rows_S[inputs.sequence_ids], 0.0)
-    expected = -advantages / divisor(inputs, aggregation, lengths_S[inputs.sequence_ids])
-    torch.testing.assert_close(run(name, inputs, config)[1], expected)
-
-
-@any_loss
-@settings(max_examples=8, deadline=None)
-@given(seed=seeds, corrections=corrected, aggregation=aggregations, gradient=st.sampled_from(["own", "k2", "ratio"]))
-def test_whatever_stands_at_a_masked_token_does_not_matter(name, seed, corrections, aggregation, gradient, loss_inputs):
-    config = full_config(corrections=corrections, aggregation=aggregation, kl=kinds.KLConfig(gradient=gradient))
-    clean = loss_inputs(seed)
-    names = ("logprobs", "proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages", "entropy")
-    spoilt = {field: torch.where(clean.mask, getattr(clean, field).detach(), math.nan) for field in names}
-    dirty = replace(clean, **(spoilt | {"logprobs": spoilt["logprobs"].requires_grad_()}))
-    (loss, slope), (dirty_loss, dirty_slope) = run(name, clean, config), run(name, dirty, config)
-    assert torch.equal(loss, dirty_loss)
-    assert torch.equal(slope, dirty_slope)
-    assert (dirty_slope[~clean.mask] == 0).all()
+    assert (gradient[~inputs.mask] == 0).all()
 
 
 def taken(whole, low, high):
@@ -211,17 +178,12 @@ def taken(whole, low, high):
 
 
 @any_loss
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=seeds,
-    corrections=corrected,
-    aggregation=aggregations,
-    denominator=denominators,
-    cuts=st.sets(st.integers(1, 5), min_size=1, max_size=3),
-)
+@settings(max_examples=5, deadline=None)
+@given(seed=seeds, corrections=corrected, aggregation=aggregations, denominator=denominators, cuts=cuts_of_six)
 def test_micro_batches_add_up_to_the_whole(name, seed, corrections, aggregation, denominator, cuts, loss_inputs):
     """Corrections are those of the whole update, sliced; denominators are the sums of the parts' counts."""
-    config = full_config(corrections=corrections, aggregation=aggregation, denominator=denominator)
+    kl = kinds.KLConfig(gradient="k2")
+    config = full_config(corrections=corrections, aggregation=aggregation, denominator=denominator, kl=kl)
     drawn = loss_inputs(seed)
     whole = counted_for(replace(drawn, corrections=correct(drawn, corrections)), config)
     parts = [taken(whole, low, high) for low, high in itertools.pairwise([0, *sorted(cuts), whole.num_sequences])]
@@ -249,17 +211,11 @@ def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inpu
         assert torch.isfinite(slope).all()
 
 
-def test_load_loss_lists_the_known_names():
-    assert load_loss("sapo") is LOSSES["sapo"]
-    with pytest.raises(ConfigError, match=r"algorithm\.loss must be one of ppo_clip, .*topr.*, got 'ppo'"):
-        load_loss("ppo")
-
-
 @any_loss
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("denominator", ["all", "kept"])
 def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name, aggregation, denominator, loss_inputs):
-    drawn = loss_inputs(3, tokens=12, sequences=3, versions=torch.zeros(12, dtype=torch.int64))
+    drawn = loss_inputs(3, tokens=12, sequences=3, garbage=0.0, versions=torch.zeros(12, dtype=torch.int64))
     nothing = replace(drawn, mask=torch.zeros(12, dtype=torch.bool), denominators=Denominators(0, 0))
     short = {"mask": torch.tensor([True, *[False] * 11]), "sequence_ids": torch.tensor([0, *[2] * 11])}
     cases = [*((nothing, corrections) for corrections in CORRECTIONS), (taken(nothing, 3, 6), ())]
@@ -273,13 +229,8 @@ def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name,
 
 
 def test_a_loss_is_told_what_the_config_says():
-    told = {
-        "vespo_positive": (1.0, 4.0),
-        "log_ratio_penalty": 0.3,
-        "dual_clip": 2.0,
-        "max_ratio": 9.0,
-        "aggregation": "token-sum",
-    }
+    told = {"vespo_positive": (1.0, 4.0), "dual_clip": 2.0, "max_ratio": 9.0}
+    told |= {"log_ratio_penalty": 0.3, "aggregation": "token-sum"}
     config = LossConfig.of(kinds.AlgorithmConfig(**told, kl=kinds.KLConfig(coefficient=0.2)))
     assert {name: getattr(config, name) for name in told} == told
     assert config.kl_coefficient == 0.2

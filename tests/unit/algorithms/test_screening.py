@@ -9,49 +9,36 @@ from hypothesis import strategies as st
 from asyncrl.algorithms import screening
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
 
-
-def members(rewards, truncated=()):
-    return [screening.Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
-
-
-@pytest.mark.parametrize(
-    ("screen", "rewards", "truncated", "expected"),
-    [
-        (screening.Screen(), [1.0, 1.0], (), ""),
-        (screening.Screen(), [1.0, 0.0], (0, 1), ""),
-        (screening.Screen(drop_equal=True), [1.0, 1.0], (), screening.NO_SPREAD),
-        (screening.Screen(drop_equal=True), [1.0, None, 1.0], (), screening.NO_SPREAD),
-        (screening.Screen(drop_equal=True), [1.0, 0.5], (), ""),
-        (screening.Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 0.0], (), ""),
-        (screening.Screen(drop_equal=True, greedy_index=2), [1.0, 1.0, 1.0], (), screening.NO_SPREAD),
-        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0, 1), screening.TRUNCATED),
-        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0,), ""),
-        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), screening.TRUNCATED),
-        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (2,), ""),
-        (screening.Screen(preference=PreferenceConfig()), [1.0, 1.0], (), screening.NO_PAIR),
-        (screening.Screen(preference=PreferenceConfig()), [1.0, 0.0], (), ""),
-        (screening.Screen(preference=PreferenceConfig(), mask_truncated=True), [1.0, 0.0], (1,), screening.NO_PAIR),
-    ],
-)
-def test_a_group_is_objected_to_where_it_teaches_nothing(screen, rewards, truncated, expected):
-    assert screening.objection(members(rewards, truncated), screen) == expected
+EQUAL, CUT, PAIRS = {"drop_equal": True}, {"mask_truncated": True}, {"preference": PreferenceConfig()}
+GREEDY = {"greedy_index": 2}
 
 
 @pytest.mark.parametrize(
-    ("screen", "rewards", "truncated", "expected"),
+    ("screen", "rewards", "truncated", "objection", "trained"),
     [
-        (screening.Screen(), [1.0, None, 0.0], (2,), (0, 2)),
-        (screening.Screen(greedy_index=2), [1.0, 0.0, 1.0], (), (0, 1)),
-        (screening.Screen(mask_truncated=True), [1.0, 0.0, 1.0], (1,), (0, 2)),
-        (screening.Screen(mask_truncated=True), [1.0, 0.0], (0, 1), (0, 1)),
-        (screening.Screen(mask_truncated=True, greedy_index=2), [1.0, 0.0, 1.0], (0, 1), (0, 1)),
-        (screening.Screen(preference=PreferenceConfig()), [0.5, 0.0, 0.7, 1.0], (), (1, 3)),
-        (screening.Screen(preference=PreferenceConfig()), [0.5, 0.5], (), ()),
-        (screening.Screen(preference=PreferenceConfig(), mask_truncated=True), [0.5, 0.0, 0.7, 1.0], (3,), (1, 2)),
+        ({}, [1.0, 1.0], (), "", (0, 1)),
+        ({}, [1.0, None, 0.0], (0, 2), "", (0, 2)),
+        (GREEDY, [1.0, 0.0, 1.0], (), "", (0, 1)),
+        (EQUAL, [1.0, None, 1.0], (), screening.NO_SPREAD, (0, 2)),
+        (EQUAL, [1.0, 0.5], (), "", (0, 1)),
+        (EQUAL | GREEDY, [1.0, 1.0, 0.0], (), "", (0, 1)),
+        (EQUAL | GREEDY, [1.0, 1.0, 1.0], (), screening.NO_SPREAD, (0, 1)),
+        (CUT, [1.0, 0.0], (0, 1), screening.TRUNCATED, (0, 1)),
+        (CUT, [1.0, 0.0, 1.0], (1,), "", (0, 2)),
+        (CUT | GREEDY, [1.0, 0.0, 1.0], (0, 1), screening.TRUNCATED, (0, 1)),
+        (CUT | GREEDY, [1.0, 0.0, 1.0], (2,), "", (0, 1)),
+        (PAIRS, [0.5, 0.5], (), screening.NO_PAIR, ()),
+        (PAIRS, [0.5, 0.0, 0.7, 1.0], (), "", (1, 3)),
+        (PAIRS | CUT, [1.0, 0.0], (1,), screening.NO_PAIR, ()),
+        (PAIRS | CUT, [0.5, 0.0, 0.7, 1.0], (3,), "", (1, 2)),
     ],
 )
-def test_only_what_teaches_is_trained(screen, rewards, truncated, expected):
-    assert screening.trained_members(members(rewards, truncated), screen) == expected
+def test_a_group_is_objected_to_where_it_teaches_nothing_and_only_what_teaches_is_trained(
+    screen, rewards, truncated, objection, trained
+):
+    held = [screening.Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
+    assert screening.objection(held, screening.Screen(**screen)) == objection
+    assert screening.trained_members(held, screening.Screen(**screen)) == trained
 
 
 def test_the_screen_of_a_config():

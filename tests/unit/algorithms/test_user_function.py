@@ -49,7 +49,7 @@ def samples():
 def test_the_functions_of_the_documentation_run(tmp_path, loss_inputs, samples):
     (example,) = re.findall(r"```python\n(# my_maths.py.*?)```", DOCS.read_text(), flags=re.DOTALL)
     (tmp_path / "my_maths.py").write_text(example)
-    inputs = loss_inputs(0)
+    inputs = loss_inputs(0, garbage=0.0)
     outputs = load_loss(f"{tmp_path}/my_maths.py:soft_ppo")(inputs, LossConfig())
     outputs.loss.backward()
     assert (inputs.logprobs.grad[inputs.mask] != 0).any()
@@ -65,7 +65,6 @@ def test_the_functions_of_the_documentation_run(tmp_path, loss_inputs, samples):
     [
         ("def mine(inputs): ...", r"called with \(inputs, config\) and takes \(inputs\): too many positional arguments"),
         ("def mine(inputs, config, more): ...", "missing a required argument: 'more'"),
-        ("def mine(*, inputs, config): ...", "too many positional"),
         ("def mine(inputs, config:", r"mine\.py cannot be imported: SyntaxError"),
         ("1 / 0", r"mine\.py cannot be imported: ZeroDivisionError: division by zero"),
         ("mine = 3", "has no function 'mine'"),
@@ -81,9 +80,7 @@ WRONG = {
     load_loss: [
         ("pass", r"algorithm\.loss .*mine.* must return asyncrl\.algorithms\.types\.LossOutputs, got NoneType"),
         ("return reinforce(inputs, config, loss=inputs.logprobs)", r"loss must have shape \[\] = \[\], got \[40\]"),
-        ("return reinforce(inputs, config, loss=0.5)", r"loss must be an array \[\], got float"),
         ("return reinforce(inputs, config, loss=inputs.logprobs.detach().sum())", "loss has no gradient"),
-        ("return reinforce(inputs, config, weights=torch.ones(3))", r"weights must have shape \[N\] = \[40\], got \[3\]"),
         ("raise ValueError('my own trouble')", "raised ValueError: my own trouble"),
     ],
     load_advantage: [
@@ -91,7 +88,6 @@ WRONG = {
         ("return AdvantageOutputs(inputs.rewards)", r"advantages must have shape \[S, T\] = \[2, 3\], got \[2\]"),
         ("return AdvantageOutputs(torch.zeros(2, 3))", r"advantages must be a numpy array \[S, T\], got Tensor"),
         ("return AdvantageOutputs(np.where(inputs.mask, np.nan, 0))", "advantages are not finite at 5 trained tokens"),
-        ("return AdvantageOutputs(np.zeros((2, 3)), np.zeros(2))", r"returns must have shape \[S, T\]"),
     ],
     load_correction: [
         ("return inputs.mask", r"algorithm\.corrections\.path .* must return .*CorrectionOutputs, got Tensor"),
@@ -101,9 +97,15 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(("load", "known"), [(load_loss, "ppo_clip, .*topr"), (load_advantage, "grpo, grpo_batch, dr_grpo")])
+def test_an_unknown_name_is_answered_with_the_known_ones(load, known):
+    with pytest.raises(ConfigError, match=rf"must be one of {known}.*module:function, got 'grop'"):
+        load("grop")
+
+
 @pytest.mark.parametrize(("load", "body", "message"), [(load, *case) for load, cases in WRONG.items() for case in cases])
 def test_a_wrong_answer_is_told_what_is_wrong(load, body, message, own, loss_inputs, samples):
-    inputs = samples if load is load_advantage else loss_inputs(0)
+    inputs = samples if load is load_advantage else loss_inputs(0, garbage=0.0)
     config = {load_loss: LossConfig(), load_advantage: AdvantageConfig(), load_correction: PythonCorrection("")}[load]
     with pytest.raises(LearnerError, match=message):
         load(own(body))(inputs, config)

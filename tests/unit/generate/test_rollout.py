@@ -1,7 +1,8 @@
-"""What the engine is asked for, member by member."""
+"""What the engine is asked for, member by member; the engine that gives back a file's answers, and the codec that knows them."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import msgspec
@@ -9,8 +10,9 @@ import pytest
 
 from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
-from asyncrl.errors import EngineDied
+from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
+from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
@@ -25,6 +27,8 @@ from asyncrl.schema.samples import (
     logprobs_from_bytes,
 )
 
+SAMPLING = SamplingParams(max_new_tokens=4)
+
 
 class Asked(FakeEngine):
     """Remembers requests; answers each with its temperature, in hundredths, as a token."""
@@ -38,74 +42,61 @@ class Asked(FakeEngine):
         return super().submit(dataclasses.replace(request, answer_ids=(round(100 * request.sampling.temperature),)), news)
 
 
-async def results_of(engine, codec, work):
-    results = []
+class Dies(FakeEngine):
+    """Loses every request, as an engine does whose process is killed."""
 
+    def submit(self, request, news=None):
+        stream = super().submit(dataclasses.replace(request, answer_ids=(1,)), news)
+        stream.put(EngineDied("killed"))
+        return stream
+
+
+async def run(engine, codec, prompt, results, members=(0, 1), **work):
     async def send(result):
         results.extend(result.members() if isinstance(result, Samples) else [result])
 
     await engine.start()
-    await Rollout(engine, codec, VirtualClock(), "generator-0", send).run_group(work)
-    await engine.close()
-    return sorted(results, key=lambda result: result.index)
+    await engine.load_weights(5, {}, "keep")
+    try:
+        group = GroupWork(1, 1, prompt, members, **{"sampling": SAMPLING, "seed": 9} | work)
+        await Rollout(engine, codec, VirtualClock(), "generator-0", send).run_group(group)
+    finally:
+        await engine.close()
+    results.sort(key=lambda result: result.index)
 
 
 async def test_only_the_greedy_member_is_drawn_at_temperature_0():
-    engine = Asked()
-    await engine.load_weights(0, {}, "keep")
+    engine, samples = Asked(), []
     sampling = SamplingParams(max_new_tokens=4, temperature=0.7, top_p=0.9)
-    work = GroupWork(1, 1, Prompt("p", text="abc"), (0, 1, 2), sampling, seed=9, greedy_index=2)
-    samples = await results_of(engine, ByteCodec(128), work)
+    await run(engine, ByteCodec(128), Prompt("p", text="abc"), samples, (0, 1, 2), sampling=sampling, greedy_index=2)
     assert [ids_from_bytes(sample.token_ids).tolist() for sample in samples] == [[70], [70], [0]]
     assert {request.sampling.top_p for request in engine.requests} == {0.9}
     assert len({request.seed for request in engine.requests}) == 3
 
 
-class Dies(FakeEngine):
-    """Loses every request, as an engine does whose process is killed."""
-
-    def submit(self, request, news=None):
-        stream = super().submit(request, news)
-        stream.put(EngineDied("killed"))
-        return stream
-
-
 async def test_members_of_an_engine_that_died_are_not_failed_samples():
     results = []
-    work = GroupWork(1, 1, Prompt("p", text="abc"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-
-    async def send(result):
-        results.append(result)
-
     with pytest.raises(EngineDied, match="killed"):
-        await Rollout(Dies(ReplayEngineConfig(), VirtualClock()), Answers(), VirtualClock(), "generator-0", send).run_group(work)
+        await run(Dies(ReplayEngineConfig(), VirtualClock()), ByteCodec(128), Prompt("p", text="abc"), results)
     assert results == []
 
 
-class Answers(ByteCodec):
-    """Bytes as tokens, and an answer for whoever asks."""
-
-    def __init__(self):
-        super().__init__(128)
-
-    def answer(self, prompt, index):
-        return (1,)
+@pytest.fixture
+def codec(tmp_path):
+    character_tokenizer("+=0123").save_pretrained(tmp_path)
+    return TokenizerCodec(tmp_path, replays=True)
 
 
-def preference(chosen, rejected):
+def preference(chosen="3", rejected="12"):
     return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
 
 
-async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(tmp_path):
-    character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock())
-    await engine.load_weights(5, {}, "keep")
-    work = GroupWork(1, 1, preference("3", "12"), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-    chosen, rejected = await results_of(engine, TokenizerCodec(tmp_path, replays=True), work)
-    assert [(sample.text, sample.finish_reason, sample.num_tokens) for sample in (chosen, rejected)] == [
-        ("3", "stop", 2),
-        ("12", "stop", 3),
-    ]
+async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(codec):
+    samples = []
+    await run(FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock()), codec, preference(), samples)
+    chosen, rejected = samples
+    told = [(sample.text, sample.finish_reason, sample.num_tokens) for sample in samples]
+    assert told == [("3", "stop", 2), ("12", "stop", 3)]
     assert ids_from_bytes(rejected.versions).tolist() == [5, 5, 5]
     assert logprobs_from_bytes(rejected.logprobs).tolist() == [0.0, 0.0, 0.0]
     assert chosen.prompt_ids == rejected.prompt_ids
@@ -118,11 +109,31 @@ class Unreadable(TokenizerCodec):
         return (-1,)
 
 
-async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_not_the_generator(tmp_path):
-    character_tokenizer("+=0123").save_pretrained(tmp_path)
-    engine = FakeEngine(ReplayEngineConfig(), VirtualClock())
-    await engine.load_weights(0, {}, "keep")
-    work = GroupWork(1, 1, Prompt("p", text="1+2="), (0, 1), SamplingParams(max_new_tokens=4), seed=9)
-    for result in await results_of(engine, Unreadable(tmp_path), work):
+async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_not_the_generator(codec, tmp_path):
+    results = []
+    await run(FakeEngine(ReplayEngineConfig(), VirtualClock()), Unreadable(tmp_path), Prompt("p", text="1+2="), results)
+    assert len(results) == 2
+    for result in results:
         assert isinstance(result, SampleFailure)
         assert "cannot be turned into text: OverflowError" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("prompt", "index", "reason"),
+    [(Prompt("p", text="1+2="), 0, "no chosen and rejected answer"), (preference(), 2, "but none 2"),
+     (preference(chosen="hello"), 0, "cannot be tokenised")],
+)  # fmt: skip
+def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
+    with pytest.raises(GenerationError, match=reason):
+        codec.answer(prompt, index)
+
+
+async def test_nothing_comes_back_before_the_first_version():
+    engine = FakeEngine(ReplayEngineConfig(), VirtualClock())
+    await engine.start()
+    stream = engine.submit(EngineRequest("a", (5, 6), SAMPLING, seed=0, answer_ids=(7, 8, 1)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await engine.load_weights(1, {}, "keep")
+    assert [chunk.versions async for chunk in stream] == [(1, 1, 1)]
+    await engine.close()

@@ -6,33 +6,6 @@ import torch
 
 from asyncrl.generate.counter_rng import seed_word, uniforms
 from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
-from asyncrl.schema.samples import SamplingParams
-
-ROWS = 8
-
-
-def params(**sampling) -> SamplingParams:
-    return SamplingParams(max_new_tokens=4, **sampling)
-
-
-def sampling_batch(params_R, seeds_R) -> SamplingBatch:
-    rows = [(seed, own.temperature, own.top_p, own.top_k) for own, seed in zip(params_R, seeds_R, strict=True)]
-    return SamplingBatch.of(np.array(rows, dtype=DRAW_FIELDS))
-
-
-def ordinals(value: int, rows: int = ROWS) -> np.ndarray:
-    return np.full(rows, value, dtype=np.uint64)
-
-
-def test_rows_keep_their_own_parameters() -> None:
-    logits = torch.randn(4, 40)
-    rows = [params(temperature=0.0), params(top_k=1), params(top_p=0.3, temperature=2.0), params()]
-    together_tokens, together_logprobs = sample(logits, sampling_batch(rows, range(4)), ordinals(0, 4))
-    for row, own in enumerate(rows):
-        tokens, logprobs = sample(logits[row : row + 1], sampling_batch([own], [row]), ordinals(0, 1))
-        assert (tokens.tolist(), logprobs.tolist()) == ([together_tokens[row]], [together_logprobs[row]])
-    assert together_tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
-    assert together_logprobs[:2].tolist() == [0.0, 0.0]
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
@@ -47,9 +20,8 @@ def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
 
 
 def test_frequencies_follow_the_distribution() -> None:
-    rows = 20_000
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(rows, 1)
-    tokens, _ = sample(logits, sampling_batch([params(temperature=0.5)] * rows, range(rows)), ordinals(0, rows))
-    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]) / 0.5, -1)
+    rows, logits = 20_000, torch.tensor([2.0, 1.0, 0.0, -1.0])
+    draws = SamplingBatch.of(np.array([(seed, 0.5, 1.0, 0) for seed in range(rows)], dtype=DRAW_FIELDS))
+    tokens, _ = sample(logits.repeat(rows, 1), draws, np.zeros(rows, dtype=np.uint64))
     seen = np.bincount(tokens, minlength=4) / rows
-    assert seen == pytest.approx(expected.tolist(), abs=0.012)
+    assert seen == pytest.approx(torch.softmax(logits / 0.5, -1).tolist(), abs=0.012)

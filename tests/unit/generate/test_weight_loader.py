@@ -1,7 +1,12 @@
+import asyncio
+import threading
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -26,3 +31,16 @@ def test_new_weights_are_the_parameters_and_buffers_stay_even_in_deep_sleep(mode
     weights.load(dict(trained.named_parameters()))
     assert all(torch.equal(running.get_parameter(name), tensor) for name, tensor in trained.named_parameters())
     assert torch.equal(running.get_buffer(BIAS), torch.full((3,), 3.0))
+
+
+async def test_a_start_that_is_cancelled_at_any_point_leaves_no_thread(folder):
+    """An exception that ended it would be a warning, and so fail this."""
+    for delay_s in (0.0, 0.001, 0.01, 0.1):
+        before, engine = set(threading.enumerate()), TransformersEngine(TransformersEngineConfig(num_slots=2), folder)
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(engine.start())
+            await asyncio.sleep(delay_s)
+            starting.cancel()
+        if not starting.cancelled():
+            await engine.close()
+        assert [thread for thread in threading.enumerate() if thread.name == "decode" and thread not in before] == []

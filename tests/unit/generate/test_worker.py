@@ -14,14 +14,7 @@ from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, Transforme
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
 from asyncrl.generate.worker import run_generator
-from asyncrl.schema.control import (
-    AbortGroup,
-    EngineReady,
-    EngineRoom,
-    Heartbeat,
-    LoadModel,
-    Shutdown,
-)
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, Shutdown
 from asyncrl.schema.samples import (
     ChatMessage,
     GroupWork,
@@ -46,9 +39,7 @@ SLOWER = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0
 class Observer(Controller):
     """The test's end of the connection."""
 
-    async def load(self) -> EngineReady:
-        await self.order(LoadModel("model"))
-        return await self.report(EngineReady)
+    ready: EngineReady
 
     async def sees_requests_running(self) -> None:
         await self.report(Heartbeat, lambda beat: beat.gauges["process/requests_running"] > 0)
@@ -57,17 +48,19 @@ class Observer(Controller):
         return sorted(await self.answers(num), key=lambda result: (result.group_id, result.index))
 
 
-@asynccontextmanager
-async def generator(engine=FAKE, fetch=None, **generate):
-    async def fetch_nothing(available):
-        return {}
+async def fetch_nothing(announced):
+    return {}
 
+
+@asynccontextmanager
+async def generator(engine=FAKE, fetch=fetch_nothing, folder="model", **generate):
+    """A generator that has loaded its model."""
     config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
     async with channel_of("generator", "generator-7") as (near, far), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(
-            run_generator(config, Path(), near, SystemClock(), fetch or fetch_nothing, name="generator-7")
-        )
+        running = tasks.create_task(run_generator(config, Path(), near, SystemClock(), fetch, name="generator-7"))
         controller = Observer(far)
+        await controller.order(LoadModel(str(folder)))
+        controller.ready = await controller.report(EngineReady)
         yield controller
         with suppress(ConnectionClosed):
             await controller.order(Shutdown("test over"))
@@ -86,8 +79,7 @@ def available(version: int, probe: Probe | None = None) -> WeightsAvailable:
 
 async def test_every_member_of_a_group_comes_back_and_then_the_group_is_acknowledged() -> None:
     async with generator() as controller:
-        ready = await controller.load()
-        assert (ready.generator, ready.num_slots, ready.version) == ("generator-7", 8, -1)
+        assert (controller.ready.generator, controller.ready.num_slots, controller.ready.version) == ("generator-7", 8, -1)
         await controller.connection.send(work())
         samples = await controller.results(3)
         assert [s.index for s in samples] == [0, 1, 2]
@@ -101,7 +93,7 @@ async def test_every_member_of_a_group_comes_back_and_then_the_group_is_acknowle
 async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() -> None:
     engine = FakeEngineConfig(num_slots=64, max_sequence_tokens=64, token_latency_s=1000.0, kv_blocks=16)
     async with generator(engine) as controller:
-        assert (await controller.load()).num_slots == 4  # 16 blocks, and 4 for the longest sequence
+        assert controller.ready.num_slots == 4  # 16 blocks, and 4 for the longest sequence
         await controller.connection.send(work(members=3))
         assert (await controller.report(EngineRoom)).num_slots == 5  # three prompts hold a block each and keep one to grow into
         await controller.order(AbortGroup(1))
@@ -118,7 +110,6 @@ async def test_versions_in_between_are_skipped() -> None:
         return {}
 
     async with generator(fetch=fetch) as controller:
-        await controller.load()
         for version in range(5):
             await controller.order(available(version))
         assert await controller.connection.flush(10)
@@ -139,7 +130,6 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again_though_no_othe
         return {}
 
     async with generator(fetch=fetch) as controller:
-        await controller.load()
         await controller.order(available(1))
         assert (await controller.report(VersionLive)).version == 1
     assert fetched == [1, 1]
@@ -154,7 +144,6 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         return {}
 
     async with generator(SLOWER, fetch=fetch, in_flight_updates=False) as controller:
-        await controller.load()
         await controller.order(available(0))
         await controller.report(VersionLive)
         await controller.connection.send(work(1))
@@ -169,7 +158,6 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
 
 async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
     async with generator(ENDLESS) as controller:
-        await controller.load()
         await controller.order(AbortGroup(1))
         assert await controller.connection.flush(10)
         await controller.connection.send(work())
@@ -185,7 +173,6 @@ async def test_a_group_that_is_aborted_while_it_waits_for_a_swap_is_not_begun() 
         return {}
 
     async with generator(ENDLESS, fetch=fetch, in_flight_updates=False) as controller:
-        await controller.load()
         await controller.connection.send(work(1))
         await controller.sees_requests_running()
         await controller.order(available(1))
@@ -202,23 +189,14 @@ async def test_a_group_that_is_aborted_while_it_waits_for_a_swap_is_not_begun() 
 @pytest.mark.parametrize("is_running", [True, False])
 async def test_an_evaluation_group_of_the_same_number_is_not_aborted(is_running) -> None:
     async with generator(SLOW) as controller:
-        await controller.load()
-        order = AbortGroup(1)
         if not is_running:
-            await controller.order(order)
+            await controller.order(AbortGroup(1))
             assert await controller.connection.flush(10)
         await controller.connection.send(msgspec.structs.replace(work(), purpose="eval"))
         if is_running:
             await controller.sees_requests_running()
-            await controller.order(order)
+            await controller.order(AbortGroup(1))
         assert all(isinstance(result, Sample) for result in await controller.results(3))
-
-
-# -- with a real model and tokenizer -------------------------------------------------------------------------------------
-
-
-def small_model(seed: int):
-    return make_model(seed, hidden_size=8, num_hidden_layers=1)
 
 
 REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
@@ -230,14 +208,12 @@ def probe_of(model) -> Probe:
 
 
 async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -> None:
-    right, wrong = small_model(1), small_model(2)
+    right, wrong = (make_model(seed, hidden_size=8, num_hidden_layers=1) for seed in (1, 2))
 
     async def fetch(announced):
         return right.state_dict()
 
-    async with generator(REAL, fetch) as controller:
-        await controller.order(LoadModel(str(folder)))
-        await controller.report(EngineReady)
+    async with generator(REAL, fetch, folder) as controller:
         await controller.order(available(0, probe_of(right)))
         assert 0 <= (await controller.report(VersionLive)).probe_error < 1e-5
         await controller.order(available(1, probe_of(wrong)))
@@ -245,9 +221,7 @@ async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -
 
 
 async def test_prompt_that_cannot_be_tokenised_fails_with_the_reason(folder: Path) -> None:
-    async with generator(REAL) as controller:
-        await controller.order(LoadModel(str(folder)))
-        await controller.report(EngineReady)
+    async with generator(REAL, folder=folder) as controller:
         chat = Prompt("p", messages=(ChatMessage("user", "hello"),))
         for prompt in (Prompt("p", text="hello"), chat, Prompt("p", text="")):
             await controller.connection.send(work(prompt=prompt, members=2))
@@ -258,9 +232,7 @@ async def test_prompt_that_cannot_be_tokenised_fails_with_the_reason(folder: Pat
 
 async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder: Path) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012
-        async with generator(REAL) as controller:
-            await controller.order(LoadModel(str(folder)))
-            await controller.report(EngineReady)
+        async with generator(REAL, folder=folder) as controller:
             await controller.order(available(0))
             await controller.report(VersionLive)
     assert caught.group_contains(GenerationError, match="new weights lack")

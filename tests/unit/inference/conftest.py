@@ -12,37 +12,16 @@ from asyncrl.schema.samples import InferRequest, ids_to_bytes
 VOCABULARY = 29
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "eos_token_id": 1, "pad_token_id": 1, "bos_token_id": None,
+    "num_labels": 1,
+}  # fmt: skip
 
 
-def llama_config(**changes):
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-        "bos_token_id": None,
-    }
-    return LlamaConfig(**(sizes | changes))
-
-
-def save_policy(folder, seed=0, **changes):
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(**changes))
-    model.save_pretrained(folder)
-    return model.eval()
-
-
-def save_reward_model(folder, seed=0, **changes):
-    torch.manual_seed(seed)
-    model = LlamaForSequenceClassification(llama_config(**({"num_labels": 1} | changes)))
+def save_model(folder, made=LlamaForSequenceClassification, **changes):
+    torch.manual_seed(0)
+    model = made(LlamaConfig(**(TINY | changes)))
     model.save_pretrained(folder)
     return model.eval()
 
@@ -66,12 +45,13 @@ def random_requests(count=12, seed=0, group_size=3, most=12):
 
 
 @pytest.fixture
+def folder(tmp_path):
+    """A run's folder, with its policy and a reward model."""
+    save_model(tmp_path / "model", LlamaForCausalLM)
+    save_model(tmp_path / "judge")
+    return tmp_path
+
+
+@pytest.fixture
 def kit():
-    return SimpleNamespace(
-        save_policy=save_policy,
-        save_reward_model=save_reward_model,
-        llama_config=llama_config,
-        request=request,
-        random_requests=random_requests,
-        vocabulary=VOCABULARY,
-    )
+    return SimpleNamespace(tiny=TINY, save_model=save_model, request=request, random_requests=random_requests)

@@ -5,14 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Gemma2Config,
-    Gemma2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaForCausalLM, Qwen3Config
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError
@@ -30,7 +23,7 @@ def _sequence(request):
 
 
 def test_packed_scores_are_those_of_one_sequence_at_a_time_read_at_the_last_token(kit, tmp_path):
-    slow = kit.save_reward_model(tmp_path).double()
+    slow = kit.save_model(tmp_path).double()
     requests = kit.random_requests()
     scorer = _open(tmp_path)
     assert scorer.is_packed
@@ -41,31 +34,16 @@ def test_packed_scores_are_those_of_one_sequence_at_a_time_read_at_the_last_toke
 
 
 @pytest.mark.parametrize(
-    ("model_class", "make_config", "is_packed"),
+    ("make_config", "is_packed"),
     [
-        (Qwen3ForSequenceClassification, partial(Qwen3Config, head_dim=8), True),
-        (Gemma2ForSequenceClassification, partial(Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4), False),
-        (BertForSequenceClassification, BertConfig, False),
+        (partial(Qwen3Config, head_dim=8), True),
+        (partial(Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4), False),
+        (BertConfig, False),
     ],
 )
-def test_whatever_the_architecture_scores_are_those_of_its_own_forward(
-    kit, tmp_path, caplog, model_class, make_config, is_packed
-):
-    sizes = {
-        "vocab_size": kit.vocabulary,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "num_labels": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    }
+def test_scores_are_those_of_the_model_s_own_forward(kit, tmp_path, caplog, make_config, is_packed):
     torch.manual_seed(0)
-    model = model_class(make_config(**sizes))
+    model = AutoModelForSequenceClassification.from_config(make_config(**kit.tiny | {"pad_token_id": 0}))
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
@@ -88,17 +66,15 @@ def test_whatever_the_architecture_scores_are_those_of_its_own_forward(
     ],
 )
 def test_what_is_no_reward_model_is_refused(kit, tmp_path, kind, expected):
-    if kind == "two outputs":
-        kit.save_reward_model(tmp_path, num_labels=2)
-    elif kind == "a policy":
-        kit.save_policy(tmp_path, num_labels=1)
+    if kind != "nothing":
+        kit.save_model(tmp_path, **({"num_labels": 2} if kind == "two outputs" else {"made": LlamaForCausalLM}))
     with pytest.raises(ConfigError, match=expected):
         _open(tmp_path)
 
 
 def test_what_a_model_cannot_judge_is_said_before_it_is_tried(kit, tmp_path):
-    kit.save_reward_model(tmp_path)
+    kit.save_model(tmp_path)
     scorer = _open(tmp_path)
-    assert scorer.refusal(64, kit.vocabulary - 1) == ""
-    assert "outside its vocabulary of 29" in scorer.refusal(4, kit.vocabulary)
+    assert scorer.refusal(64, 28) == ""
+    assert "outside its vocabulary of 29" in scorer.refusal(4, 29)
     assert "takes at most 64 tokens, the sample has 65" in scorer.refusal(65, 3)

@@ -13,22 +13,14 @@ from asyncrl.config.run import RewardModel
 from asyncrl.inference.scorer import ScoreNormaliser, Scorer
 
 
-def _config(folder, reference=True, **reward_model):
-    raw = {"inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge"), **reward_model}]}}
-    if reference:
-        raw["algorithm"] = {"kl": {}, "reference": {"where": "worker"}}
-    return parse_config(raw)
-
-
-@pytest.fixture
-def folder(kit, tmp_path):
-    kit.save_policy(tmp_path / "model")
-    kit.save_reward_model(tmp_path / "judge")
-    return tmp_path
+def opened(folder, **reward_model):
+    models = {"reward_models": [{"name": "judge", "path": str(folder / "judge"), **reward_model}]}
+    config = parse_config({"inference": models, "algorithm": {"kl": {}, "reference": {"where": "worker"}}})
+    return Scorer(config, folder / "model")
 
 
 def test_evaluation_samples_get_rewards_alone_and_leave_the_running_figures(kit, folder):
-    scorer = Scorer(_config(folder, normalise="running"), folder / "model")
+    scorer = opened(folder, normalise="running")
     scorer.score(kit.random_requests(count=4))
     (answer,) = scorer.score([kit.request([3], [4, 5], purpose="eval")])
     assert answer.reference_logprobs == b""
@@ -38,16 +30,11 @@ def test_evaluation_samples_get_rewards_alone_and_leave_the_running_figures(kit,
 
 @pytest.mark.parametrize(
     ("prompt", "response", "reason"),
-    [
-        ([], [3], "no prompt"),
-        ([], [], "no tokens at all"),
-        ([3], [29], "outside the reference's vocabulary of 29"),
-        ([3], [-1], "token id -1 is negative"),
-        ([3] * 10, [4] * 60, "takes at most 64 tokens, the sample has 70"),
-    ],
-)
+    [([], [3], "no prompt"), ([], [], "no tokens at all"), ([3], [29], "outside the reference's vocabulary of 29"),
+     ([3], [-1], "token id -1 is negative"), ([3] * 10, [4] * 60, "takes at most 64 tokens, the sample has 70")],
+)  # fmt: skip
 def test_a_sample_that_cannot_be_scored_fails_alone_with_the_reason(kit, folder, prompt, response, reason):
-    scorer = Scorer(_config(folder), folder / "model")
+    scorer = opened(folder)
     good = kit.request([3], [4, 5])
     answers = scorer.score([good, kit.request(prompt, response, index=1), good])
     assert reason in answers[1].error
@@ -59,7 +46,7 @@ def test_a_score_that_is_no_number_fails_its_sample_and_is_not_remembered(kit, f
     weights = load_file(folder / "judge" / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = math.nan
     save_file(weights, folder / "judge" / "model.safetensors", metadata={"format": "pt"})
-    scorer = Scorer(_config(folder, normalise="running"), folder / "model")
+    scorer = opened(folder, normalise="running")
     sick, well = scorer.score([kit.request([3], [7]), kit.request([4], [5])])
     assert sick.error == "reward model judge gave nan"
     assert well.error == ""
@@ -79,14 +66,11 @@ def test_running_figures_keep_their_digits_far_from_zero():
     assert rewards == pytest.approx([number / 30**0.5 for number in (-6, -3, 3, 6)])
 
 
-def test_fixed_figures_shift_scale_and_clip():
-    normaliser = _normaliser(mean=2.0, std=4.0, clip=1.5)
-    assert normaliser.normalise([2.0, 4.0, 10.0, -10.0], [True] * 4) == [0.0, 0.5, 1.5, -1.5]
-    assert normaliser.count == 0
-
-
 @given(scores_lists, scores_lists)
 def test_running_scores_come_after_the_fixed_figures_and_before_the_clip(first, second):
+    fixed = _normaliser(mean=1.0, std=2.0, clip=0.7)
+    assert fixed.normalise(first, [True] * len(first)) == pytest.approx(np.clip((np.array(first) - 1) / 2, -0.7, 0.7).tolist())
+    assert fixed.count == 0
     normaliser = _normaliser(normalise="running", mean=1.0, std=2.0, clip=0.7)
     normaliser.normalise(first, [True] * len(first))
     rewards = normaliser.normalise(second, [True] * len(second))

@@ -3,14 +3,11 @@
 import asyncio
 import contextlib
 
-import pytest
-
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.inference.worker import run_inference_worker
-from asyncrl.observe.memory import read_memory
-from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, PhaseReached, SetPhase, Shutdown
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
 from tests.builders import Controller, channel_of, outcome_of
 
 TIMEOUT_S = 20
@@ -27,9 +24,8 @@ class Loader(Controller):
 
 
 @contextlib.asynccontextmanager
-async def worker(folder, placement=None, **inference):
+async def worker(folder, **inference):
     config = parse_config({
-        **(placement or {}),
         "algorithm": {"kl": {}, "reference": {"where": "worker"}},
         "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
         "supervision": {"heartbeat_s": 0.02},
@@ -42,13 +38,6 @@ async def worker(folder, placement=None, **inference):
         if not controller.task.done():
             await controller.order(Shutdown())
             assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
-
-
-@pytest.fixture
-def folder(kit, tmp_path):
-    kit.save_policy(tmp_path / "model")
-    kit.save_reward_model(tmp_path / "judge")
-    return tmp_path
 
 
 async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
@@ -80,44 +69,3 @@ async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(fol
         error = await asyncio.wait_for(controller.task, TIMEOUT_S)
         assert isinstance(error, ConfigError)
         assert "safetensors" in str(error)
-
-
-@pytest.mark.parametrize(("offload_to", "away"), [("host", "host"), ("disk", "disk")])
-async def test_on_a_shared_device_it_judges_in_its_turn_only_and_gives_the_memory_back(kit, folder, offload_to, away):
-    placement = {"placement": {"kind": "colocated", "offload_to": offload_to}, "buffer": {"max_staleness": 0}}
-    requests = kit.random_requests(count=6)
-    async with worker(folder, placement) as controller:
-
-        async def reach(phase, number):
-            await controller.order(SetPhase(phase, number))
-            return await controller.report(PhaseReached)
-
-        num_bytes = (await controller.load()).num_bytes
-        for request in requests:
-            await controller.connection.send(request)
-        waiting = await controller.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 6)
-        assert waiting.waiting_for == "the device, which others have"
-        taken = await reach("inference", 0)
-        assert taken.moves == ()
-        assert set(taken.resident) == {"reference", "reward judge"}
-        before = await controller.answers(6)
-        given = await reach("train", 1)
-        assert {(move.component, move.before, move.after) for move in given.moves} == {
-            ("reference", "device", away), ("reward judge", "device", away)
-        }  # fmt: skip
-        assert given.resident == {}
-        assert sum(taken.resident.values()) == pytest.approx(num_bytes, rel=0.01)
-        for request in requests:
-            await controller.connection.send(request)
-        beat = await controller.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 6)
-        assert beat.waiting_for == "the device, which others have"
-        assert beat.gauges["process/samples_scored"] == 6
-        await reach("inference", 2)
-        after = await controller.answers(6)
-        assert [item.reference_logprobs for item in after] == [item.reference_logprobs for item in before]
-        # The last bit of a product may depend on where its weights lie.
-        rewards = [[item.rewards["judge"] for item in results] for results in (after, before)]
-        assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
-    assert [(line.phase, line.ended_phase) for line in read_memory(folder)] == [
-        ("inference", ""), ("train", "inference"), ("inference", "train")
-    ]  # fmt: skip

@@ -1,64 +1,79 @@
 """A tiny Llama and hand-made batches: what the learner's tests share."""
 
-import contextlib
-from types import SimpleNamespace
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.policy import Reference, made_ready
+from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 
 VOCABULARY = 23
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+TINY = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
 
 
 def tiny_model(seed=0, dtype="float32", **sizes):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 48,
-            "max_position_embeddings": 128,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-        }
-        | sizes
-    )
-    return made_ready(LlamaForCausalLM(config), LearnerConfig(dtype=dtype))
+    return made_ready(LlamaForCausalLM(LlamaConfig(**TINY | sizes)), LearnerConfig(dtype=dtype))
 
 
 def run_config(algorithm=None, learner=None, **rest):
-    return RunConfig(
-        algorithm=AlgorithmConfig(**(algorithm or {})),
-        learner=LearnerConfig(**({"learning_rate": 1e-3, "warmup_steps": 1} | (learner or {}))),
-        **rest,
-    )
+    settings = {"learning_rate": 1e-3, "warmup_steps": 1} | (learner or {})
+    return RunConfig(algorithm=AlgorithmConfig(**(algorithm or {})), learner=LearnerConfig(**settings), **rest)
 
 
-def optimizer_of(model, config):
-    return PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
+def train_state_of(model, config, critic=None, reference=None):
+    train_state = TrainState(model, build_optimizer(model, config.learner, config.num_steps))
+    if reference is not None:
+        train_state.reference = Reference(reference, 64)
+    if critic is not None:
+        train_state.critic = critic
+        train_state.critic_optimizer = build_critic_optimizer(
+            critic, config.algorithm.critic, config.learner, config.num_steps, train_state.optimizer
+        )
+    return train_state
 
 
-def train_state_of(model, config):
-    return TrainState(model, optimizer_of(model, config))
+def new_critic(kind, dtype="float32"):
+    """Make one that says 0 of everything."""
+    return ValueHead(32) if kind == "head" else SeparateCritic(tiny_model(4, dtype).base_model)
+
+
+def critic(kind, dtype="float32"):
+    """Make one that says something, which shows more."""
+    made = new_critic(kind, dtype)
+    torch.manual_seed(7)
+    for parameter in made.output.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def bits(module):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one, other):
+    """Whether two lists of tensors are the same, bit for bit."""
+    return all(torch.equal(old, new) for old, new in zip(one, other, strict=True))
+
+
+def assert_near(one, other, atol):
+    """Compare the parameters of two modules."""
+    for (name, ours), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, msg=name)
 
 
 def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 12), reward=None):
@@ -91,21 +106,10 @@ def batch_of(samples, tokens_per_row=10_000, step=0, temperature=1.0, num_ranks=
         is_second = sample.get("pair", -1) >= 0 and rows and rows[-1][-1].get("pair", -1) == sample["pair"]
         if not rows or (sum(map(_length, rows[-1])) + length > tokens_per_row and not is_second):
             rows.append([])
-        packed.append(
-            PackedSample(
-                group_id=sample["group_id"],
-                index=sample["index"],
-                row=len(rows) - 1,
-                start=sum(map(_length, rows[-1])),
-                prompt_tokens=len(sample["prompt"]),
-                response_tokens=len(sample["response"]),
-                reward=sample["reward"],
-                oldest_version=0,
-                is_greedy=sample.get("is_greedy", False),
-                pair=sample.get("pair", -1),
-                is_chosen=sample.get("is_chosen", False),
-            )
-        )
+        told = {name: sample[name] for name in PackedSample.__struct_fields__ if name in sample}
+        place = {"row": len(rows) - 1, "start": sum(map(_length, rows[-1]))}
+        lengths = {"prompt_tokens": len(sample["prompt"]), "response_tokens": len(sample["response"])}
+        packed.append(PackedSample(oldest_version=0, **told, **place, **lengths))
         rows[-1].append(sample)
     return StepBatch(
         step=step,
@@ -121,12 +125,9 @@ def _length(sample):
 
 
 def _row(samples, rank):
-    zeros = [np.zeros(len(sample["prompt"])) for sample in samples]
-
     def joined(name, dtype):
-        return np.concatenate([
-            part for zero, sample in zip(zeros, samples, strict=True) for part in (zero, sample[name])
-        ]).astype(dtype)
+        parts = [np.concatenate([np.zeros(len(sample["prompt"])), sample[name]]) for sample in samples]
+        return np.concatenate(parts).astype(dtype).tobytes()
 
     tokens = np.concatenate([part for sample in samples for part in (sample["prompt"], sample["response"])])
     lengths = [_length(sample) for sample in samples]
@@ -134,67 +135,38 @@ def _row(samples, rank):
         token_ids=tokens.astype("<i4").tobytes(),
         position_ids=np.concatenate([np.arange(length) for length in lengths]).astype("<i4").tobytes(),
         segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype("<i4").tobytes(),
-        loss_mask=joined("mask", np.uint8).tobytes(),
-        behaviour_logprobs=joined("logprobs", "<f4").tobytes(),
-        versions=joined("versions", "<i4").tobytes() if "versions" in samples[0] else np.zeros(len(tokens), "<i4").tobytes(),
+        loss_mask=joined("mask", np.uint8),
+        behaviour_logprobs=joined("logprobs", "<f4"),
+        versions=joined("versions", "<i4") if "versions" in samples[0] else np.zeros(len(tokens), "<i4").tobytes(),
         rank=rank,
-        reference_logprobs=joined("reference", "<f4").tobytes() if "reference" in samples[0] else b"",
+        reference_logprobs=joined("reference", "<f4") if "reference" in samples[0] else b"",
     )
 
 
-def padded(samples):
-    """Token ids [S, T] and attention mask, padded on the right: what a plain forward takes."""
-    texts = [[*sample["prompt"].tolist(), *sample["response"].tolist()] for sample in samples]
-    width = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    return ids, torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
-
-
-@contextlib.contextmanager
-def eager(model):
-    """Switch a model to transformers' own attention for a while."""
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(PACKED_ATTENTION)
+def plain_hidden(body, samples):
+    """Last hidden state before every response token of each sample, [response, D], by transformers' own padded forward."""
+    texts = [torch.tensor([*sample["prompt"].tolist(), *sample["response"].tolist()]) for sample in samples]
+    ids, attention = (pad_sequence(rows, batch_first=True) for rows in (texts, [torch.ones_like(text) for text in texts]))
+    body.set_attn_implementation("eager")
+    hidden = body(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+    body.set_attn_implementation(PACKED_ATTENTION)
+    return [line[len(sample["prompt"]) - 1 : len(text) - 1] for line, sample, text in zip(hidden, samples, texts, strict=True)]
 
 
 def plain_logprobs(model, samples, temperature=1.0):
-    """Log-probability of every response token of each sample, by transformers' own forward over a padded batch."""
-    ids, attention = padded(samples)
-    with eager(model):
-        logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits / temperature
-    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return _responses(logprobs, samples)
+    """Log-probability of every response token of each sample, without packing."""
+    head, found = model.get_output_embeddings(), []
+    for states, sample in zip(plain_hidden(model.base_model, samples), samples, strict=True):
+        logprobs = (head(states) / temperature).log_softmax(-1)
+        found.append(logprobs.gather(-1, torch.from_numpy(sample["response"])[:, None]).squeeze(-1))
+    return found
 
 
-def plain_hidden(body, samples):
-    """Last hidden state before every response token of each sample, [response, D]."""
-    ids, attention = padded(samples)
-    with eager(body):
-        hidden = body(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
-    return _responses(hidden[:, :-1], samples)
-
-
-def _responses(values, samples):
-    return [
-        line[len(sample["prompt"]) - 1 : len(sample["prompt"]) - 1 + len(sample["response"])]
-        for line, sample in zip(values, samples, strict=True)
-    ]
+# What tests call them: `kit.model()`.
+model, config, train_state, samples, batch = tiny_model, run_config, train_state_of, random_samples, batch_of
 
 
 @pytest.fixture
 def kit():
-    """Give tests the builders of this file (test folders are no packages, so they cannot import it)."""
-    return SimpleNamespace(
-        vocabulary=VOCABULARY,
-        model=tiny_model,
-        config=run_config,
-        optimizer=optimizer_of,
-        train_state=train_state_of,
-        samples=random_samples,
-        batch=batch_of,
-        plain_logprobs=plain_logprobs,
-        plain_hidden=plain_hidden,
-    )
+    """Give tests this file (test folders are no packages, so they cannot import it)."""
+    return sys.modules[__name__]

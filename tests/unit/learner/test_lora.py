@@ -10,10 +10,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.lora import adapters_off, open_policy, publishable_tensors, save_policy
 from asyncrl.learner.model.policy import build_scratch, open_tokenizer, save_model
-from asyncrl.learner.optim.optimizer import build_optimizer
-from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.learner.train_state import TrainState
 
 ALPHABET = "abcdefghijklmnopqrstu"
 """As many tokens, with padding and end, as the kit's vocabulary."""
@@ -34,13 +31,18 @@ def base(tmp_path):
     return folder
 
 
-def train(kit, model, optimizer, config, steps):
-    for step in steps:
-        train_step(TrainState(model, optimizer), prepare(kit.batch(kit.samples(seed=step), step=step)), config)
+def trained(kit, base, config):
+    """Return the folder's policy after two steps, and what it was made of before."""
+    policy = open_policy(config, base)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    train_state = kit.train_state(policy, config)
+    for step in range(2):
+        train_step(train_state, kit.batch(kit.samples(seed=step), step=step), config)
+    return policy, before
 
 
-def save(policy, base, name="step-2"):
-    folder = base.parent / "checkpoints" / name
+def save(policy, base):
+    folder = base.parent / "checkpoints" / "step-2"
     folder.mkdir(parents=True)
     save_policy(policy, open_tokenizer(base), folder)
     return folder
@@ -48,10 +50,7 @@ def save(policy, base, name="step-2"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_trains_the_adapters_and_leaves_the_base_as_it_was(kit, base, dtype):
-    config = config_of(dtype=dtype)
-    policy = open_policy(config, base)
-    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    train(kit, policy, build_optimizer(policy, config.learner, 10), config, range(2))
+    policy, before = trained(kit, base, config_of(dtype=dtype))
     changed = {name for name, parameter in policy.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == set(publishable_tensors(policy))
     plain, ids = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)), torch.arange(12)[None]
@@ -61,18 +60,15 @@ def test_a_step_trains_the_adapters_and_leaves_the_base_as_it_was(kit, base, dty
 
 
 def test_a_checkpoint_opens_as_the_trained_policy_even_after_the_run_has_moved(kit, base):
-    config = config_of()
-    policy = open_policy(config, base)
-    train(kit, policy, build_optimizer(policy, config.learner, 10), config, range(2))
+    policy, _ = trained(kit, base, config_of())
     checkpoint = save(policy, base)
     assert (checkpoint / "model.safetensors").is_symlink()
     assert os.path.getsize(checkpoint / "adapter_model.safetensors") < os.path.getsize(base / "model.safetensors")
     moved = base.parent.rename(base.parent.parent / "moved")
     ids = torch.arange(12)[None]
     opened = AutoModelForCausalLM.from_pretrained(moved / "checkpoints" / checkpoint.name)
-    by_peft = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(moved / "model"), moved / "checkpoints" / checkpoint.name
-    )
+    plain = AutoModelForCausalLM.from_pretrained(moved / "model")
+    by_peft = PeftModel.from_pretrained(plain, moved / "checkpoints" / checkpoint.name)
     with torch.no_grad():
         expected = policy(ids).logits
         torch.testing.assert_close(opened(ids).logits, expected, rtol=1e-5, atol=1e-5)
@@ -89,7 +85,7 @@ def test_adapters_of_another_rank_and_none_at_all_are_refused(base):
         open_policy(config_of(), base, base)
 
 
-def test_gradient_checkpointing_reaches_the_adapters(kit, base):
+def test_gradient_checkpointing_reaches_the_adapters(base):
     gradients = []
     for checkpointing in (False, True):
         policy = open_policy(config_of(gradient_checkpointing=checkpointing), base)

@@ -1,13 +1,12 @@
-"""A step's figures: by hand on small records, the same however tokens share rows and ranks, quick."""
+"""A step's figures: by hand on small records. That ranks change none is shown in tests/integration/ranks/test_rank_cases.py."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.diagnostics import token_figures
+from asyncrl.algorithms.diagnostics import sequence_figures, token_figures
 from asyncrl.algorithms.types import Denominators, LossInputs, LossOutputs
 from asyncrl.config.algorithm import StalenessMask, TruncatedSequence, TruncatedToken
 from asyncrl.learner.metrics import StepTokens
@@ -15,61 +14,25 @@ from asyncrl.learner.metrics import StepTokens
 LEARNER_VERSION = 12
 
 
-class ThreadRanks:
-    """One of several ranks that are threads of this process."""
-
-    def __init__(self, rank, shared, barrier):
-        self.rank, self.size = rank, barrier.parties
-        self._shared, self._barrier = shared, barrier
-
-    def _exchange(self, values):
-        self._shared[self.rank] = values
-        self._barrier.wait(timeout=30)
-        everyones = [self._shared[rank] for rank in range(self.size)]
-        self._barrier.wait(timeout=30)
-        return everyones
-
-    def sum(self, values):
-        return torch.stack(self._exchange(values)).sum(dim=0)
-
-    def gather(self, values):
-        return torch.cat(self._exchange(values))
-
-
-def on_ranks(works):
-    """Run each of `works` (a function of its Ranks) as a rank; return what they return."""
-    shared, results, barrier = {}, {}, threading.Barrier(len(works))
-
-    def run(rank, work):
-        results[rank] = work(ThreadRanks(rank, shared, barrier))
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return [results[rank] for rank in range(len(works))]
-
-
 def samples(seed=0, count=9):
-    """Draw samples of random lengths: everything that a record holds, by sample."""
+    """Draw samples of random lengths: everything that a record holds, by sample; NaN at masked tokens."""
     random, drawn = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         tokens = int(torch.randint(1, 12, (1,), generator=random))
-
-        def noise(scale=0.3, tokens=tokens):
-            return scale * torch.randn(tokens, generator=random)
-
-        behaviour = -1.5 + noise(0.7)
-        proximal = behaviour + noise()
+        noise = torch.randn(5, tokens, generator=random)
+        noise = noise.where(torch.rand(tokens, generator=random) < 0.8, math.nan)
+        behaviour = -1.5 + 0.7 * noise[0]
+        proximal = behaviour + 0.3 * noise[1]
+        mask = ~noise[0].isnan()
+        versions = LEARNER_VERSION - torch.randint(0, 12, (tokens,), generator=random).sort(descending=True).values
         drawn.append({
             "behaviour_logprobs": behaviour,
             "proximal_logprobs": proximal,
-            "logprobs": proximal + noise(0.1),
-            "reference_logprobs": behaviour + noise(),
-            "entropy": noise().abs(),
-            "versions": LEARNER_VERSION - torch.randint(0, 12, (tokens,), generator=random).sort(descending=True).values,
-            "mask": torch.rand(tokens, generator=random) < 0.8,
+            "logprobs": proximal + 0.1 * noise[2],
+            "reference_logprobs": behaviour + 0.3 * noise[3],
+            "entropy": noise[4].abs(),
+            "versions": versions.where(mask, 0),
+            "mask": mask,
             "clipped": torch.rand(tokens, generator=random) < 0.3,
             "kept": torch.rand(tokens, generator=random) < 0.7,
         })
@@ -83,28 +46,18 @@ def add(tokens, members, *, first_update=True):
         return torch.cat([member[name] for member in members])
 
     ids = torch.arange(len(members)).repeat_interleave(torch.tensor([len(member["mask"]) for member in members]))
-    mask = joined("mask")
+    names = ("proximal_logprobs", "behaviour_logprobs", "entropy", "reference_logprobs", "versions", "mask")
     inputs = LossInputs(
-        logprobs=joined("logprobs").requires_grad_(),
-        proximal_logprobs=joined("proximal_logprobs"),
-        behaviour_logprobs=joined("behaviour_logprobs"),
-        advantages=torch.zeros(len(ids)),
-        mask=mask,
-        sequence_ids=ids,
-        num_sequences=len(members),
-        denominators=Denominators(1, 1),
-        entropy=joined("entropy"),
-        reference_logprobs=joined("reference_logprobs"),
-        versions=joined("versions"),
-        learner_version=LEARNER_VERSION,
-    )
-    weights = (inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0) * mask
+        logprobs=joined("logprobs").requires_grad_(), advantages=torch.zeros(len(ids)), sequence_ids=ids,
+        num_sequences=len(members), denominators=Denominators(1, 1), learner_version=LEARNER_VERSION,
+        **{name: joined(name) for name in names},
+    )  # fmt: skip
     outputs = LossOutputs(
         loss=torch.zeros(()),
-        weights=weights,
-        clipped=joined("clipped") & mask,
-        dual_clipped=torch.zeros_like(mask),
-        kept=joined("kept") & mask,
+        weights=(inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0),
+        clipped=joined("clipped") & inputs.mask,
+        dual_clipped=torch.zeros_like(inputs.mask),
+        kept=joined("kept") & inputs.mask,
         reference_kl=inputs.logprobs.detach() - inputs.reference_logprobs,
     )
     tokens.add(inputs, outputs, proximal_is_learner=True, is_first_update=first_update)
@@ -113,11 +66,10 @@ def add(tokens, members, *, first_update=True):
 TOKEN_CAP = (TruncatedToken(),)
 
 
-def figures(rows, *, passes=1, corrections=TOKEN_CAP, ranks=None):
-    tokens = StepTokens(len(rows), corrections=corrections, ranks=ranks)
-    for turn in range(passes):
-        for row in rows:
-            add(tokens, row, first_update=turn == 0)
+def figures(rows, corrections=TOKEN_CAP):
+    tokens = StepTokens(len(rows), corrections=corrections)
+    for row in rows:
+        add(tokens, row)
     return tokens.metrics()
 
 
@@ -125,54 +77,24 @@ def trained(drawn, name):
     return torch.cat([member[name][member["mask"]] for member in drawn]).double().numpy()
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
-
-
 def test_figures_are_those_of_the_trained_tokens():
     drawn = samples()
     got = figures([drawn[:4], drawn[4:]])
     proximal, behaviour, current = (trained(drawn, f"{name}logprobs") for name in ("proximal_", "behaviour_", ""))
-    expected = token_figures(proximal, behaviour)
-    assert got["kl/mean"] == got["kl/proximal_k3"] == pytest.approx(expected["kl/mean"])
-    assert got["kl/current_k1"] == pytest.approx((behaviour - current).mean().item(), abs=1e-6)
-    assert got["ratio/p95"] == pytest.approx(np.quantile(np.exp(proximal - behaviour), 0.95))
-    assert got["ratio/ess"] == pytest.approx(expected["ratio/ess"])
-    assert got["ratio/capped_fraction"] == pytest.approx((np.exp(proximal - behaviour) >= 2.0).mean())
-    assert got["ratio/correction_mean"] == pytest.approx(np.exp(proximal - behaviour).clip(max=2.0).mean())
-    assert got["policy/kept_fraction"] == pytest.approx(trained(drawn, "kept").mean().item())
-    assert got["policy/clip_fraction"] == pytest.approx(trained(drawn, "clipped").mean().item())
-    assert got["policy/entropy"] == pytest.approx(trained(drawn, "entropy").mean().item())
-    reference = trained(drawn, "reference_logprobs")
-    log_rho = reference - proximal
-    assert got["kl/reference_mean"] == pytest.approx((np.exp(log_rho) - log_rho - 1).mean().item())
-    assert got["kl/reference_k1"] == pytest.approx(-log_rho.mean().item(), abs=1e-6)
-    assert got["kl/penalty_mean"] == pytest.approx((current - reference).mean().item(), abs=1e-6)
+    reference, ratios = trained(drawn, "reference_logprobs"), np.exp(proximal - behaviour)
+    expected, log_rho = token_figures(proximal, behaviour), reference - proximal
+    expected = {
+        "kl/mean": expected["kl/mean"], "kl/proximal_k3": expected["kl/mean"], "ratio/ess": expected["ratio/ess"],
+        "kl/current_k1": (behaviour - current).mean(), "kl/reference_k1": -log_rho.mean(),
+        "kl/reference_mean": (np.exp(log_rho) - log_rho - 1).mean(), "kl/penalty_mean": (current - reference).mean(),
+        "ratio/p95": np.quantile(ratios, 0.95), "ratio/capped_fraction": (ratios >= 2.0).mean(),
+        "ratio/correction_mean": ratios.clip(max=2.0).mean(), "policy/kept_fraction": trained(drawn, "kept").mean(),
+        "policy/clip_fraction": trained(drawn, "clipped").mean(), "policy/entropy": trained(drawn, "entropy").mean(),
+    }  # fmt: skip
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_masked_tokens_change_nothing_even_where_they_are_nan():
-    drawn = samples()
-    dirty = [dict(member) for member in drawn]
-    for member in dirty:
-        for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs", "reference_logprobs", "entropy"):
-            member[name] = torch.where(member["mask"], member[name], math.nan)
-        member["versions"] = torch.where(member["mask"], member["versions"], 0)
-    assert_same(figures([dirty[:3], dirty[3:]]), figures([drawn[:3], drawn[3:]]))
-
-
-@pytest.mark.parametrize("corrections", [(TruncatedToken(),), (TruncatedSequence(cap=1.5),)])
-def test_ranks_change_no_figure_and_all_get_the_same(corrections):
-    drawn = samples()
-    one = figures([drawn[:6], drawn[6:]], passes=2, corrections=corrections)
-    parts = ([drawn[6:], drawn[:1]], [drawn[1:3], drawn[3:5], drawn[5:6]])
-    got = on_ranks([lambda ranks, part=part: figures(part, passes=2, corrections=corrections, ranks=ranks) for part in parts])
-    assert got[0] == got[1]
-    assert_same(got[0], one)
-
-
-def test_staleness_buckets_hold_their_tokens_and_only_them():
+def test_staleness_buckets_hold_their_tokens_and_only_them_and_mismatch_is_of_gap_zero_alone():
     drawn = samples(count=30)
     got = figures([drawn])
     staleness = LEARNER_VERSION - trained(drawn, "versions")
@@ -181,19 +103,20 @@ def test_staleness_buckets_hold_their_tokens_and_only_them():
     for bucket, (low, high) in bounds.items():
         chosen = (staleness >= low) & (staleness <= high)
         expected = token_figures(proximal[chosen], behaviour[chosen])
-        assert got[f"ratio/ess_by_staleness/{bucket}"] == pytest.approx(expected["ratio/ess"])
-        assert got[f"kl/proximal_k3_by_staleness/{bucket}"] == pytest.approx(expected["kl/mean"])
-        assert got[f"ratio/p50_by_staleness/{bucket}"] == pytest.approx(expected["ratio/p50"])
-        kept = trained(drawn, "kept")[chosen].mean().item()
-        assert got[f"policy/kept_fraction_by_staleness/{bucket}"] == pytest.approx(kept)
+        names = {"ratio/ess": "ratio/ess", "kl/proximal_k3": "kl/mean", "ratio/p50": "ratio/p50"}
+        assert {name: got[f"{name}_by_staleness/{bucket}"] for name in names} == pytest.approx({
+            name: expected[other] for name, other in names.items()
+        })
+        assert got[f"policy/kept_fraction_by_staleness/{bucket}"] == pytest.approx(trained(drawn, "kept")[chosen].mean())
+    fresh = staleness == 0
+    assert got["mismatch/tokens"] == fresh.sum()
+    assert got["mismatch/kl_k3"] == pytest.approx(token_figures(proximal[fresh], behaviour[fresh])["kl/mean"])
+    assert got["mismatch/logprob_gap_max"] == pytest.approx(abs(proximal - behaviour)[fresh].max())
 
 
 def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step():
     drawn = samples()
-    moved = [dict(member) for member in drawn]
-    for member in moved:
-        member["logprobs"] = member["logprobs"] + 1.0
-        member["clipped"] = torch.ones_like(member["mask"])
+    moved = [one | {"logprobs": one["logprobs"] + 1.0, "clipped": torch.ones_like(one["mask"])} for one in drawn]
     tokens = StepTokens(1)
     add(tokens, drawn)
     add(tokens, moved, first_update=False)
@@ -204,38 +127,19 @@ def test_later_passes_count_for_clipping_and_not_for_the_policy_before_the_step(
 
 
 def test_sequences_go_by_their_oldest_trained_token():
-    drawn = samples(count=30)
+    drawn = [member for member in samples(count=30) if member["mask"].any()]
     got = figures([drawn])
-    second_moments = {}
-    for member in drawn:
-        mask = member["mask"]
-        if mask.any():
-            age = LEARNER_VERSION - int(member["versions"][mask].min())
-            total = (member["proximal_logprobs"] - member["behaviour_logprobs"])[mask].double().sum().item()
-            second_moments.setdefault("9+" if age >= 9 else "5-8" if age >= 5 else "younger", []).append(math.exp(2 * total))
-    for bucket in ("5-8", "9+"):
-        assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(np.mean(second_moments[bucket]) - 1)
-
-
-def test_mismatch_is_of_version_gap_zero_alone():
-    drawn = samples(count=30)
-    got = figures([drawn])
-    fresh = trained(drawn, "versions") == LEARNER_VERSION
-    proximal, behaviour = trained(drawn, "proximal_logprobs")[fresh], trained(drawn, "behaviour_logprobs")[fresh]
-    assert got["mismatch/tokens"] == fresh.sum()
-    assert got["mismatch/kl_k3"] == pytest.approx(token_figures(proximal, behaviour)["kl/mean"])
-    assert got["mismatch/logprob_gap_max"] == pytest.approx(abs(proximal - behaviour).max())
+    for bucket, ages in {"5-8": range(5, 9), "9+": range(9, 99)}.items():
+        old = [member for member in drawn if LEARNER_VERSION - int(member["versions"][member["mask"]].min()) in ages]
+        ids = np.arange(len(old)).repeat([int(member["mask"].sum()) for member in old])
+        expected = sequence_figures(trained(old, "proximal_logprobs"), trained(old, "behaviour_logprobs"), ids)
+        assert got[f"ratio/chi2_sequence_by_staleness/{bucket}"] == pytest.approx(expected["ratio/chi2_sequence"])
 
 
 def test_sequence_truncation_counts_whole_sequences():
-    drawn = samples(count=20)
+    drawn = [member for member in samples(count=20) if member["mask"].any()]
     got = figures([drawn], corrections=(StalenessMask(), TruncatedSequence(cap=1.5)))
-    products, lengths = [], []
-    for member in drawn:
-        if member["mask"].any():
-            logs = (member["proximal_logprobs"] - member["behaviour_logprobs"])[member["mask"]]
-            products.append(math.exp(logs.double().sum().item()))
-            lengths.append(len(logs))
-    high = np.array(products) > 1.5
+    logs = [trained([member], "proximal_logprobs") - trained([member], "behaviour_logprobs") for member in drawn]
+    high, lengths = np.array([math.exp(of_sample.sum()) > 1.5 for of_sample in logs]), np.array(list(map(len, logs)))
     assert got["ratio/high_fraction"] == pytest.approx(high.mean())
     assert got["ratio/capped_fraction"] == pytest.approx((high * lengths).sum() / sum(lengths))

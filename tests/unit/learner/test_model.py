@@ -1,23 +1,16 @@
-"""The reference on the learner: frozen, apart from the policy, or the policy without its adapters."""
+"""The policy as it is made and opened, and its reference: apart from it, or the policy without its adapters."""
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from asyncrl.config.algorithm import KLConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KLConfig, ReferenceConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel, WarmStart
 from asyncrl.config.run import RunConfig
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learner.model.policy import (
-    build_scratch,
-    made_ready,
-    open_model,
-    open_tokenizer,
-    run_row,
-    save_model,
-)
+from asyncrl.learner.model.policy import build_scratch, made_ready, open_model, open_tokenizer, run_row, save_model
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.microbatch import prepare
@@ -29,11 +22,7 @@ SMALL = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, max_positions=32
 ALPHABET = "0123456789+="
 
 
-def sums():
-    return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
-
-
-def test_a_saved_scratch_model_opens_with_plain_transformers(tmp_path):
+def test_a_saved_scratch_model_opens_with_plain_transformers(kit, tmp_path):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=3)
     save_model(made_ready(model, LearnerConfig()), tokenizer, tmp_path)
     opened, reopened = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -42,7 +31,7 @@ def test_a_saved_scratch_model_opens_with_plain_transformers(tmp_path):
     assert reopened.decode([*reopened("1+2=")["input_ids"], 1], skip_special_tokens=True) == "1+2="
     assert (reopened.eos_token, reopened.pad_token, reopened.bos_token) == ("<eos>", "<pad>", None)
     assert opened.generation_config.eos_token_id == reopened.eos_token_id
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), opened.parameters(), strict=True))
+    assert kit.same(model.parameters(), opened.parameters())
 
 
 def test_opening_names_the_folder_and_what_is_missing(tmp_path):
@@ -54,8 +43,6 @@ def test_opening_names_the_folder_and_what_is_missing(tmp_path):
 
 
 def test_a_model_that_scales_its_logits_is_refused():
-    from transformers import CohereConfig, CohereForCausalLM
-
     config = CohereConfig(
         vocab_size=30, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, logit_scale=0.25
     )
@@ -63,50 +50,44 @@ def test_a_model_that_scales_its_logits_is_refused():
         made_ready(CohereForCausalLM(config), LearnerConfig())
 
 
-def test_the_initial_model_is_made_once(tmp_path):
+def test_the_initial_model_is_made_once(kit, tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
-    config = RunConfig(model=model)
-    first = load_or_make(config, tmp_path, sums, ALPHABET)
+
+    def sums():
+        assert not (tmp_path / "model").exists(), "a second warm start"
+        return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+
+    first, second = (load_or_make(RunConfig(model=model), tmp_path, sums, ALPHABET) for _ in range(2))
     assert first.metrics["warm_start/steps"] == 3
-
-    def never():
-        raise AssertionError("a second warm start")
-
-    second = load_or_make(config, tmp_path, never, ALPHABET)
-    assert second.metrics == {}
-    assert second.version == 0
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(first.train_state.model.parameters(), second.train_state.model.parameters(), strict=True)
-    )
+    assert (second.metrics, second.version) == ({}, 0)
+    assert kit.same(first.train_state.model.parameters(), second.train_state.model.parameters())
 
 
-def test_a_pretrained_folder_becomes_the_run_s_model(tmp_path):
+def test_a_pretrained_folder_becomes_the_run_s_model(kit, tmp_path):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=5)
     (tmp_path / "source").mkdir()
     save_model(model, tokenizer, tmp_path / "source")
     config = RunConfig(model=PretrainedModel(path=str(tmp_path / "source")))
     initial = load_or_make(config, tmp_path / "run", list, "")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), initial.train_state.model.parameters(), strict=True))
+    assert kit.same(model.parameters(), initial.train_state.model.parameters())
     assert open_tokenizer(tmp_path / "run" / "model")("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_symlink()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path, dtype):
+def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path):
     model, tokenizer = build_scratch(SMALL, ALPHABET, seed=0)
     save_model(model, tokenizer, tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     plain.set_attn_implementation(PACKED_ATTENTION)
-    ours, ids = open_model(tmp_path, LearnerConfig(dtype=dtype)), torch.arange(12)[None]
+    ours, ids = open_model(tmp_path, LearnerConfig(dtype="bfloat16")), torch.arange(12)[None]
     assert ours.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert {parameter.dtype for parameter in ours.parameters()} == {getattr(torch, dtype)}
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, plain(ids).logits)
 
 
-def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_bit():
+def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_bit(kit):
     task, weights = build_task(AdditionTask(digits=1, held_out=20), 0), []
     config = WarmStart(steps=200, batch_size=16, learning_rate=5e-3, until_accuracy=0.2)
     for _ in range(2):
@@ -116,39 +97,35 @@ def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_
         assert metrics["warm_start/steps"] < 200
         assert 0.2 <= metrics["warm_start/accuracy"] < 0.4
         weights.append(list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert kit.same(*weights)
 
 
 LETTERS = "abcdefghijklmnopqrstu"
-RUN = RunConfig(
-    model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2), learner=LearnerConfig(learning_rate=1e-2, warmup_steps=0)
-)
 
 
-def with_kl(config, **learner):
-    algorithm = msgspec.structs.replace(config.algorithm, kl=KLConfig(coefficient=0.1))
-    return msgspec.structs.replace(config, algorithm=algorithm, learner=msgspec.structs.replace(config.learner, **learner))
+def penalised(reference=None, seed=0, **learner):
+    """A run with a penalty, and so a reference."""
+    algorithm = AlgorithmConfig(kl=KLConfig(coefficient=0.1), reference=reference or ReferenceConfig())
+    return RunConfig(
+        model=ScratchModel(hidden_size=32, num_layers=1, num_heads=2), algorithm=algorithm, seed=seed,
+        learner=LearnerConfig(learning_rate=1e-2, warmup_steps=0, **learner),
+    )  # fmt: skip
 
 
 def test_the_reference_is_the_run_s_initial_model_unless_a_path_says_otherwise(kit, tmp_path):
-    config = with_kl(RUN)
-    load_or_make(config, tmp_path, list, LETTERS)
-    train_state = build_train_state(config, tmp_path / "model")
+    for seed in (0, 5):
+        load_or_make(penalised(seed=seed), tmp_path / str(seed), list, LETTERS)
+    elsewhere = penalised(ReferenceConfig(path=str(tmp_path / "5" / "model")))
+    ours, away = (build_train_state(config, tmp_path / "0" / "model") for config in (penalised(), elsewhere))
     (row,) = prepare(kit.batch(kit.samples())).rows
-    own = run_row(train_state.model, row, temperature=1.0, chunk_tokens=64).logprobs
-    assert torch.equal(train_state.reference.logprobs(row, 1.0), own.detach())
-    other = msgspec.structs.replace(RUN, seed=5)
-    load_or_make(other, tmp_path / "other", list, LETTERS)
-    reference = msgspec.structs.replace(config.algorithm.reference, path=str(tmp_path / "other" / "model"))
-    elsewhere = msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, reference=reference))
-    away = build_train_state(elsewhere, tmp_path / "model").reference.logprobs(row, 1.0)
-    assert (away - own).abs().max() > 1e-3
+    own = run_row(ours.model, row, temperature=1.0, chunk_tokens=64).logprobs
+    assert torch.equal(ours.reference.logprobs(row, 1.0), own.detach())
+    assert (away.reference.logprobs(row, 1.0) - own).abs().max() > 1e-3
 
 
 def test_with_adapters_the_reference_is_the_policy_without_them(kit, tmp_path):
-    config = with_kl(RUN, lora=LoRAConfig(rank=4))
-    load_or_make(config, tmp_path, list, LETTERS)
-    train_state = build_train_state(config, tmp_path / "model")
+    config = penalised(lora=LoRAConfig(rank=4))
+    train_state = load_or_make(config, tmp_path, list, LETTERS).train_state
     assert not train_state.reference.is_own_model
     (row,) = prepare(kit.batch(kit.samples())).rows
     before = train_state.reference.logprobs(row, 1.0)
@@ -174,8 +151,6 @@ def test_a_batch_where_one_row_lacks_them_asks_the_learner_s_own(kit):
 
 
 def test_dropout_is_switched_off():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     made_ready(model, LearnerConfig())
     ids = torch.arange(8)[None]

@@ -1,42 +1,39 @@
 """The learner's components by phase: what leaves, what comes back, what a budget refuses, and that the weights do not notice."""
 
+import contextlib
+
 import pytest
-import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError, ResidencyError
-from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.offload import open_device, open_offload
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.learner.train_state import Offload
 from asyncrl.observe.memory import read_memory
 from asyncrl.residency.plan import GIB
 
 
 @pytest.fixture
 def opened(tmp_path):
-    """Put train_states under managers that are closed afterwards."""
-    made: list[Offload] = []
+    """Put a train_state under a manager that is closed afterwards."""
+    with contextlib.ExitStack() as made:
 
-    def open_one(train_state, config):
-        folder = tmp_path / str(len(made))
-        train_state.offload = open_offload(train_state, config, folder, SystemClock())
-        made.append(train_state.offload)
-        return train_state.offload, folder
+        def open_one(train_state, config):
+            train_state.offload = open_offload(train_state, config, tmp_path, SystemClock())
+            made.callback(train_state.offload.close)
+            return train_state.offload
 
-    yield open_one
-    for residents in made:
-        residents.close()
+        yield open_one
 
 
 def colocated(kit, algorithm=None, learner=None, **placement):
     return kit.config(algorithm, learner, placement=PlacementConfig(**({"kind": "colocated"} | placement)))
 
 
-def weights(train_state):
-    return [parameter.detach().clone() for parameter in train_state.model.parameters()]
+def room_for(kit):
+    """Policy, its moments, its gradients, and not a reference as well; activations of a small step fit where that was."""
+    return sum(parameter.nbytes for parameter in kit.model().parameters()) * 4.9 / GIB
 
 
 @pytest.mark.parametrize(
@@ -44,56 +41,46 @@ def weights(train_state):
     [("disk", {}), ("host", {"dtype": "bfloat16"}), ("disk", {"optimizer": "adamw_8bit"}), ("host", {"offload_optimizer": True})],
 )
 def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, opened, offload_to, learner):
-    if learner.get("optimizer") == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
-    config, results = colocated(kit, None, learner, offload_to=offload_to), []
+    config, models = colocated(kit, None, learner, offload_to=offload_to), []
     for leaves in (False, True):
-        train_state = kit.train_state(kit.model(dtype=learner.get("dtype", "float32")), config)
-        residents, _ = opened(train_state, config)
+        models.append(kit.model(dtype=config.learner.dtype))
+        train_state = kit.train_state(models[-1], config)
+        residents = opened(train_state, config) if leaves else None
         for step in range(3):
             train_step(train_state, kit.batch(kit.samples(seed=step), step=step), config)
             if leaves:
                 assert residents.reach("rollout", 2 * step).resident == {}
                 assert all(parameter.numel() == 0 for parameter in train_state.model.parameters())
                 residents.reach("train", 2 * step + 1)
-        results.append(weights(train_state))
-    assert all(torch.equal(stayed, moved) for stayed, moved in zip(*results, strict=True))
+    assert kit.same(*(model.parameters() for model in models))
 
 
 def test_in_hybrid_the_policy_stays_for_the_engines(kit, opened):
     config = colocated(kit, kind="hybrid")
     train_state = kit.train_state(kit.model(), config)
     addresses = [parameter.data_ptr() for parameter in train_state.model.parameters()]
-    residents, _ = opened(train_state, config)
+    residents = opened(train_state, config)
     train_step(train_state, kit.batch(kit.samples()), config)
     assert set(residents.reach("rollout", 0).resident) == {"policy"}
     assert [parameter.data_ptr() for parameter in train_state.model.parameters()] == addresses
 
 
-def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened):
-    plain = kit.config({"kl": KLConfig(coefficient=0.1)})
-    sizes = [p.nbytes for p in kit.model().parameters()]
-    # Policy, its moments, its gradients, and not the reference as well; activations of a step fit where the reference was.
-    room = (sum(sizes) * 4.9) / GIB
-    tight = colocated(kit, {"kl": KLConfig(coefficient=0.1)}, device_memory_gib=room)
-    results = []
-    for config in (plain, tight):
-        train_state = kit.train_state(kit.model(), config)
-        train_state.reference = Reference(kit.model(seed=2), 64)
-        if config is tight:
-            _, folder = opened(train_state, config)
+def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened, tmp_path):
+    penalty, models = {"kl": KLConfig(coefficient=0.1)}, []
+    for config in (kit.config(penalty), colocated(kit, penalty, device_memory_gib=room_for(kit))):
+        models.append(kit.model())
+        train_state = kit.train_state(models[-1], config, reference=kit.model(seed=2))
+        if config.placement.kind == "colocated":
+            opened(train_state, config)
         for step in range(3):
             train_step(train_state, kit.batch(kit.samples(groups=1, seed=step), tokens_per_row=1, step=step), config)
-        results.append(weights(train_state))
-    moved = [move.component for line in read_memory(folder) for move in line.moves]
-    assert "reference" in moved
-    assert all(torch.allclose(roomy, turns, atol=1e-6) for roomy, turns in zip(*results, strict=True))
+    assert "reference" in [move.component for line in read_memory(tmp_path) for move in line.moves]
+    kit.assert_near(*models, atol=1e-6)
 
 
 def test_a_step_that_runs_out_of_memory_names_the_settings_to_change(kit, opened):
-    """The same room with both samples in one row; the optimizer is there, so only activations can be fewer."""
-    room = sum(p.nbytes for p in kit.model().parameters()) * 4.9 / GIB
-    config = colocated(kit, device_memory_gib=room)
+    """The same room with all samples in one row; the optimizer is there, so only activations can be fewer."""
+    config = colocated(kit, device_memory_gib=room_for(kit))
     train_state = kit.train_state(kit.model(), config)
     opened(train_state, config)
     train_step(train_state, kit.batch(kit.samples(groups=1), 1), config)  # there are moments from now on
@@ -115,7 +102,7 @@ def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):
 def test_what_does_not_fit_after_all_is_said_with_the_sums_when_it_is_to_come(kit, opened):
     """Sums of the start are first-order; whoever gets past them is told what the learner really holds."""
     config = colocated(kit, device_memory_gib=1e-4)
-    residents, _ = opened(kit.train_state(kit.model(), config), config)
+    residents = opened(kit.train_state(kit.model(), config), config)
     residents.reach("rollout", 0)
     with pytest.raises(ResidencyError, match=r"(?s)'train'.*policy .*working memory.*too much"):
         residents.reach("train", 1)

@@ -10,19 +10,13 @@ from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
+from asyncrl.config.load import parse_config
 from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
-from asyncrl.errors import LearnerError
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.fake import run_fake_learner
 from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import (
-    Checkpoint,
-    CheckpointDone,
-    Heartbeat,
-    LearnerReady,
-    PhaseReached,
-    SetPhase,
-    Shutdown,
-)
+from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.transport.protocol import Lane
 from tests.builders import Controller, channel_of, outcome_of
@@ -33,6 +27,8 @@ CONFIG = RunConfig(
     learner=LearnerConfig(learning_rate=1e-3, warmup_steps=1),
     supervision=SupervisionConfig(heartbeat_s=0.02),
 )
+WITHOUT_MODEL = {"learner": {"fake_step_s": 0.01}, "generate": {"engine": {"kind": "fake"}}, "supervision": {"heartbeat_s": 0.02}}
+any_learner = pytest.mark.parametrize("config", [CONFIG, parse_config(WITHOUT_MODEL)], ids=["torch", "without a model"])
 TIMEOUT_S = 20
 
 
@@ -41,21 +37,22 @@ class Publisher(Controller):
 
     def __init__(self, connection):
         super().__init__(connection)
-        self.heartbeats = []
         self.published = {}
 
     def publish(self, version, tensors, probe):
         self.published[version] = ({name: tensor.detach().clone() for name, tensor in tensors.items()}, probe)
         return 0.0
 
+    def announce(self, available):
+        assert available.manifest.total_bytes == 0
+        self.published[available.version] = None
+
     async def news(self, kind):
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 delivery = await self.connection.receive(Lane.CONTROL)
                 delivery.ack()
-                if isinstance(delivery.message, Heartbeat):
-                    self.heartbeats.append(delivery.message)
-                else:
+                if not isinstance(delivery.message, Heartbeat):
                     assert isinstance(delivery.message, kind), delivery.message
                     return delivery.message
 
@@ -71,11 +68,12 @@ class Publisher(Controller):
 @contextlib.asynccontextmanager
 async def learner(run_folder, config=CONFIG, examples=list):
     async with channel_of("learner", "learner") as (near, far), asyncio.TaskGroup() as group:
-        controller = Publisher(far)
-        running = run_learner(
-            config, run_folder, near, SystemClock(),
-            publish=controller.publish, warm_start_examples=examples, alphabet=ALPHABET,
-        )  # fmt: skip
+        controller, clock = Publisher(far), SystemClock()
+        told = {"publish": controller.publish, "warm_start_examples": examples, "alphabet": ALPHABET}
+        if config.learner.fake_step_s is not None:
+            running = run_fake_learner(config, run_folder, near, clock, controller.announce)
+        else:
+            running = run_learner(config, run_folder, near, clock, **told)
         controller.task = group.create_task(outcome_of(running))
         yield controller
         if not controller.task.done():
@@ -88,14 +86,9 @@ async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path
         ready = await controller.news(LearnerReady)
         assert (ready.version, ready.model_folder) == (0, str(tmp_path / "model"))
         for step in range(3):
-            await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
-        await controller.order(Checkpoint(3))
-        for step in range(3):
-            done = await controller.news(StepDone)
+            done = await controller.step(kit.batch(kit.samples(seed=step), step=step))
             assert (done.step, done.version) == (step, step + 1)
-            assert done.finished_s >= done.started_s
             assert done.metrics["memory/allocated_gb"] > 0
-        assert (await controller.news(CheckpointDone)).version == 3
         assert await controller.connection.flush(TIMEOUT_S)
         assert controller.connection.unacknowledged() == 0
         assert sorted(controller.published) == [0, 1, 2, 3]
@@ -107,46 +100,75 @@ async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path
         assert (probes[0] != probes[3]).any()
 
 
-async def test_checkpoints_are_written_at_every_multiple_of_every_steps_and_at_no_other(kit, tmp_path):
-    config = msgspec.structs.replace(CONFIG, checkpoint=CheckpointConfig(every_steps=2, keep_last=9))
+@any_learner
+async def test_checkpoints_are_written_as_told_and_the_next_learner_goes_on_from_the_newest_whole_one(kit, tmp_path, config):
+    """At every multiple of `every_steps`, where the controller says so, and at no other."""
+    config = msgspec.structs.replace(config, checkpoint=CheckpointConfig(every_steps=2, keep_last=9))
     async with learner(tmp_path, config) as controller:
-        await controller.news(LearnerReady)
+        assert (await controller.news(LearnerReady)).version == 0
         for step in range(5):  # all at once: the next batches wait while a checkpoint is written
             await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
-        news = [await controller.news(StepDone | CheckpointDone) for _ in range(7)]
-        assert [told.version for told in news] == [1, 2, 2, 3, 4, 4, 5]
-        checkpoints = tmp_path / "checkpoints"
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000004"]
-    (checkpoints / "step-000004" / "model.safetensors").write_bytes(b"damaged")
+        await controller.order(Checkpoint(5, controller_json="mine"))
+        news = [await controller.news(StepDone | CheckpointDone) for _ in range(8)]
+        assert [told.version for told in news] == [1, 2, 2, 3, 4, 4, 5, 5]
+        assert news[0].finished_s - news[0].started_s >= (config.learner.fake_step_s or 0.0)
+        assert news[0].metrics["reward/min"] <= news[0].metrics["reward/mean"] <= news[0].metrics["reward/max"]
+        assert await controller.connection.flush(TIMEOUT_S)
+        assert sorted(controller.published) == list(range(6))
+    checkpoints, names = tmp_path / "checkpoints", ["step-000002", "step-000004", "step-000005"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    assert "mine" in (checkpoints / names[-1] / "trainer" / "state.json").read_text()
+    (checkpoints / names[-1] / "trainer" / "state.json").write_text("{}")
     async with learner(tmp_path, config) as controller:
         ready = await controller.news(LearnerReady)
-        assert (ready.version, ready.checkpoint) == (2, str(checkpoints / "step-000002"))
+        assert (ready.version, ready.checkpoint) == (4, str(checkpoints / "step-000004"))
 
 
-async def test_a_repeated_step_is_answered_and_not_trained(kit, tmp_path):
-    async with learner(tmp_path) as controller:
+@any_learner
+async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_ends_the_learner(kit, tmp_path, config):
+    async with learner(tmp_path, config) as controller:
         await controller.news(LearnerReady)
         batch = kit.batch(kit.samples())
         first = await controller.step(batch)
         again = await controller.step(msgspec.structs.replace(batch, replay=True))
-        assert again == first
+        assert again == first or config.learner.fake_step_s is not None
+        assert (again.step, again.version) == (first.step, first.version) == (0, 1)
         assert sorted(controller.published) == [0, 1]
-
-
-async def test_a_step_out_of_order_ends_the_learner(kit, tmp_path):
-    async with learner(tmp_path) as controller:
-        await controller.news(LearnerReady)
-        await controller.connection.send(kit.batch(kit.samples(), step=2))
+        await controller.connection.send(kit.batch(kit.samples(), step=3))
         error = await controller.ended()
     assert isinstance(error, LearnerError)
-    assert "step 2 came while the learner is at version 0" in str(error)
+    assert "step 3 came while the learner is at version 1" in str(error)
+
+
+async def test_without_a_model_a_phase_is_reached_at_once_and_the_end_waits_for_the_step_in_hand(kit, tmp_path):
+    async with learner(tmp_path, parse_config(WITHOUT_MODEL | {"learner": {"fake_step_s": 0.3}})) as controller:
+        await controller.news(LearnerReady)
+        await controller.order(SetPhase("rollout", 3))
+        assert (await controller.news(PhaseReached)).number == 3
+        await controller.connection.send(kit.batch(kit.samples()))
+        await controller.report(Heartbeat, lambda beat: beat.waiting_for == "")
+        await controller.order(Shutdown())
+        assert (await controller.news(StepDone)).version == 1
+        assert await controller.ended() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
+     ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
+     ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
+     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'")],
+)  # fmt: skip
+def test_what_needs_a_model_is_refused_beside_a_learner_without_one(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_config(WITHOUT_MODEL | settings)
 
 
 async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
     model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=10**6, batch_size=2))
     config = msgspec.structs.replace(CONFIG, model=model)
     async with learner(tmp_path, config, lambda: [("ab", "c"), ("ac", "d")]) as controller:
-        await controller.report(Heartbeat, lambda beat: True)
+        await controller.report(Heartbeat)
     assert not (tmp_path / "model").exists()
 
 
@@ -176,17 +198,3 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         assert (await controller.news(StepDone)).version == 1
         onto_it = [move.num_bytes for move in back.moves if move.after == "device"]
         assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(onto_it)
-
-
-async def test_a_checkpoint_while_generation_has_the_device_is_that_of_the_version(kit, tmp_path):
-    """Nothing is on the device, and what is saved is what was published."""
-    async with learner(tmp_path, COLOCATED) as controller:
-        await controller.news(LearnerReady)
-        await controller.step(kit.batch(kit.samples(), step=0))
-        await set_phase(controller, "rollout", 1)
-        await controller.order(Checkpoint(1))
-        done = await controller.news(CheckpointDone)
-        saved = load_file(f"{done.folder}/model.safetensors")
-        assert all(torch.equal(saved[name], tensor) for name, tensor in controller.published[1][0].items() if name in saved)
-        assert load_file(f"{done.folder}/trainer/optimizer.safetensors")
-        assert set((await set_phase(controller, "train", 2)).resident) == {"policy", "policy optimizer"}

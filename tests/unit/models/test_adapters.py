@@ -1,21 +1,13 @@
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.adapters import add_adapters
+from tests.contract.engine_cases import make_model
 
 IDS = torch.arange(16)[None]
-
-
-def tiny(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
 
 
 def trainable(model):
@@ -23,7 +15,7 @@ def trainable(model):
 
 
 def test_the_seed_decides_the_values_whatever_the_dtype_and_the_random_state():
-    first, second, other = tiny(), tiny(torch.bfloat16), tiny()
+    first, second, other = make_model(0), make_model(0).bfloat16(), make_model(0)
     add_adapters(first, LoRAConfig(rank=4), seed=1)
     torch.manual_seed(99)
     add_adapters(second, LoRAConfig(rank=4), seed=1)
@@ -34,9 +26,7 @@ def test_the_seed_decides_the_values_whatever_the_dtype_and_the_random_state():
 
 
 def test_layers_that_are_not_linear_modules_but_act_so_get_them_too():
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
-    ).eval()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, eos_token_id=0)).eval()
     before = model(IDS).logits
     add_adapters(model, LoRAConfig(rank=2), seed=0)
     assert torch.equal(model(IDS).logits, before)
@@ -45,4 +35,4 @@ def test_layers_that_are_not_linear_modules_but_act_so_get_them_too():
 
 def test_a_name_that_no_layer_has_is_refused():
     with pytest.raises(ConfigError, match=r"learner.lora.target_modules \['query'\]"):
-        add_adapters(tiny(), LoRAConfig(target_modules=("query",)), seed=0)
+        add_adapters(make_model(0), LoRAConfig(target_modules=("query",)), seed=0)

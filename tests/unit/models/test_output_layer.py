@@ -1,46 +1,22 @@
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.causal import check_head
 from asyncrl.models.logprobs import use_float32_head
-
-
-def tiny(dtype, *, tied=True, seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=32, tie_word_embeddings=tied, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+from tests.contract.engine_cases import make_model
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_float32_model_gives_the_same_bits_with_and_without(tied):
-    plain, headed, ids = tiny(torch.float32, tied=tied), tiny(torch.float32, tied=tied), torch.arange(20)[None]
+    (plain, headed), ids = (make_model(0, tie_word_embeddings=tied) for _ in range(2)), torch.arange(20)[None]
     use_float32_head(headed)
     assert torch.equal(plain(ids).logits, headed(ids).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_are_float32_and_nearer_to_the_exact_product(dtype):
-    model, ids = tiny(dtype), torch.arange(32)[None]
-    hidden = model.base_model(ids).last_hidden_state
-    exact = hidden.double() @ model.lm_head.weight.double().T
-    half = model(ids).logits
-    use_float32_head(model)
-    full = model(ids).logits
-    assert full.dtype == torch.float32
-    assert half.dtype == dtype
-    errors = [(logits.double() - exact).abs().max().item() for logits in (half, full)]
-    assert errors[1] < 1e-3 * errors[0]
-
-
 def test_an_output_layer_that_is_not_linear_is_refused():
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
-    )
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16, eos_token_id=0))
     model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
     with pytest.raises(ConfigError, match=r"model.fp32_head: .* Sequential"):
         use_float32_head(model)
@@ -55,7 +31,7 @@ class RoundsByRows(torch.nn.Linear):
 
 
 def test_an_output_layer_whose_rounding_depends_on_the_number_of_rows_is_no_scaling():
-    model = tiny(torch.float32)
+    model = make_model(0)
     head = model.lm_head
     model.lm_head = RoundsByRows(head.in_features, head.out_features, bias=False)
     model.lm_head.weight = head.weight

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import (
-    Prompt,
-    ScoredGroup,
-    ScoredSample,
-    ids_from_bytes,
-    logprobs_from_bytes,
-)
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, ids_from_bytes, logprobs_from_bytes
 from tests.builders import make_sample
 
 
@@ -51,15 +45,10 @@ def test_a_group_is_packed_whole_and_cut_only_where_its_distinct_tokens_do_not_f
     assert [sample.row for sample in batch.samples] == rows
 
 
-def test_oldest_version_is_that_of_trained_tokens_only():
-    batch = pack_step(5, GROUPS, tokens_per_row=8, temperature=1.0)
-
-    assert [s.oldest_version for s in batch.samples] == [3, 4, 5]
-
-
-def test_tokens_older_than_the_mask_are_not_trained_and_their_sample_stays():
-    batch = pack_step(9, GROUPS, tokens_per_row=100, temperature=1.0, mask_below=5)
-
-    assert batch.num_trained_tokens == 1
-    assert [s.oldest_version for s in batch.samples] == [-1, -1, 5]
-    assert len(batch.rows) == 1
+@pytest.mark.parametrize(
+    ("mask_below", "oldest", "num_trained"), [({}, [3, 4, 5], 6), ({"mask_below": 5}, [-1, -1, 5], 1)], ids=["all", "masked"]
+)
+def test_oldest_version_is_that_of_trained_tokens_and_a_sample_too_old_to_train_stays(mask_below, oldest, num_trained):
+    batch = pack_step(9, GROUPS, tokens_per_row=100, temperature=1.0, **mask_below)
+    assert [s.oldest_version for s in batch.samples] == oldest
+    assert (batch.num_trained_tokens, len(batch.rows)) == (num_trained, 1)

@@ -1,10 +1,14 @@
+"""A scenario out of a run's spans, and that a simulation of it does what the run did."""
+
 import msgspec
 import numpy as np
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.observe.spans import span
-from asyncrl.plan.simulator.measured import fit_decode, scenario_of_run, working_time
+from asyncrl.observe.steps import StepReport
+from asyncrl.plan.simulator.engine import simulate
+from asyncrl.plan.simulator.measured import fit_decode, real_figures, scenario_of_run, working_time
 
 
 def test_the_three_terms_of_decoding_are_found_again():
@@ -19,50 +23,78 @@ def test_the_three_terms_of_decoding_are_found_again():
     assert fit_decode(samples, starts) == pytest.approx((0.05, 0.01, 0.0005), rel=0.02)
 
 
-def write_run(folder, num_steps, pause_s=0.0):
-    config = parse_config({
-        "num_steps": 100,
-        "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 2}},
+def write_run(folder, spans, reports=(), **settings):
+    """A run of one generator of two slots, two samples a step."""
+    run = {
+        "num_steps": 100, "generate": {"num_workers": 1, "engine": {"kind": "fake", "num_slots": 2}},
         "algorithm": {"groups_per_step": 1, "group_size": 2},
-    })  # fmt: skip
-    (folder / "config.toml").write_text(dump_config(config))
-    spans = []
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(dump_config(parse_config(run | settings)))
+    for name, items in (("spans", spans), ("steps", reports)):
+        (folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
+
+
+def sample_spans(step, index, start, end, scored_s):
+    generated = span("generate", start, end, "generator-0", tokens=50, group=step, index=index, purpose="train")
+    return generated, span("score", end + scored_s, end + 1.5 * scored_s, "reward-0", group=step, index=index)
+
+
+def busy_spans(num_steps, pause_s=0.0):
+    """A step every two seconds, with a pause in the middle."""
     for step in range(num_steps):
         now = step * 2.0 + (pause_s if step >= num_steps // 2 else 0.0)
-        # Four samples in two slots: the second pair waits for the first.
-        for index in range(4):
-            end = now + (0.5 if index < 2 else 1.0)
-            spans.append(span("generate", now, end, "generator-0", tokens=50, group=step, index=index, purpose="train"))
-            spans.append(span("score", end + 0.02, end + 0.03, "reward-0", group=step, index=index))
-        spans.append(span("wait", now + 1.0, now + 1.1, "learner", step=step))
-        spans.append(span("step", now + 1.1, now + 1.6, "learner", step=step, version=step + 1))
-        spans.append(span("swap", now + 1.6, now + 1.9, "generator-0", version=step + 1, fetch_ms=200.0, swap_ms=100.0))
-    (folder / "spans.jsonl").write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in spans))
+        for index in range(4):  # in two slots: the second pair waits for the first
+            yield from sample_spans(step, index, now, now + (0.5 if index < 2 else 1.0), 0.02)
+        yield span("wait", now + 1.0, now + 1.1, "learner", step=step)
+        yield span("step", now + 1.1, now + 1.6, "learner", step=step, version=step + 1)
+        yield span("swap", now + 1.6, now + 1.9, "generator-0", version=step + 1, fetch_ms=200.0, swap_ms=100.0)
 
 
 def test_a_scenario_says_what_the_spans_said(tmp_path):
-    write_run(tmp_path, 8)
+    write_run(tmp_path, busy_spans(8))
     made = scenario_of_run(tmp_path)
     assert (made.num_workers, made.num_slots, made.group_size, made.num_steps) == (1, 2, 2, 8)
     assert made.lengths.mean == 50
     assert made.sequence_s + 50 * (made.decode_s + made.decode_s_per_sequence) == pytest.approx(0.5, rel=0.01)
-    assert made.reward_s.mean == pytest.approx(0.01, rel=1e-6)
-    assert made.hop_s == pytest.approx(0.01, rel=1e-6)
-    assert made.step_s.mean == pytest.approx(1.9, rel=1e-6)
-    assert made.sync_s.mean == pytest.approx(0.2, rel=1e-6)
-    assert made.swap_s == pytest.approx(0.1)
+    times = [made.reward_s.mean, made.hop_s, made.step_s.mean, made.sync_s.mean, made.swap_s]
+    assert times == pytest.approx([0.01, 0.01, 1.9, 0.2, 0.1], rel=1e-6)
 
 
 def test_a_pause_is_no_work(tmp_path):
     """With a sample in flight as the run was paused, and finished after."""
     through, paused = tmp_path / "through", tmp_path / "paused"
     for folder, pause_s in ((through, 0.0), (paused, 500.0)):
-        folder.mkdir()
-        write_run(folder, 12, pause_s)
         in_flight = span("generate", 11.5, 12.2 + pause_s, "generator-0", tokens=50, group=99, index=0, purpose="eval")
-        with (folder / "spans.jsonl").open("ab") as file:
-            file.write(msgspec.json.encode(in_flight) + b"\n")
+        write_run(folder, [*busy_spans(12, pause_s), in_flight])
     expected, made = scenario_of_run(through), scenario_of_run(paused)
     assert made.step_s.mean == pytest.approx(expected.step_s.mean, rel=0.2)
     assert made.decode_s == pytest.approx(expected.decode_s, rel=1e-6)
     assert working_time(paused)(512.5) == pytest.approx(12.5, abs=0.6)
+
+
+EMPTY = StepReport(
+    step=0, version=1, time_s=0.0, reward_mean=0.0, reward_std=0.0, staleness_mean=0.0, staleness_max=0,
+    generated_tokens_per_s=0.0, trained_tokens_per_s=0.0, groups_ready=0, groups_running=0, groups_scoring=0,
+    learner_idle=0.0, generators_idle=0.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("learner", ["builtin", "external"])
+def test_a_simulation_of_what_spans_say_gives_the_run_back(tmp_path, learner):
+    """Two samples of half a second, then their step, then the next two: staleness 0, a step every 0.8 s."""
+    spans, reports = [], []
+    for step in range(20):
+        now, done = step * 0.8, step * 0.8 + 0.5
+        for index in range(2):
+            spans += sample_spans(step, index, now, done, 0.0)
+        spans += [span("wait", now, done, "learner", step=step)] if learner == "builtin" else []
+        spans.append(span("step", done, now + 0.8, "learner", step=step, version=step + 1))
+        spans.append(span("swap", now + 0.8, now + 0.8, "generator-0", version=step + 1, fetch_ms=0.0, swap_ms=0.0))
+        reports.append(msgspec.structs.replace(EMPTY, step=step, version=step + 1, time_s=now + 0.8))
+    write_run(tmp_path, spans, reports, buffer={"max_staleness": 0}, learner={"kind": learner})
+    steps_per_s, staleness = real_figures(tmp_path)
+    assert steps_per_s == pytest.approx(1 / 0.8)
+    made = simulate(scenario_of_run(tmp_path))
+    assert made.steps_per_s == pytest.approx(steps_per_s, rel=0.02)
+    assert made.mean_staleness == staleness == 0

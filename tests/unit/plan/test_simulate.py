@@ -7,7 +7,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.cli_args import scenario_of, sweep
 from asyncrl.plan.report import plot, table
 from asyncrl.plan.simulator.engine import simulate
-from asyncrl.plan.simulator.generator import Member, SimulatedGenerator
 from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution
 
 SCENARIO = Scenario(
@@ -17,32 +16,6 @@ SCENARIO = Scenario(
 
 def but(**changes) -> Scenario:
     return dataclasses.replace(SCENARIO, **changes)
-
-
-# -- one generator -------------------------------------------------------------------------------------------------------
-
-
-def test_tokens_carry_the_version_that_was_live():
-    generator = SimulatedGenerator("g", SCENARIO)
-    generator.set_version(3)
-    generator.add([Member(0, 0, 10.0)], 0.0)
-    generator.go_to(0.4)
-    generator.hold(1.0)
-    generator.set_version(5)
-    assert generator.next_finish_s() == pytest.approx(2.0)
-    generator.go_to(2.0)
-    ((_, counts),) = generator.take_finished()
-    assert counts == ((3, 4), (5, 6))
-
-
-# -- whole runs ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_synchronous_run_takes_generation_and_training_one_after_the_other():
-    made = simulate(but(max_staleness=0, num_workers=1))
-    assert 1 / made.steps_per_s == pytest.approx(10 * 0.1 + 0.5, rel=0.01)
-    assert made.mean_staleness == 0
-    assert made.learner_idle == pytest.approx(1.0 / 1.5, rel=0.02)
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])
@@ -58,9 +31,6 @@ def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
     assert made.lost_groups == 0
     assert made.max_staleness <= 1 or policy == "mask"
     assert len(made.step_times_s) == 60
-
-
-# -- distributions and sweeps --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,6 @@ from asyncrl.residency.device import SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 
-PHASES = [
-    PhaseNeeds("rollout", gives_back=True),
-    PhaseNeeds("inference", now=("reference",), soon=("policy",)),
-    PhaseNeeds("train", now=("policy",)),
-]
 SIZE = 16 * 16 * 4
 
 
@@ -26,23 +21,20 @@ def kit(tmp_path):
     """Make a manager of two models, its device, and the models."""
     file = open_memory(tmp_path, "learner")
 
-    def make(budget_bytes=None, **rest):
+    def make(second, needed, budget_bytes=None, **rest):
         device = SimulatedDevice(budget_bytes)
-        modules = {name: torch.nn.Linear(16, 16, bias=False) for name in ("policy", "reference")}
+        modules = {name: torch.nn.Linear(16, 16, bias=False) for name in ("policy", second)}
         components = [TensorComponent.of_module(name, module, device, tmp_path / "swap") for name, module in modules.items()]
-        manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), record=file.write, **rest)
+        phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=needed)]
+        manager = ResidencyManager("learner", components, phases, device, SystemClock(), record=file.write, **rest)
         return manager, device, modules
 
     yield make
     file.close()
 
 
-def told(moves):
-    return [(move.component, move.before, move.after) for move in moves]
-
-
 def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, caplog):
-    manager, _, _ = kit()
+    manager, _, _ = kit("reference", ("policy",))
     with caplog.at_level(logging.INFO):
         for number, phase in enumerate(("rollout", "train", "rollout")):
             manager.switch(phase, number)
@@ -57,7 +49,7 @@ def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, 
 
 
 def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_nearer(kit, tmp_path):
-    manager, _, modules = kit(host_bytes=SIZE)
+    manager, _, modules = kit("reference", ("policy",), host_bytes=SIZE)
     before = modules["policy"].weight.detach().clone()
     assert {move.after for move in manager.switch("rollout", 0).moves} == {"host", "disk"}
     on_disk = list((tmp_path / "swap").iterdir())
@@ -67,15 +59,13 @@ def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_near
     assert torch.equal(modules["policy"].weight, before)
 
 
-def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit, tmp_path):
-    device = SimulatedDevice(2 * SIZE)
-    components = [TensorComponent.of_module(name, torch.nn.Linear(16, 16, bias=False), device) for name in ("policy", "critic")]
-    phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy", "critic"))]
-    manager = ResidencyManager("learner", components, phases, device, SystemClock())
+def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit):
+    manager, device, _ = kit("critic", ("policy", "critic"), 2 * SIZE)
     manager.switch("rollout", 0)
     others = device.take([SIZE])
     with pytest.raises(ResidencyError, match=r"(?s)'train' was not reached: no room for critic .*policy"):
         manager.switch("train", 1)
     assert (manager.phase, manager.resident) == ("rollout", {"policy": SIZE})
     del others
-    assert told(manager.switch("train", 2).moves) == [("policy", "host", "device"), ("critic", "host", "device")]
+    moves = [(move.component, move.before, move.after) for move in manager.switch("train", 2).moves]
+    assert moves == [("policy", "host", "device"), ("critic", "host", "device")]

@@ -5,15 +5,6 @@ import torch
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.delta import CHUNK_BYTES, apply_delta, encode_delta
 
-TENSORS = {
-    "a": torch.zeros(1000, dtype=torch.bfloat16),
-    "b": torch.zeros(7, 11, dtype=torch.float32),
-    "c": torch.zeros(3, dtype=torch.float64),
-    "d": torch.zeros(13, dtype=torch.int8),
-    "e": torch.zeros(5, dtype=torch.bool),
-}
-MANIFEST = make_manifest(TENSORS, bucket_bytes=64)
-
 
 def flat_of(manifest):
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
@@ -28,7 +19,7 @@ def brought_up(manifest, base, current):
     return changed, blob
 
 
-@pytest.mark.parametrize("share", [0.0001, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0001, 0.3, 1.0])
 def test_sparse_and_dense_changes_over_several_chunks_arrive(share):
     manifest = make_manifest({"w": torch.zeros(CHUNK_BYTES + 1000, dtype=torch.bfloat16)})
     base, old = flat_of(manifest)
@@ -41,6 +32,8 @@ def test_sparse_and_dense_changes_over_several_chunks_arrive(share):
     changed, blob = brought_up(manifest, base, current)
     assert torch.equal(changed, current)
     assert len(blob) < 200 + 4 * (share * current.numel() / 2)
+    for max_bytes, expected in ((len(blob), blob), (len(blob) - 1, None)):
+        assert encode_delta(manifest, base.numpy().data, current.numpy().data, max_bytes=max_bytes) == expected
 
 
 def test_a_gap_of_exactly_the_escape_value_is_not_taken_for_an_escape():
@@ -52,12 +45,3 @@ def test_a_gap_of_exactly_the_escape_value_is_not_taken_for_an_escape():
         new["w"][300_000:310_000] = 1
         changed, _ = brought_up(manifest, base, current)
         assert torch.equal(changed, current)
-
-
-def test_a_delta_larger_than_allowed_is_none():
-    base, _ = flat_of(MANIFEST)
-    current, new = flat_of(MANIFEST)
-    new["a"].copy_(torch.arange(1000))
-    size = len(encode_delta(MANIFEST, base.numpy().data, current.numpy().data))
-    assert encode_delta(MANIFEST, base.numpy().data, current.numpy().data, max_bytes=size) is not None
-    assert encode_delta(MANIFEST, base.numpy().data, current.numpy().data, max_bytes=size - 1) is None

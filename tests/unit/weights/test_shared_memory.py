@@ -1,4 +1,3 @@
-import contextlib
 import os
 import subprocess
 import sys
@@ -11,10 +10,8 @@ import torch
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.media.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
-from tests.descriptors import descriptors_left, open_descriptors
 
 MANIFEST = make_manifest({"w": torch.zeros(1_000_000)})
 
@@ -30,11 +27,6 @@ def announcement(version, location):
     return WeightsAvailable(version, "shared_memory", location, MANIFEST, "", 0.0)
 
 
-def fetch(tmp_path, version, location):
-    reader = SharedMemoryReader(tmp_path)
-    return reader.fetch(announcement(version, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
-
-
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     writer.open(MANIFEST)
     paths = list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
@@ -48,37 +40,9 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     assert remove_leftover_segments(tmp_path) == []
 
 
-def test_a_writer_that_runs_out_of_descriptors_at_any_point_leaves_none(tmp_path):
-    """In a process of its own: ZeroMQ's threads, which other tests started in this one, abort where there are none left."""
-    code = f"import sys, pathlib, {__name__} as tests\ntests.run_out_of_descriptors(pathlib.Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def run_out_of_descriptors(tmp_path):
-    descriptors, is_open = open_descriptors(), []
-    for free in range(8):
-        writer = SharedMemoryWriter(tmp_path)
-        with descriptors_left(free), contextlib.suppress(OSError, BroadcastError):
-            writer.open(MANIFEST)
-            is_open.append(free)
-        writer.close()
-        assert open_descriptors() <= descriptors
-        assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
-    assert is_open[0] > 1
-    assert is_open[-1] == 7
-
-
-def test_a_segment_that_its_own_process_opens_and_closes_again_stays_its_own(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = writer.commit(0, 1, "")
-    fetch(tmp_path, 1, location)
-    Path(location).read_bytes()
-    assert kept_from_others(tmp_path)
-
-
-def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(writer, tmp_path, monkeypatch):
+def test_a_segment_swept_before_it_is_locked_is_made_again_and_one_that_its_own_process_closes_stays_its_own(
+    writer, tmp_path, monkeypatch
+):
     create, swept = os.open, []
 
     def create_and_sweep(path, flags, *mode):
@@ -93,8 +57,15 @@ def test_a_segment_that_is_swept_before_it_is_locked_is_made_again(writer, tmp_p
     location = Path(writer.commit(0, 1, ""))
     assert swept
     assert location not in swept
+    into = memoryview(bytearray(MANIFEST.total_bytes))
+    SharedMemoryReader(tmp_path).fetch(announcement(1, str(location)), into, threading.Event())
+    location.read_bytes()
+    sweep = (
+        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
+        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
+    )
+    assert subprocess.run([sys.executable, "-c", sweep, str(tmp_path)], check=False).returncode == 0
     assert location.exists()
-    assert kept_from_others(tmp_path)
 
 
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
@@ -114,29 +85,6 @@ def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
         process.kill()
         process.wait()
         assert remove_leftover_segments(tmp_path) == [path]
-
-
-def kept_from_others(run_folder):
-    """Have another process remove what it takes for left over; return whether that is nothing."""
-    sweep = (
-        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
-        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
-    )
-    return subprocess.run([sys.executable, "-c", sweep, str(run_folder)], check=False).returncode == 0
-
-
-def test_a_leased_slot_is_the_last_to_be_written_to_and_says_when_it_was(writer, tmp_path):
-    writer.open(MANIFEST)
-    writer.overwrite(0, 1)
-    location = writer.commit(0, 1, "")
-    lease = SharedMemoryReader(tmp_path).lease(announcement(1, location))
-    assert writer.busy_slots() == {0}
-    lease.check()
-    writer.overwrite(0, 2)
-    with pytest.raises(VersionUnavailableError, match="overwritten"):
-        lease.check()
-    lease.release()
-    assert writer.busy_slots() == frozenset()
 
 
 def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):

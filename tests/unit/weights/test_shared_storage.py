@@ -58,15 +58,6 @@ def test_publishing_moves_parameters_once_and_keeps_objects_values_and_optimizer
     assert ends.announced[0].fingerprint != ends.announced[1].fingerprint
 
 
-async def test_an_engine_that_adopts_reads_what_the_learner_writes(ends):
-    engine = a_model().requires_grad_(False)
-    tensors = await ends.subscriber.fetch(ends.publish(0))
-    WeightsInPlace(engine).adopt(tensors)
-    with torch.no_grad():
-        ends.model[0].weight.fill_(0.25)
-    assert torch.equal(engine[0].weight, ends.model[0].weight)
-
-
 async def test_a_change_that_was_not_published_is_refused(ends):
     available = ends.publish(0)
     with torch.no_grad():

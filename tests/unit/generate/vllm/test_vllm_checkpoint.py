@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm.checkpoint import ModelFolder, read_folder
+from asyncrl.generate.vllm.checkpoint import read_folder
 from asyncrl.generate.vllm.load_request import FileSource, LoadRequest, load_request
 from asyncrl.generate.vllm.worker_extension import checkpoint_tensors
 from asyncrl.models.layout import make_manifest
@@ -42,11 +42,6 @@ def saved(name: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def cut(tensors: dict[str, torch.Tensor], folder: ModelFolder) -> dict[str, torch.Tensor]:
-    order = LoadRequest(FileSource("", 0, make_manifest(tensors)), parts=folder.parts)
-    return dict(checkpoint_tensors(iter(tensors.items()), order))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
@@ -65,14 +60,8 @@ def test_a_checkpoint_is_made_of_the_models_tensors_bit_for_bit(name: str, tmp_p
 
 def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     """As Gemma 3 of the hub has its vision tower: transformers writes the prefix only of what it read with it."""
-    vision = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-    }
+    vision = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 4}
     text = {**SMALL, "num_key_value_heads": 1, "head_dim": 4}
     model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
     model.save_pretrained(tmp_path)
@@ -80,7 +69,8 @@ def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     written = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()}
     save_file(written, file, {"format": "pt"})
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    given = cut(tensors, read_folder(tmp_path))
+    order = LoadRequest(FileSource("", 0, make_manifest(tensors)), parts=read_folder(tmp_path).parts)
+    given = dict(checkpoint_tensors(iter(tensors.items()), order))
     assert given.keys() == written.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
 

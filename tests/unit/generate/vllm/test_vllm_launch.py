@@ -6,17 +6,9 @@ import pytest
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import engine_arguments, environment, parse_version, socket_folder
+from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket_folder
 
-SOCKETS = Path("/tmp/sockets")
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
-
-
-def test_on_a_cpu_nothing_compiles_and_nothing_spins() -> None:
-    added = environment(VLLMEngineConfig(num_threads=2), SOCKETS, on_cpu=True, present={})
-    assert added["TORCHDYNAMO_DISABLE"] == "1"
-    assert (added["OMP_NUM_THREADS"], added["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
-    assert added["VLLM_CPU_KVCACHE_SPACE"] is None, "a whole number of GiB, which would win over ours"
 
 
 def test_what_the_engine_depends_on_cannot_be_overridden() -> None:
@@ -54,11 +46,3 @@ def test_a_folder_for_sockets_has_a_short_name_and_one_that_cannot_be_made_is_na
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp/no/such")
     with pytest.raises(GenerationError, match=r"/tmp/no/such: .* VLLM_RPC_BASE_PATH"):
         socket_folder()
-
-
-def test_a_gpu_keeps_its_threads_and_compilation() -> None:
-    added = environment(VLLMEngineConfig(), SOCKETS, on_cpu=False, present={"VLLM_LOGGING_LEVEL": "DEBUG"})
-    assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & added.keys()
-    assert added["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert added["VLLM_NO_USAGE_STATS"] == "1"
-    assert added["VLLM_RPC_BASE_PATH"] == added["TMPDIR"] == "/tmp/sockets"

@@ -24,18 +24,6 @@ def tensors() -> dict[str, torch.Tensor]:
     return {EMBEDDING: torch.arange(8.0).view(4, 2), "norm.weight": torch.ones(2)}
 
 
-@pytest.mark.parametrize("given", [EMBEDDING, HEAD])
-def test_a_tied_tensor_under_either_name_is_loaded_under_both(given: str) -> None:
-    one = {given: tensors()[EMBEDDING], "norm.weight": torch.ones(2)}
-    with load_request(one, FOLDER) as load:
-        assert load.also_as == {given: HEAD if given == EMBEDDING else EMBEDDING}
-
-
-def test_tied_tensors_that_differ_are_refused_before_anything_is_written() -> None:
-    with pytest.raises(GenerationError, match="differ"), load_request({**tensors(), HEAD: torch.zeros(4, 2)}, FOLDER):
-        pass
-
-
 def test_a_server_elsewhere_is_given_what_lies_in_the_shared_folder_and_a_copy_there_of_what_does_not(tmp_path: Path) -> None:
     manifest = make_manifest(tensors())
     flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
@@ -77,22 +65,6 @@ def test_the_merged_layer_is_base_plus_scaled_product_and_others_are_as_they_wer
     product = b @ a if model_type == "llama" else (b @ a).T
     assert torch.allclose(found["layer.q_proj.weight"], base["layer.q_proj.weight"] + 3.0 * product)
     assert torch.equal(found["norm.weight"], base["norm.weight"])
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ({A: (2, 3)}, "lack 1"),
-        ({}, "lack 2"),
-        ({A: (2, 3), B: (4, 5)}, r"shape \(4, 5\), the model's is \(4, 2\)"),
-        ({A: (2, 3), B: (4, 2), "norm.weight": (3,)}, "does not have: norm.weight"),
-        ({A: (2, 3), B: (4, 2), "other.lora_A.default.weight": (2, 3)}, "does not have: other"),
-    ],
-)
-def test_what_is_not_the_whole_of_the_adapters_is_refused(tmp_path, shapes, message: str) -> None:
-    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(GenerationError, match=message), load_request(given, folder_of(tmp_path), LORA):
-        pass
 
 
 def test_adapters_of_a_layer_that_the_checkpoint_has_under_another_name_are_refused(tmp_path) -> None:

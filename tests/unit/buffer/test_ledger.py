@@ -59,22 +59,6 @@ def ledger(path):
     ledger.close()
 
 
-def test_callbacks_run_in_order_once_their_unit_is_committed(path, ledger):
-    seen = []
-
-    def committed(group_id):
-        with sqlite3.connect(path) as connection:
-            seen.append((
-                group_id,
-                connection.execute("SELECT count(*) FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0],
-            ))
-
-    for group_id in range(20):
-        ledger.write(_ready(group_id), lambda group_id=group_id: committed(group_id))
-    ledger.close()
-    assert seen == [(group_id, 1) for group_id in range(20)]
-
-
 def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     ledger, committed = SqliteLedger(path, max_queued=5), []
     for group_id in range(100):
@@ -84,26 +68,18 @@ def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
     assert LedgerReader(path).counts()[0].groups == 100
 
 
-def test_forgotten_payloads_are_gone_and_their_rows_stay(path, ledger):
-    for group_id in range(2):
-        ledger.write(_ready(group_id))
-    ledger.write([TakenRecord(0, (0,), PARAMS, 0, 2.0), TakenRecord(1, (1,), PARAMS, 1, 2.0)])
-    ledger.write([TrainedRecord(0, (0,), 3.0), TrainedRecord(1, (1,), 3.0), ForgetRecord(1)])
-    assert len(ledger.load_groups([1])) == 1
-    with pytest.raises(LedgerError, match="payloads of group 0 are gone"):
-        ledger.load_groups([0])
-    story = LedgerReader(path).sample(0, 0)
-    assert (story.sample, story.row.reward, story.group.step) == (None, 0.5, 0)
-
-
-def test_a_file_of_payloads_goes_once_no_row_points_into_it(path, monkeypatch):
+def test_forgotten_payloads_are_gone_their_file_too_once_no_row_points_into_it_and_their_rows_stay(path, monkeypatch):
     monkeypatch.setattr("asyncrl.buffer.ledger.payload_files.FILE_BYTES", 1)
     ledger = SqliteLedger(path)
     for group_id in range(3):
         ledger.write(_ready(group_id))
         ledger.sync()
     ledger.write([TakenRecord(0, (0,), PARAMS, 0, 2.0), TrainedRecord(0, (0,), 3.0), ForgetRecord(1)])
+    with pytest.raises(LedgerError, match="payloads of group 0 are gone"):
+        ledger.load_groups([0])
     ledger.close()
+    story = LedgerReader(path).sample(0, 0)
+    assert (story.sample, story.row.reward, story.group.step) == (None, 0.5, 0)
     assert [file.name[-1] for file in sorted(path.parent.glob("ledger.sqlite.payloads-*"))] == ["2", "3"]
     with contextlib.closing(SqliteLedger(path)) as again:
         again.write(_ready(3))
@@ -172,20 +148,6 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
     assert path.read_bytes().startswith(b"something else")
 
 
-def test_a_failed_commit_is_told_once_and_every_later_call_says_so(path):
-    failures, told = [], threading.Event()
-    ledger = SqliteLedger(path, on_failure=lambda error: (failures.append(error), told.set()))
-    ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)])
-    ledger.write([TakenRecord(0, (), PARAMS, 0, 1.0)], lambda: pytest.fail("never committed"))
-    assert told.wait(30.0)
-    with pytest.raises(LedgerError, match="commit failed"):
-        ledger.write(_ready(0))
-    with pytest.raises(LedgerError, match="commit failed"):
-        ledger.sync()
-    ledger.close()
-    assert len(failures) == 1
-
-
 def test_on_a_full_disk_a_commit_fails_whole_and_what_was_committed_is_there_once_there_is_room(path):
     told, committed = threading.Event(), []
     ledger = SqliteLedger(path, on_failure=lambda _: told.set())
@@ -211,19 +173,22 @@ def test_on_a_full_disk_a_commit_fails_whole_and_what_was_committed_is_there_onc
 @pytest.mark.parametrize(
     "record",
     [
+        TakenRecord(0, (), PARAMS, 0, 1.0),
         IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
         FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
     ],
-    ids=["text", "number"],
+    ids=["a step twice", "text", "number"],
 )
-def test_what_cannot_be_written_down_is_a_failed_commit_and_nobody_waits_for_it(path, record):
-    told = threading.Event()
-    ledger = SqliteLedger(path, on_failure=lambda _: told.set(), max_queued=1)
-    ledger.write([record], lambda: pytest.fail("never committed"))
+def test_what_cannot_be_written_is_told_once_every_later_call_says_so_and_nobody_waits_for_it(path, record):
+    failures, told = [], threading.Event()
+    ledger = SqliteLedger(path, on_failure=lambda error: (failures.append(error), told.set()), max_queued=1)
+    ledger.write([record, record], lambda: pytest.fail("never committed"))
     assert told.wait(30.0)
-    with pytest.raises(LedgerError, match="commit failed"):
-        ledger.write(_ready(1))
+    for call in (lambda: ledger.write(_ready(1)), ledger.sync):
+        with pytest.raises(LedgerError, match="commit failed"):
+            call()
     ledger.close()
+    assert len(failures) == 1
     with contextlib.closing(SqliteLedger(path)) as again:
         assert again.state_counts() == {}
 
@@ -266,6 +231,7 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
         }
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
+    assert acknowledged == sorted(acknowledged)
     assert set(acknowledged) <= groups
     assert groups == whole == set(range(len(groups)))
 

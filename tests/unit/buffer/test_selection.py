@@ -5,36 +5,29 @@ import pytest
 from asyncrl.buffer.selection import choose_by_deadline, choose_oldest
 
 
-def _choose(step, ready, unfinished, eta=2, per_step=1):
-    return choose_by_deadline(step, ready, unfinished, max_staleness=eta, groups_per_step=per_step)
+def _choose(step, ready, unfinished, eta=2):
+    return choose_by_deadline(step, ready, unfinished, max_staleness=eta, groups_per_step=1)
 
 
-def test_oldest_version_first_then_order_of_issue_and_ids_ascend():
+def test_the_oldest_go_first_then_in_order_of_issue_and_none_where_fewer_than_a_step_are_ready():
     assert choose_oldest([(2, 5), (1, 9), (2, 4)], 2).take == (4, 9)
+    assert (choose_oldest([(2, 5)], 2).take, choose_oldest([(2, 5)], 2).wait_for) == ((), ())
 
 
-def test_nothing_is_taken_when_fewer_than_a_step_are_ready():
-    choice = choose_oldest([(2, 5)], 2)
-    assert (choice.take, choice.wait_for) == ((), ())
-
-
-def test_a_group_whose_last_chance_it_is_is_waited_for():
-    choice = _choose(2, ready=[(1, 8)], unfinished=[(0, 3), (1, 4)])
-    assert (choice.take, choice.wait_for, choice.due_by) == ((), (3,), 2)
-
-
-def test_a_younger_group_is_taken_while_an_unfinished_one_has_time():
-    assert _choose(1, ready=[(1, 8)], unfinished=[(0, 3)]).take == (8,)
-
-
-def test_a_step_waits_when_more_groups_are_due_later_than_later_steps_can_take():
-    """Two groups are due by step 2, one a step: were step 1 to take a younger one, one of them would miss its chance."""
-    choice = _choose(1, ready=[(1, 8)], unfinished=[(0, 3), (0, 4)])
-    assert (choice.take, choice.wait_for, choice.due_by) == ((), (3, 4), 2)
-
-
-def test_once_one_of_them_is_ready_it_goes_first():
-    assert _choose(1, ready=[(1, 8), (0, 4)], unfinished=[(0, 3)]).take == (4,)
+@pytest.mark.parametrize(
+    ("step", "ready", "unfinished", "take", "wait_for"),
+    [
+        (2, [(1, 8)], [(0, 3), (1, 4)], (), (3,)),  # its last chance
+        (1, [(1, 8)], [(0, 3)], (8,), ()),  # the unfinished one has time
+        # Two are due by step 2, one a step: were step 1 to take a younger one, one of them would miss its chance.
+        (1, [(1, 8)], [(0, 3), (0, 4)], (), (3, 4)),
+        (1, [(1, 8), (0, 4)], [(0, 3)], (4,), ()),  # one of the two is ready
+    ],
+)
+def test_a_step_waits_for_groups_that_would_miss_their_last_chance(step, ready, unfinished, take, wait_for):
+    choice = _choose(step, ready, unfinished)
+    assert (choice.take, choice.wait_for) == (take, wait_for)
+    assert not wait_for or choice.due_by == 2
 
 
 @pytest.mark.timeout(20)

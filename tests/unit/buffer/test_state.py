@@ -4,7 +4,6 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import (
-    BoundsChanged,
     GeneratorGone,
     GeneratorReady,
     GroupIssued,
@@ -71,18 +70,12 @@ def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     assert (machine.state.groups[group].attempt, machine.state.groups[group].pending) == (2, (0, 2))
 
 
-def test_wait_never_drops_and_names_the_groups_it_waits_for():
+def test_wait_says_which_groups_it_waits_for_and_why():
     machine = Machine(max_staleness=1)
     slow, _ = machine.issue(version=0), machine.ready(version=0)
-    assert isinstance(machine.take(0), TakeGroups)
+    machine.take(0)
     machine.ready(version=1)
-    wait = machine.take(1)
-    assert isinstance(wait, Wait)
-    assert wait.group_ids == (slow,)
-    assert wait.reason == "step 1 is the last chance of 1 group not finished yet"
-    machine(SamplesFinished(slow, (0,), (((0, 1),),)))
-    machine(SamplesScored(slow, (0,), (0.0,)))
-    assert machine.take(1).group_ids == (slow,)
+    assert machine.take(1) == Wait(1, (slow,), "step 1 is the last chance of 1 group not finished yet")
 
 
 def _half_done(machine, truncated=()):
@@ -191,33 +184,6 @@ def test_tokens_that_are_not_trained_have_no_age():
     assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)
 
 
-def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
-    machine = Machine(policy="drop", max_staleness=0)
-    machine.ready()
-    machine.take(0)
-    machine(StepTrained(0))
-    old, new = machine.ready(version=0), machine.ready(version=1)
-    *dropped, taken = machine(TakeStep(1))
-    assert dropped == [GroupMoved(old, "ready", "dropped", "stale"), ReturnPrompt(old, f"p{old}")]
-    assert taken.group_ids == (new,)
-
-
-def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
-    machine = Machine(policy="mask", max_staleness=1)
-    for step in range(2):
-        machine.ready(version=step)
-        assert isinstance(machine.take(step), TakeGroups)
-        machine(StepTrained(step))
-    mixed = machine.issue(version=0)
-    machine(SamplesFinished(mixed, (0,), (((0, 5), (1, 3), (2, 1)),)))
-    machine(SamplesScored(mixed, (0,), (0.0,)))
-    gone = machine.ready(version=0)
-    *dropped, taken = machine(TakeStep(2))
-    assert dropped[0] == GroupMoved(gone, "ready", "dropped", "stale")
-    assert (taken.group_ids, taken.mask_below) == ((mixed,), 1)
-    assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
-
-
 def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
     machine = Machine(min_group_members=2)
     enough, short = machine.issue(size=3), machine.issue(size=3)
@@ -241,17 +207,15 @@ def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on
     state.check_invariants()
 
 
-def test_a_bound_that_is_lowered_live_drops_what_is_too_old_and_one_that_is_raised_gives_places():
-    machine = Machine(max_staleness=2)
-    machine(GeneratorReady("g0", 8, 0))
-    for _ in range(3):
-        machine.ready(version=0)
-    assert machine.state.capacity(0) == 0
+def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
+    machine = Machine(policy="mask", max_staleness=0)
+    machine.ready()
     machine.take(0)
     machine(StepTrained(0))
-    assert machine(BoundsChanged(max_staleness=0, max_groups=None)) == []
-    *dropped, answer = machine(TakeStep(1))
-    assert [(item.after, item.reason) for item in dropped if isinstance(item, GroupMoved)] == [("dropped", "stale")] * 2
-    assert not isinstance(answer, TakeGroups)
-    machine(BoundsChanged(max_staleness=1, max_groups=None))
-    assert machine.state.capacity(1) == 2
+    mixed = machine.issue(version=0)
+    machine(SamplesFinished(mixed, (0,), (((0, 5), (1, 3)),)))
+    machine(SamplesScored(mixed, (0,), (0.0,)))
+    gone = machine.ready(version=0)
+    dropped, *_, taken = machine(TakeStep(1))
+    assert dropped == GroupMoved(gone, "ready", "dropped", "stale")
+    assert (taken.group_ids, taken.mask_below, taken.staleness.masked_tokens) == ((mixed,), 1, 5)

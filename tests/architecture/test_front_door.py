@@ -19,6 +19,7 @@ HEAVY = {
     "asyncrl.cli": (NOBODYS - {"typer", "rich"}) | TORCH | {"aiohttp", "numpy"},
     "asyncrl.pipeline": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.control.controller, asyncrl.buffer.open, asyncrl.observe.sinks": NOBODYS | TORCH,
+    "asyncrl.control.tools.inputs, asyncrl.replay.decisions": NOBODYS | TORCH,
     "asyncrl.reward.worker": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.generate.worker": NOBODYS | {"sympy", "transformers", "accelerate", "aiohttp"},
     "asyncrl.generate.transformers.engine, asyncrl.inference.worker, asyncrl.learner.worker": NOBODYS | {"aiohttp"},

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -104,16 +101,10 @@ def flip(path: Path, wanted: int) -> int:
     return flipped
 
 
-def test_a_recording_gives_the_same_instructions_without_torch(recorded: Path) -> None:
+def test_a_recording_gives_the_same_instructions(recorded: Path) -> None:
     (life,) = replay_decisions(recorded)
     assert (life.difference, life.fault, life.last_step) == ("", "", NUM_STEPS - 1)
     assert life.num_events > 100
-    program = (
-        "import sys; from pathlib import Path; from asyncrl.replay.decisions import replay_decisions; "
-        f"assert not replay_decisions(Path({str(recorded)!r}))[0].difference; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_one_flipped_event_is_the_first_that_differs(recorded: Path) -> None:
@@ -134,17 +125,6 @@ def test_a_recording_that_was_cut_off_holds_up_to_its_last_whole_step(recorded: 
     assert "was cut off" in life.fault
     assert 0 <= life.last_step < NUM_STEPS
     assert f"up to step {life.last_step}" in life.text
-
-
-def test_a_killed_controller_leaves_every_step_that_was_done(tmp_path: Path) -> None:
-    program = (
-        "import os, signal; from pathlib import Path; from tests.unit.replay.test_decisions import Recorder, live; "
-        f"live(Recorder(Path({str(tmp_path)!r}))); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
-    (life,) = replay_decisions(tmp_path)
-    assert (life.difference, life.last_step) == ("", NUM_STEPS - 1)
-    assert "was cut off" in life.fault
 
 
 def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:

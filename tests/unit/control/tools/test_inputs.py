@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -47,10 +45,8 @@ def written(folder, text):
         (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
         (("def score(prompt, text)", "def score(text)"), r"reward path .* is called with \(prompt, text\) and takes \(text\)"),
         (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
-        (("def score", "def scores"), "has no function 'score'; it has .*scores"),
         (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
         (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
-        (("print(", "import os; os._exit(7) or ("), "ended the process with exit code 7 and no answer: it said nothing"),
         (("print(", "import os; os._exit(0) or ("), "ended the process with exit code 0 and no answer: it said nothing"),
     ],
 )
@@ -78,11 +74,6 @@ async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_na
     assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.path", "task.held_out_path"]
     (tmp_path / "train.jsonl").write_text("")
     assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.held_out_path"]
-
-
-def test_looking_loads_no_torch():
-    probe = "import sys, asyncrl.control.tools.inputs; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 
 def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():

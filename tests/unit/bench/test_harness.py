@@ -13,6 +13,7 @@ import pytest
 
 import asyncrl
 from asyncrl.errors import ConfigError
+from benchmarks.broadcast import MEDIA, chosen
 from benchmarks.harness import BENCHMARKS, BenchResult, interleaved, ratio, run_benchmark
 
 
@@ -46,6 +47,13 @@ def test_sides_are_measured_in_turns_after_a_warm_up_and_medians_taken():
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_listed_benchmark_has_its_module(name):
     assert importlib.util.find_spec(f"benchmarks.{name}") is not None
+
+
+def test_all_media_are_measured_unless_some_are_named():
+    assert chosen("all") == list(MEDIA)
+    assert chosen("files, shared_memory") == ["files", "shared_memory"]
+    with pytest.raises(ConfigError, match="carrier_pigeon"):
+        chosen("shared_memory,carrier_pigeon")
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def test_share_of_tests_passed_or_all_or_nothing_without_a_sandbox_where_the_con
 
 SAME = [
     ("(1, 2)", [1, 2]), ("{'a': (1,)}", {"a": [1]}), ("{1: 'x'}", {"1": "x"}), ("0.1 + 0.2", 0.3), ("-1e-10", 0.0),
-    ("None", None), ("1e-12 * (1 + 1e-10)", 1e-12), ("2**100", 2**100), ("range(3)", [0, 1, 2]), ("fractions.Fraction(1, 2)", 0.5),
-    ("True", True), ("collections.Counter('aa')", {"a": 2}), ("collections.deque([1])", [1]), ("map(str, [1])", ["1"]),
-    ("decimal.Decimal('-1.5e3')", -1500.0), ("fractions.Fraction(4, 2)", 2.0), ("3", 3.0), ("(n for n in (1, 2))", [1, 2]),
-    ("{'a': 1}.keys()", ["a"]), ("{'a': 1}.items()", [["a", 1]]),
+    ("None", None), ("1e-12 * (1 + 1e-10)", 1e-12), ("2**100", 2**100), ("range(3)", [0, 1, 2]),
+    ("fractions.Fraction(1, 2)", 0.5), ("True", True), ("collections.Counter('aa')", {"a": 2}), ("collections.deque([1])", [1]),
+    ("map(str, [1])", ["1"]), ("decimal.Decimal('-1.5e3')", -1500.0), ("fractions.Fraction(4, 2)", 2.0), ("3", 3.0),
+    ("(n for n in (1, 2))", [1, 2]), ("{'a': 1}.keys()", ["a"]), ("{'a': 1}.items()", [["a", 1]]),
 ]  # fmt: skip
 OTHER = [
     ("1", True), ("[1, 2]", [2, 1]), ("[1]", [1, 2]), ("{1, 2}", [1, 1]), ("object()", None), ("None", 0), ("2**100 + 1", 2**100),

@@ -43,9 +43,7 @@ def test_a_sample_that_contradicts_itself_is_refused_with_the_reason(change, rea
 
 
 def test_a_sample_too_long_for_a_row_is_refused():
-    assert _examine(GOOD, max_tokens=4) == [
-        "5 tokens with its prompt; at most 4 fit into a row (packing.tokens_per_row)",
-    ]
+    assert _examine(GOOD, max_tokens=4) == ["5 tokens with its prompt; at most 4 fit into a row (packing.tokens_per_row)"]
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,8 @@ from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import (
-    Checkpoint,
-    CheckpointDone,
-    EngineReady,
-    JoinTerms,
-    LearnerReady,
-    LoadModel,
-    Pause,
-    Resume,
-)
-from asyncrl.schema.samples import (
-    GroupWork,
-    Prompt,
-    ScoreRequest,
-)
+from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
+from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.local import InProcessListener

@@ -12,16 +12,7 @@ from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.schema.samples import (
-    InferRequest,
-    InferResult,
-    Prompt,
-    Score,
-    ScoreRequest,
-    Scores,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import InferRequest, InferResult, Prompt, Score, ScoreRequest, Scores, ids_to_bytes, logprobs_to_bytes
 from tests.builders import score_of
 
 WINDOW = 2

@@ -57,11 +57,7 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path):
         ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
         ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
         ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
-        (
-            '{"question": "a", "answer": "b"}',
-            {"answer_regex": "#### (.+)"},
-            r"a.jsonl:1: task.answer_regex .* in 'b'",
-        ),
+        ('{"question": "a", "answer": "b"}', {"answer_regex": "#### (.+)"}, r"a.jsonl:1: task.answer_regex .* in 'b'"),
         ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
         ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
         ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"),

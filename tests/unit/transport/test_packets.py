@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import CodecError
-from asyncrl.transport.packets import (
-    Item,
-    Lane,
-    Parcel,
-    ParcelHead,
-    build_parcel,
-    parse,
-    parse_hello,
-    parse_parcel,
-)
+from asyncrl.transport.packets import Item, Lane, Parcel, ParcelHead, build_parcel, parse, parse_hello, parse_parcel
 
 items = st.builds(Item, st.sampled_from(Lane), st.integers(0, 1 << 60), st.binary(max_size=20))
 numbers = st.lists(st.integers(0, 1 << 60), max_size=5)

@@ -7,13 +7,7 @@ import random
 
 import pytest
 
-from asyncrl.control.lifecycle.failure_watch import (
-    FIRST_GROUPS,
-    FIRST_SAMPLES,
-    WINDOW_GROUPS,
-    WINDOW_SAMPLES,
-    FailureWatch,
-)
+from asyncrl.control.lifecycle.failure_watch import FIRST_GROUPS, FIRST_SAMPLES, WINDOW_GROUPS, WINDOW_SAMPLES, FailureWatch
 from asyncrl.errors import kind_of
 
 KIND = "TypeError at rewards.py:3"

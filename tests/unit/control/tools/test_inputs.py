@@ -101,11 +101,7 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
 
 @pytest.mark.parametrize(
     ("files", "said"),
-    [
-        (None, "model.path: there is no folder"),
-        (["config.json"], "has no tokenizer"),
-        (["tokenizer.json"], "has no config.json"),
-    ],
+    [(None, "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json")],
 )
 def test_a_dry_run_looks_into_the_model_s_folder(tmp_path, files, said):
     folder = tmp_path / "m"

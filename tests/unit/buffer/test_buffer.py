@@ -12,7 +12,7 @@ from asyncrl.buffer.events import ScoreMembers
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.buffer.open import open_buffer
-from asyncrl.buffer.payloads import TakenStep, Waiting
+from asyncrl.buffer.payloads import TakenStep
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.schema.samples import Prompt, SampleFailure, Samples, ids_to_bytes, logprobs_to_bytes
@@ -97,12 +97,10 @@ def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_anot
     order = buffer.reissue(group, "g1", 0, 2.0)
     acknowledged = []
     if late == "failure":
-        failure = SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens")
-        receipt = buffer.add_failure(failure, 3.0)
-        buffer.when_committed(lambda: acknowledged.append(late))
+        receipt = buffer.add_failure(SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens"), 3.0)
     else:
         receipt = buffer.add_samples([_samples(group, 0, logprobs=b"")], 3.0)[0]
-        buffer.when_committed(lambda: acknowledged.append(late))
+    buffer.when_committed(lambda: acknowledged.append(late))
     assert outcome(receipt) == ("duplicate" if late == "failure" else "refused")
     assert not receipt.instructions
     assert buffer.state.groups[group].pending == (0, 1)
@@ -118,12 +116,8 @@ def test_a_group_from_outside_is_checked_scored_and_taken(buffer):
     assert (outcome(receipt), receipt.group_id) == ("stored", 0)
     for asked in buffer.state.unscored():
         buffer.add_scores([score_of(asked.group_id, index) for index in asked.indices], 2.0)
-    taken = buffer.take(0, 3.0)
-    assert [(m.sample.group_id, m.sample.index, m.sample.generator) for m in taken.groups[0].members] == [
-        (0, 0, "notebook"),
-        (0, 1, "notebook"),
-        (0, 2, "notebook"),
-    ]
+    taken = [member.sample for member in buffer.take(0, 3.0).groups[0].members]
+    assert [(one.group_id, one.index, one.generator) for one in taken] == [(0, index, "notebook") for index in range(3)]
 
 
 PAIRS_OF_64 = {
@@ -229,18 +223,6 @@ def test_a_prompt_to_be_issued_again_and_the_reasons_survive_a_resume(reopen):
     buffer = reopen()
     assert buffer.counts().failed == {"no": 2}
     assert buffer.returned_prompt().replaces == 1
-
-
-def test_a_lower_eta_after_a_resume_holds_for_what_was_there_before(reopen):
-    buffer = reopen(max_staleness=3)
-    for _ in range(2):
-        _finish(buffer, _issue(buffer))
-    buffer.take(0, 1.0)
-    buffer.mark_trained(0, 2.0)
-    buffer = reopen(max_staleness=0)
-    waiting = buffer.take(1, 3.0)
-    assert isinstance(waiting, Waiting)
-    assert buffer.counts().dropped == {"stale": 1}
 
 
 # -- screening and what scores bring -------------------------------------------------------------------------------------

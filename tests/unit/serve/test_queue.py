@@ -17,11 +17,8 @@ def test_a_run_that_does_not_fit_holds_those_behind_it():
 
 
 def test_a_gpu_is_given_once():
-    machine = Machine(("a", "b"), cores=4)
-    live = RunRecord(
-        id="r1", number=1, state="live", gpus=("a",), demand=Demand(1)
-    )  # fmt: skip
-    assert admit(machine, [live, run(2, gpus=1)])[0].gpus == ("b",)
+    live = RunRecord(id="r1", number=1, state="live", gpus=("a",), demand=Demand(1))
+    assert admit(Machine(("a", "b"), cores=4), [live, run(2, gpus=1)])[0].gpus == ("b",)
 
 
 def test_what_a_run_waits_for_is_said():

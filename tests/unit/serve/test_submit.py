@@ -20,13 +20,7 @@ def faults_of(folder, **given):
 
 
 def test_every_fault_is_named_with_what_was_given_and_what_is_allowed(tmp_path):
-    wrong = {
-        "num_steps": "x",
-        "buffer.max_stalenes": 3,
-        "learner.learning_rate": -1,
-        "algorithm.loss": "nope",
-        "task.kind": "none",
-    }
+    wrong = {"num_steps": "x", "buffer.max_stalenes": 3, "learner.learning_rate": -1, "algorithm.loss": "no", "task.kind": "no"}
     faults = faults_of(tmp_path, set=wrong, name="../b")
     assert {"num_steps", "buffer.max_stalenes", "learner.learning_rate", "algorithm", "run", "task.kind"} <= set(faults)
     assert faults["num_steps"].given == "x"
@@ -84,8 +78,8 @@ def test_code_that_has_no_file_asks_for_the_whole_machine_as_code_root(tmp_path,
 
 
 def test_every_folder_whose_code_a_model_trusts_lies_below_a_code_root(tmp_path):
-    (roots := tmp_path / "code").mkdir()
-    model = {"kind": "pretrained", "path": str(roots), "trust_remote_code": True}
+    roots = tmp_path / "code"
+    model = {"kind": "pretrained", "path": str(roots / "model"), "trust_remote_code": True}
     assert "trust_remote_code" in faults_of(tmp_path, set={"model": model})["functions"].allowed
     assert "functions" not in faults_of(tmp_path, set={"model": model}, roots=(roots,))
     for field, elsewhere in (("generate.model_folder", str(tmp_path)), ("algorithm.critic", {"path": str(tmp_path)})):

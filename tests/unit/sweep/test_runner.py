@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from asyncrl.clock import VirtualClock
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import code_now, read_results
 from asyncrl.sweep.runner import CELL_FILE, Begun, run_sweep, status_text
+from tests.builders import write_rows
 
 COMMAND = '[[external]]\nname = "shell"\ncommand = ["sh", "-c", "test ! -e broken && cp given.json $0/result.json", "{out}"]\n'
 
@@ -39,12 +40,9 @@ def begin(sweep, cell, num_steps: int, **more) -> None:
     folder = sweep.cells_folder / cell.id
     folder.mkdir(parents=True)
     (folder / CELL_FILE).write_bytes(msgspec.json.encode(Begun(**{"settings": cell.settings, "code": code_now(), **more})))
-    steps, evals = JsonLines[StepReport](folder / "steps.jsonl"), JsonLines[EvalReport](folder / "eval.jsonl")
-    for step in range(num_steps):
-        steps.write(StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.5))
-    evals.write(EvalReport(version=num_steps, accuracy=0.5, num_samples=8, finished_s=9.0))
-    steps.close()
-    evals.close()
+    steps = [StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.5) for step in range(num_steps)]
+    write_rows(folder / "steps.jsonl", *steps)
+    write_rows(folder / "eval.jsonl", EvalReport(version=num_steps, accuracy=0.5, num_samples=8, finished_s=9.0))
 
 
 def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(swept, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import asyncrl
 from asyncrl.errors import ConfigError
 from benchmarks.broadcast import MEDIA, chosen
-from benchmarks.harness import BENCHMARKS, BenchResult, interleaved, ratio, run_benchmark
+from benchmarks.harness import BenchResult, interleaved, ratio, run_benchmark
 
 
 def test_a_result_has_the_agreed_form_and_a_ratio_holds_at_its_goal_in_either_direction():
@@ -42,11 +41,6 @@ def test_sides_are_measured_in_turns_after_a_warm_up_and_medians_taken():
     medians = interleaved({"a": side("a", [99.0, 1.0, 5.0, 2.0]), "b": side("b", [99.0, 10.0, 30.0, 20.0])}, rounds=3, warmup=1)
     assert medians == {"a": 2.0, "b": 20.0}
     assert order == ["a", "b"] * 4
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_listed_benchmark_has_its_module(name):
-    assert importlib.util.find_spec(f"benchmarks.{name}") is not None
 
 
 def test_all_media_are_measured_unless_some_are_named():

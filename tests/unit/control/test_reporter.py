@@ -17,28 +17,14 @@ from asyncrl.schema.control import Heartbeat
 from tests.builders import score_of
 
 
-class Destination:
-    def __init__(self, error: str = "") -> None:
-        self.error = error
-        self.is_closed = False
-
-    def write(self, step, time_s, values) -> None:
-        """Take nothing."""
-
-    def close(self) -> None:
-        self.is_closed = True
-        if self.error:
-            raise OSError(self.error)
-
-
 async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     (tmp_path / SPANS_FILE).symlink_to("/dev/full")
-    sinks = [Destination(), Destination("no network"), Destination()]
+    sinks = [Mock(), Mock(close=Mock(side_effect=OSError("no network"))), Mock()]
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path, sinks), VirtualClock())
     reporter.note_answers([score_of(0, 0)])
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
-    assert all(sink.is_closed for sink in sinks)
+    assert all(sink.close.called for sink in sinks)
 
 
 async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):

@@ -140,8 +140,3 @@ def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
 def test_a_run_without_a_recording_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"observe\.record=decisions"):
         replay_decisions(tmp_path)
-
-
-def test_a_replay_stops_behind_the_step_that_is_asked_for(recorded: Path) -> None:
-    (life,) = replay_decisions(recorded, until=2)
-    assert life.last_step == 2

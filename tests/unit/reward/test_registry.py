@@ -67,24 +67,6 @@ def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
     assert list(score_together(rewards, [(SAMPLE, ())] * 2, resolve)) == [(0.5, {"bad": 0.5})] * 2
 
 
-def test_a_batch_is_called_once_and_falls_back_to_one_by_one():
-    calls = []
-
-    def batch(samples):
-        calls.append(len(samples))
-        return [float(sample.text == "46") for sample in samples]
-
-    rewards = (NamedReward("b", 1.0, lambda sample: batch([sample])[0], batch),)
-    items = [(SAMPLE, ()), (RewardInput(Prompt("p"), "x", "stop", 1), ()), (SAMPLE, (0,))]
-    assert [reward for reward, _ in score_together(rewards, items, resolve)] == [1.0, 0.0, 0.0]
-    assert calls == [2]
-    marks = []
-    rewards = (NamedReward("b", 1.0, lambda sample: float(len(sample.text)), lambda samples: [1.0]),)
-    outcomes = list(score_together(rewards, items, resolve, lambda *mark: marks.append(mark)))
-    assert outcomes == [(2.0, {"b": 2.0}), (1.0, {"b": 1.0}), (0.0, {"b": 0.0})]
-    assert marks == [(0, 0, True), (0, 0, False), (1, 0, False)]
-
-
 def test_user_function_gets_prompt_and_text():
     reward = build_reward(PythonReward(path="difflib:get_close_matches"))
     with pytest.raises(TypeError):  # (word, possibilities) is called with (Prompt, str)

@@ -20,6 +20,11 @@ from tests.builders import write_rows
 COMMAND = '[[external]]\nname = "shell"\ncommand = ["sh", "-c", "test ! -e broken && cp given.json $0/result.json", "{out}"]\n'
 
 
+def written(folder, text):
+    (folder / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
+    return load_sweep(folder)
+
+
 @pytest.fixture
 def swept(tmp_path):
     """Write a sweep of this text and run it, or go on with it."""
@@ -27,8 +32,7 @@ def swept(tmp_path):
     (tmp_path / "given.json").write_text('{"seconds": [1.0, 2.0], "rewards": [0.2, 0.6]}')
 
     def run(text: str, *, resumed: bool = False):
-        (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-        sweep = load_sweep(tmp_path)
+        sweep = written(tmp_path, text)
         asyncio.run(run_sweep(sweep, VirtualClock(), said.append, resumed=resumed))
         return read_results(sweep.results), said
 
@@ -60,8 +64,7 @@ def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(sw
 
 def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_path):
     text = "set = { num_steps = 3 }\n"
-    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-    sweep = load_sweep(tmp_path)
+    sweep = written(tmp_path, text)
     for cell in sweep.cells:
         begin(sweep, cell, 3)
     lines, _ = swept(text, resumed=True)
@@ -73,8 +76,7 @@ def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_
 
 def test_what_is_of_something_else_is_refused(swept, tmp_path):
     text = "set = { num_steps = 3 }\n"
-    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-    sweep = load_sweep(tmp_path)
+    sweep = written(tmp_path, text)
     begin(sweep, sweep.cells[0], 2, code=replace(code_now(), files="other"))
     assert status_text(sweep) == "base  0/2 done, seed 0 at step 2 of 3"
     with pytest.raises(ConfigError, match=r"\(other\), this is .* Results of two codes are not mixed"):

@@ -12,18 +12,6 @@ from asyncrl.control.launch.processes import plan_processes, plan_ranks
 from asyncrl.packing.pack import CostModel, RankPlan
 
 
-def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_their_functions() -> None:
-    judge = {"num_workers": 2, "reward_models": [{"name": "judge", "path": "judge"}]}
-    both = parse_config({"inference": judge})
-    assert [item.kind for item in plan_processes(both)] == ["learner", "reward", "inference", "inference"] + ["generator"] * 2
-    alone = parse_config({"inference": judge, "reward": {"functions": []}})
-    assert {item.kind for item in plan_processes(alone)} == {"learner", "inference", "generator"}
-    here = parse_config({"algorithm": {"kl": {}, "reference": {"where": "learner"}}})
-    there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
-    assert "inference-0" not in [item.name for item in plan_processes(here)]
-    assert "inference-0" in [item.name for item in plan_processes(there)]
-
-
 def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:
     config = parse_config({"learner": {"ranks": 2}, "model": {"kind": "scratch", "hidden_size": 64}})
     assert [item.name for item in plan_processes(config)].count("learner") == 1

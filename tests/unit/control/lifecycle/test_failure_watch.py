@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
@@ -58,25 +57,6 @@ def test_a_share_over_a_limit_ends_a_run_only_over_the_whole_window():
         assert watch.verdict == ""
         watch.sample_scored("" if number % 2 == 0 and number < WINDOW_SAMPLES else HANGS)
     assert watch.verdict.startswith("129 of the last 256 samples ran over a limit of their reward, more than")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed):
-    chance, watch, story = random.Random(seed), FailureWatch(0.4), []
-    watch.sample_scored()
-    for number in range(300):
-        story.append(chance.random() < 0.35)
-        if story[-1]:
-            watch.group_failed(f"p{number}", KIND)
-        else:
-            watch.group_completed()
-        newest = story[-WINDOW_GROUPS:]
-        assert watch.share == pytest.approx(sum(newest) / len(newest))
-        over = any(
-            sum(story[end - WINDOW_GROUPS : end]) > 0.4 * WINDOW_GROUPS and story[end - 1]
-            for end in range(WINDOW_GROUPS, len(story) + 1)
-        )
-        assert bool(watch.verdict) == over
 
 
 def test_a_prompt_that_failed_four_times_is_set_aside_and_named():

@@ -68,21 +68,15 @@ def test_an_algorithm_that_cannot_work_is_refused_with_what_to_write_instead(alg
         parse_config({"algorithm": algorithm})
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"corrections": [{"kind": "python", "path": "own.py:weigh"}]},
-        {"corrections": [{"kind": "tis_token", "cap": 1.0}]},
-        {"corrections": [{"kind": "icepop", "low": 1.0, "high": 2.0}]},
-        {"corrections": [{"kind": "rejection", "level": "max", "measure": "binary_kl", "high": 0.05}], "whiten": "samples"},
-    ],
-)
-def test_an_algorithm_at_the_edge_of_a_rule_is_taken(algorithm):
-    parse_config({"algorithm": algorithm})
+@pytest.mark.parametrize("correction", [
+    {"kind": "python", "path": "own.py:weigh"}, {"kind": "tis_token", "cap": 1.0}, {"kind": "icepop", "low": 1.0, "high": 2.0},
+    {"kind": "rejection", "level": "max", "measure": "binary_kl", "high": 0.05},
+])  # fmt: skip
+def test_an_algorithm_at_the_edge_of_a_rule_is_taken(correction):
+    parse_config({"algorithm": {"corrections": [correction], "whiten": "samples"}})
 
 
 COLOCATED, HYBRID = ({"placement__kind": kind, "buffer__max_staleness": 1} for kind in ("colocated", "hybrid"))
-JUDGE = {"inference__reward_models": [{"name": "judge", "path": "m"}]}
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"generate__sampling__max_new_tokens": 512}, "max_sequence_tokens"),
     ({"packing__tokens_per_row": 16}, "tokens_per_row"),
@@ -93,8 +87,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"reward__functions": [{"kind": "preference"}]}, r"'preference' judges the answers of task.kind = 'preferences'"),
     ({"reward__functions": [{"kind": "overlong", "max_tokens": 10, "buffer_tokens": 11}]}, r"must be at most max_tokens \(10\)"),
     ({"reward__functions": [{"kind": "overlong", "max_tokens": 65, "buffer_tokens": 8}]}, r"\(65\) must be at most .* \(64\)"),
-    ({"learner__kind": "external", "generate__num_workers": 0, "eval": {"at_start": False, "at_end": False}, **JUDGE},
-     r"set model.kind = 'pretrained' and model.path"),
+    ({"learner__kind": "external", "generate__num_workers": 0, "eval": {"at_start": False, "at_end": False},
+      "inference__reward_models": [{"name": "judge", "path": "m"}]}, r"set model.kind = 'pretrained' and model.path"),
     ({"reward__functions": [{"kind": "answer_match"}] * 2, "inference__reward_models": [{"name": "answer_match_2", "path": "m"}]},
      "the name 'answer_match_2' is that of one of reward.functions"),
     # the learner
@@ -148,19 +142,14 @@ OFFLINE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"packing__tokens_per_row": 127}, r"packing.tokens_per_row \(127\) must be at least 128"),
-        ({"buffer__policy": "mask"}, "buffer.policy = 'mask' cuts old tokens"),
-        ({"task": {"kind": "addition"}}, "go together"),
-        ({"algorithm__kind": "policy"}, "set algorithm.kind = 'dpo'"),
-        ({"algorithm__group_size": 4}, r"algorithm.group_size = 2 \(is 4\)"),
-        ({"eval__at_end": True}, "eval.at_end = false"),
-        ({"generate__sampling__temperature": 0.7}, "must be 1 with generate.engine.kind = 'replay'"),
-        ({"model__max_positions": 32}, r"must be at most model.max_positions \(32\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"packing__tokens_per_row": 127}, r"packing.tokens_per_row \(127\) must be at least 128"),
+    ({"buffer__policy": "mask"}, "buffer.policy = 'mask' cuts old tokens"), ({"task": {"kind": "addition"}}, "go together"),
+    ({"algorithm__kind": "policy"}, "set algorithm.kind = 'dpo'"), ({"eval__at_end": True}, "eval.at_end = false"),
+    ({"algorithm__group_size": 4}, r"algorithm.group_size = 2 \(is 4\)"),
+    ({"generate__sampling__temperature": 0.7}, "must be 1 with generate.engine.kind = 'replay'"),
+    ({"model__max_positions": 32}, r"must be at most model.max_positions \(32\)"),
+])  # fmt: skip
 def test_what_does_not_go_with_offline_preferences_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(laid_over({}, OFFLINE | changes))
@@ -173,31 +162,21 @@ def served(server, changes):
     return laid_over({}, {"generate__engine": {"kind": "vllm_server", **server}, "generate__num_workers": 1} | changes)
 
 
-@pytest.mark.parametrize(
-    ("server", "changes", "said"),
-    [
-        ({}, {}, "is empty"),
-        ({"url": "127.0.0.1:8000"}, {}, "no server's address"),
-        ({"url": "http://127.0.0.1:port"}, {}, "no server's address"),
-        ({"url": "http://127.0.0.1:8000/v1"}, {}, "no server's address"),
-        ({"url": "http://127.0.0.1:8000,http://127.0.0.1:8000/"}, {"generate__num_workers": 2}, "1 servers for .* = 2"),
-        ({"url": "http://gpu-1:8000"}, {}, "shared_folder"),
-        ({"url": TWO}, {"learner__lora": {"rank": 4}}, "lora"),
-        ({"url": TWO}, {"model": {"kind": "scratch", "fp32_head": True}}, "fp32_head"),
-    ],
-)
+@pytest.mark.parametrize(("server", "changes", "said"), [
+    ({}, {}, "is empty"), ({"url": "http://gpu-1:8000"}, {}, "shared_folder"),
+    *(({"url": wrong}, {}, "no server's address") for wrong in ("127.0.0.1:8000", "http://127.0.0.1:port", "http://127.0.0.1:80/v1")),
+    ({"url": "http://127.0.0.1:8000,http://127.0.0.1:8000/"}, {"generate__num_workers": 2}, "1 servers for .* = 2"),
+    ({"url": TWO}, {"learner__lora": {"rank": 4}}, "lora"),
+    ({"url": TWO}, {"model": {"kind": "scratch", "fp32_head": True}}, "fp32_head"),
+])  # fmt: skip
 def test_a_vllm_server_that_cannot_serve_the_run_is_refused(server, changes, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(served(server, changes))
 
 
-@pytest.mark.parametrize(
-    ("server", "changes"),
-    [
-        ({"url": TWO}, {"generate__num_workers": 2}),
-        ({"url": "https://gpu-1:8000", "shared_folder": "/mnt/weights"}, {}),
-        ({"url": "http://gpu-1:8000"}, {"broadcast__medium__kind": "nccl", "learner__device": "cuda"}),
-    ],
-)
+@pytest.mark.parametrize(("server", "changes"), [
+    ({"url": TWO}, {"generate__num_workers": 2}), ({"url": "https://gpu-1:8000", "shared_folder": "/mnt/weights"}, {}),
+    ({"url": "http://gpu-1:8000"}, {"broadcast__medium__kind": "nccl", "learner__device": "cuda"}),
+])  # fmt: skip
 def test_a_vllm_server_that_the_weights_reach_is_taken(server, changes):
     parse_config(served(server, changes))

@@ -18,28 +18,17 @@ def score(text: str, reference: str, **options: object) -> float:
     return reward(RewardInput(Prompt("p", answer=reference), text, "stop", 4))
 
 
-@pytest.mark.parametrize(
-    ("text", "reference", "options", "is_right"),
-    [
-        (" 46\n", "46", {}, True),
-        ("46.", "46", {}, False),
-        ("The answer is 46", "46", {}, False),
-        ("<answer>1</answer> no, <answer> 2 </answer>", "2", EXTRACT, True),
-        ("<answer>2</answer> no, <answer>1</answer>", "2", EXTRACT, False),
-        ("2", "2", EXTRACT, False),
-        ("<answer>two\nlines</answer>", "two\nlines", EXTRACT, True),
-        *(("", "5", {"mode": mode}, False) for mode in ("exact", "numeric", "regex", "math")),
-        ("1000002", "1000001", NUMERIC, False),
-        ("1000002", "1000001", NUMERIC | {"tolerance": 1e-6}, True),
-        ("0.333", "1/3", NUMERIC, False),
-        ("1001", "1000", NUMERIC | {"tolerance": 0.001}, True),
-        ("1002", "1000", NUMERIC | {"tolerance": 0.001}, False),
-        ("0.0005", "0", NUMERIC | {"tolerance": 0.001}, True),
-        ("yes", "(?i)YES|y", REGEX, True),
-        ("yes and no", "yes", REGEX, False),
-        ("x\ny", r"\Ax.y\Z", REGEX, True),
-    ],
-)
+@pytest.mark.parametrize(("text", "reference", "options", "is_right"), [
+    (" 46\n", "46", {}, True), ("46.", "46", {}, False), ("The answer is 46", "46", {}, False),
+    ("<answer>1</answer> no, <answer> 2 </answer>", "2", EXTRACT, True), ("2", "2", EXTRACT, False),
+    ("<answer>2</answer> no, <answer>1</answer>", "2", EXTRACT, False),
+    ("<answer>two\nlines</answer>", "two\nlines", EXTRACT, True),
+    *(("", "5", {"mode": mode}, False) for mode in ("exact", "numeric", "regex", "math")),
+    ("1000002", "1000001", NUMERIC, False), ("1000002", "1000001", NUMERIC | {"tolerance": 1e-6}, True),
+    ("0.333", "1/3", NUMERIC, False), ("1001", "1000", NUMERIC | {"tolerance": 0.001}, True),
+    ("1002", "1000", NUMERIC | {"tolerance": 0.001}, False), ("0.0005", "0", NUMERIC | {"tolerance": 0.001}, True),
+    ("yes", "(?i)YES|y", REGEX, True), ("yes and no", "yes", REGEX, False), ("x\ny", r"\Ax.y\Z", REGEX, True),
+])  # fmt: skip
 def test_an_answer_is_right_by_its_mode_and_options(text, reference, options, is_right):
     assert score(text, reference, **options) == is_right
 

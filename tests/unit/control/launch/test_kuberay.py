@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ pytest.importorskip("ray")
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler.v2.event_logger import AutoscalerEventLogger
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
-from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply, SchedulingRequest
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 from ray.core.generated.common_pb2 import LabelSelectorOperator
@@ -84,11 +85,6 @@ def test_the_entry_point_goes_on_with_the_run_of_the_config(config: RunConfig):
 # -- what Ray's autoscaler makes of it -----------------------------------------------------------------------------------
 
 
-def autoscaling() -> AutoscalingConfig:
-    resource = {"metadata": {"name": "asyncrl", "namespace": "default"}, "spec": CLUSTER}
-    return AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
-
-
 def gang(config: RunConfig, kinds: list[str]) -> GangResourceRequest:
     """A placement group as the launcher makes it, as the autoscaler sees it."""
     demand = GangResourceRequest()
@@ -101,26 +97,15 @@ def gang(config: RunConfig, kinds: list[str]) -> GangResourceRequest:
     return demand
 
 
-def answer(demands: list[GangResourceRequest]) -> SchedulingReply:
-    asked = autoscaling()
-    return ResourceDemandScheduler(AutoscalerEventLogger(_Silent())).schedule(
-        SchedulingRequest(
-            disable_launch_config_check=True,
-            node_type_configs=asked.get_node_type_configs(),
-            max_num_nodes=asked.get_max_num_nodes(),
-            gang_resource_requests=demands,
-        )
-    )
-
-
-class _Silent:
-    """Takes the autoscaler's events and forgets them."""
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *_args, **_named: None
-
-
-def launched(reply: SchedulingReply) -> dict[str, int]:
+def launched(demands: list[GangResourceRequest]) -> dict[str, int]:
+    """The nodes that the autoscaler would start, by group."""
+    resource = {"metadata": {"name": "asyncrl", "namespace": "default"}, "spec": CLUSTER}
+    asked = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
+    request = SchedulingRequest(
+        disable_launch_config_check=True, node_type_configs=asked.get_node_type_configs(),
+        max_num_nodes=asked.get_max_num_nodes(), gang_resource_requests=demands,
+    )  # fmt: skip
+    reply = ResourceDemandScheduler(AutoscalerEventLogger(Mock())).schedule(request)
     assert not reply.infeasible_gang_resource_requests
     return {request.instance_type: request.count for request in reply.to_launch}
 
@@ -130,7 +115,5 @@ def test_the_nodes_that_would_be_started_are_those_the_run_asks_for(config: RunC
     assert config.launch.elastic is not None
     begins_with = gang(config, [item.kind for item in plan_processes(config)])
     joining = [gang(config, ["generator"])] * (config.launch.elastic.max_generators - config.generate.num_workers)
-    assert launched(answer([begins_with])) == {"rewards": 1, "engine": 2, "trainer": 1}
-    assert launched(answer([begins_with, *joining])) == {"rewards": 1, "engine": 16, "trainer": 1}, (
-        "one GPU each, up to the bound"
-    )
+    assert launched([begins_with]) == {"rewards": 1, "engine": 2, "trainer": 1}
+    assert launched([begins_with, *joining]) == {"rewards": 1, "engine": 16, "trainer": 1}, "one GPU each, up to the bound"

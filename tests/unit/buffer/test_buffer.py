@@ -129,16 +129,12 @@ REMAX = {"algorithm": {"groups_per_step": 1, "group_size": 2, "advantage": "rema
 LONG = [make_sample(0, index, [3] * num) for index, num in enumerate((60, 61))]
 
 
-@pytest.mark.parametrize(
-    ("config", "samples", "reason"),
-    [
-        ({}, [], "1 or more samples"),
-        ({}, [_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
-        ({}, [_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
-        (PAIRS_OF_64, LONG, "have 125 tokens with their prompts, and a preference pair shares a row of 64"),
-        (REMAX, [_sample(0, 0), _sample(0, 1)], "member 2 of a group is its greedy baseline"),
-    ],
-)
+@pytest.mark.parametrize(("config", "samples", "reason"), [
+    ({}, [], "1 or more samples"), ({}, [_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
+    ({}, [_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
+    (PAIRS_OF_64, LONG, "have 125 tokens with their prompts, and a preference pair shares a row of 64"),
+    (REMAX, [_sample(0, 0), _sample(0, 1)], "member 2 of a group is its greedy baseline"),
+])  # fmt: skip
 def test_a_group_from_outside_that_is_wrong_is_refused_and_nothing_changes(tmp_path, config, samples, reason):
     with contextlib.closing(open_buffer(parse_config(config), tmp_path)) as buffer:
         receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
@@ -350,14 +346,10 @@ def test_payloads_go_with_the_group_that_is_dropped_or_fails_and_its_story_stays
     assert (story.sample, story.row.reward, story.group.reason) == (None, 1.0, "asked to")
 
 
-@pytest.mark.parametrize(
-    ("reference", "said"),
-    [
-        (b"", "brings no reference logprobs"),
-        (logprobs_to_bytes([-1.0]), "reference logprobs"),
-        (logprobs_to_bytes([-1.0, float("nan")]), "reference logprobs"),
-    ],
-)
+@pytest.mark.parametrize(("reference", "said"), [
+    (b"", "brings no reference logprobs"), (logprobs_to_bytes([-1.0]), "reference logprobs"),
+    (logprobs_to_bytes([-1.0, float("nan")]), "reference logprobs"),
+])  # fmt: skip
 def test_a_score_whose_reference_logprobs_do_not_fit_or_are_owed_fails_the_member(reopen, reference, said):
     buffer = reopen(algorithm=KL_ON_WORKER)
     group = _issue(buffer)

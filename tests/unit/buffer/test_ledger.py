@@ -12,25 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer.ledger import records as rec
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.buffer.ledger.records import (
-    FailureRecord,
-    ForgetRecord,
-    IssuedRecord,
-    MovedRecord,
-    SamplesRecord,
-    ScoresRecord,
-    StepParams,
-    TakenRecord,
-    TrainedRecord,
-)
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples, Score, Scores
 from tests.builders import make_sample, score_of
 
-PARAMS = StepParams(0, 4096, 1.0)
+PARAMS = rec.StepParams(0, 4096, 1.0)
 
 
 def _sample(group_id, index=0):
@@ -39,11 +29,11 @@ def _sample(group_id, index=0):
 
 def _ready(group_id, now=1.0):
     return [
-        IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, 1, now),
-        SamplesRecord(Samples.of([_sample(group_id)]), (((0, 3),),), now),
-        ScoresRecord(score_of(group_id, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
-        MovedRecord(group_id, "running", "scoring", "", now),
-        MovedRecord(group_id, "scoring", "ready", "", now),
+        rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, 1, now),
+        rec.SamplesRecord(Samples.of([_sample(group_id)]), (((0, 3),),), now),
+        rec.ScoresRecord(score_of(group_id, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
+        rec.MovedRecord(group_id, "running", "scoring", "", now),
+        rec.MovedRecord(group_id, "scoring", "ready", "", now),
     ]
 
 
@@ -74,7 +64,7 @@ def test_forgotten_payloads_are_gone_their_file_too_once_no_row_points_into_it_a
     for group_id in range(3):
         ledger.write(_ready(group_id))
         ledger.sync()
-    ledger.write([TakenRecord(0, (0,), PARAMS, 0, 2.0), TrainedRecord(0, (0,), 3.0), ForgetRecord(1)])
+    ledger.write([rec.TakenRecord(0, (0,), PARAMS, 0, 2.0), rec.TrainedRecord(0, (0,), 3.0), rec.ForgetRecord(1)])
     with pytest.raises(LedgerError, match="payloads of group 0 are gone"):
         ledger.load_groups([0])
     ledger.close()
@@ -100,15 +90,15 @@ def test_a_step_of_short_samples_writes_a_megabyte_at_most_and_the_log_stays_sho
             members = [make_sample(group_id, index, [5, 6, 7, 8], versions=step) for index in range(4)]
             scores = Scores(group_id, 0, tuple(Score(index, 1.0, {"match": 1.0}) for index in range(4)), "r0")
             ledger.write([
-                IssuedRecord(group_id, Prompt(f"p{group_id}", text="1 + 1 =", answer="2"), "g0", step, 4, 1.0),
-                SamplesRecord(Samples.of(members), (((step, 4),),) * 4, 1.0),
-                ScoresRecord(scores, 1.0),
-                MovedRecord(group_id, "running", "scoring", "", 1.0),
-                MovedRecord(group_id, "scoring", "ready", "", 1.0),
+                rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1 + 1 =", answer="2"), "g0", step, 4, 1.0),
+                rec.SamplesRecord(Samples.of(members), (((step, 4),),) * 4, 1.0),
+                rec.ScoresRecord(scores, 1.0),
+                rec.MovedRecord(group_id, "running", "scoring", "", 1.0),
+                rec.MovedRecord(group_id, "scoring", "ready", "", 1.0),
             ])
             if group_id % 2:
                 ledger.sync()
-        ledger.write([TakenRecord(step, group_ids, PARAMS, 0, 1.0), TrainedRecord(step, group_ids, 1.0)])
+        ledger.write([rec.TakenRecord(step, group_ids, PARAMS, 0, 1.0), rec.TrainedRecord(step, group_ids, 1.0)])
         longest = max(longest, path.with_name(f"{path.name}-wal").stat().st_size)
     ledger.close()
     assert (_written_bytes() - before) / num_steps <= 1e6
@@ -120,21 +110,16 @@ def test_long_samples_are_written_twice_at_most(path):
     for group_id in range(50):
         members = Samples.of([make_sample(group_id, index, range(1000)) for index in range(8)])
         payload += len(encode(members))
-        issued = IssuedRecord(group_id, Prompt(f"p{group_id}"), "g0", 0, 8, 1.0)
-        ledger.write([issued, SamplesRecord(members, (((0, 1000),),) * 8, 1.0)])
+        issued = rec.IssuedRecord(group_id, Prompt(f"p{group_id}"), "g0", 0, 8, 1.0)
+        ledger.write([issued, rec.SamplesRecord(members, (((0, 1000),),) * 8, 1.0)])
         ledger.sync()
     ledger.close()
     assert _written_bytes() - before <= 2 * payload
 
 
-def test_a_second_run_on_the_same_folder_is_refused(path, ledger):
+def test_a_second_run_on_the_same_folder_and_one_of_another_config_are_refused(path, ledger):
     with pytest.raises(LedgerError, match=r"in use by another run \(process \d+\)"):
         SqliteLedger(path)
-    ledger.close()
-    SqliteLedger(path).close()
-
-
-def test_a_ledger_of_another_config_is_refused(path, ledger):
     ledger.close()
     with pytest.raises(LedgerError, match="made with group_size = 1, this run has 4"):
         SqliteLedger(path, identity={"group_size": "4"})
@@ -173,9 +158,9 @@ def test_on_a_full_disk_a_commit_fails_whole_and_what_was_committed_is_there_onc
 @pytest.mark.parametrize(
     "record",
     [
-        TakenRecord(0, (), PARAMS, 0, 1.0),
-        IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
-        FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
+        rec.TakenRecord(0, (), PARAMS, 0, 1.0),
+        rec.IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
+        rec.FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
     ],
     ids=["a step twice", "text", "number"],
 )
@@ -239,8 +224,8 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
 def test_a_reader_answers_while_a_run_writes(path, ledger):
     for group_id in range(3):
         ledger.write(_ready(group_id, now=float(group_id)))
-    ledger.write([IssuedRecord(3, Prompt("p0"), "g1", 2, 2, 5.0, replaces=0, cursor=4)])
-    ledger.write([FailureRecord(3, 1, 0, "reward", "raised", 6.0), TakenRecord(0, (0, 1), PARAMS, 1, 7.0)])
+    ledger.write([rec.IssuedRecord(3, Prompt("p0"), "g1", 2, 2, 5.0, replaces=0, cursor=4)])
+    ledger.write([rec.FailureRecord(3, 1, 0, "reward", "raised", 6.0), rec.TakenRecord(0, (0, 1), PARAMS, 1, 7.0)])
     ledger.sync()
     with LedgerReader(path.parent) as reader:
         assert {count.state: count.groups for count in reader.counts()} == {"ready": 1, "running": 1, "taken": 2}

@@ -38,16 +38,12 @@ def test_a_sample_too_long_for_a_row_is_refused():
     assert _examine(GOOD, max_tokens=4) == ["5 tokens with its prompt; at most 4 fit into a row (packing.tokens_per_row)"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [{}, {"versions": ids_to_bytes([2, 2, 2])}, {"loss_mask": bytes([1, 0, 1])}],
-        [{"versions": ids_to_bytes([2, 2, 2])}, {"versions": ids_to_bytes([2, 2, 2])}],
-        [{}, {"token_ids": ids_to_bytes([3, -4, 5])}, {}],
-        [{}, {"logprobs": logprobs_to_bytes([0.0, float("nan"), 0.0])}, {}],
-        [{}, {"versions": ids_to_bytes([1, 1, 3])}, {}],
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    [{}, {"versions": ids_to_bytes([2, 2, 2])}, {"loss_mask": bytes([1, 0, 1])}],
+    [{"versions": ids_to_bytes([2, 2, 2])}, {"versions": ids_to_bytes([2, 2, 2])}],
+    [{}, {"token_ids": ids_to_bytes([3, -4, 5])}, {}], [{}, {"logprobs": logprobs_to_bytes([0.0, float("nan"), 0.0])}, {}],
+    [{}, {"versions": ids_to_bytes([1, 1, 3])}, {}],
+])  # fmt: skip
 def test_samples_looked_at_together_are_told_what_each_is_told_alone(changes):
     samples = [msgspec.structs.replace(GOOD, **change) for change in changes]
     assert _examine(*samples, max_tokens=5) == [_examine(sample, max_tokens=5)[0] for sample in samples]

@@ -108,17 +108,14 @@ def test_a_config_built_in_python_is_checked_too():
         resolve_config(config)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["num_steps=abc"], "--set num_steps=abc: Expected"),
-        (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1: "),
-        (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers: "),
-        ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1: "),
-        (["name.first=1"], "--set name.first=1: name is not a table"),
-        *(([given], f"--set takes a.b=value, got '{given}'") for given in ("novalue", "=3", "a..b=1")),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["num_steps=abc"], "--set num_steps=abc: Expected"),
+    (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1: "),
+    (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers: "),
+    ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1: "),
+    (["name.first=1"], "--set name.first=1: name is not a table"),
+    *(([given], f"--set takes a.b=value, got '{given}'") for given in ("novalue", "=3", "a..b=1")),
+])  # fmt: skip
 def test_a_wrong_override_is_named_as_it_was_given(overrides, said):
     with pytest.raises(ConfigError) as refused:
         resolve_config({"name": "x"}, overrides)
@@ -167,19 +164,6 @@ def test_a_device_that_there_is_none_of_is_refused(device):
     for given in (f"learner.device={device!r}", f"inference.device={device!r}", engine):
         with pytest.raises(ConfigError, match=r"^--set .*Expected `str` matching regex"):
             resolve_config({}, [given])
-
-
-def test_a_preset_merges_tables_and_replaces_those_that_name_their_kind(tmp_path):
-    base, preset = tmp_path / "base.toml", tmp_path / "preset.toml"
-    base.write_text(
-        "num_steps = 7\n[algorithm]\ndual_clip = 3.0\nkind = 'policy'\n[learner]\nlearning_rate = 0.5\nwarmup_steps = 3\n"
-    )
-    preset.write_text("[algorithm]\nkind = 'policy'\nloss = 'gspo'\n[learner]\nlearning_rate = 0.25\n")
-
-    config = load_config(base, ["algorithm.clip_low=0.1"], presets=[preset])
-
-    assert (config.num_steps, config.learner.learning_rate, config.learner.warmup_steps) == (7, 0.25, 3)
-    assert (config.algorithm.loss, config.algorithm.dual_clip, config.algorithm.clip_low) == ("gspo", None, 0.1)
 
 
 def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():

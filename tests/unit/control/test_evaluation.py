@@ -21,14 +21,11 @@ def report_of(verdicts, functions=None, **changes):
     return evaluation.report(1.0)
 
 
-def test_a_right_answer_counts_though_it_is_punished_for_its_length_and_a_model_dislikes_it():
+def test_a_right_answer_counts_though_it_is_punished_and_a_model_dislikes_it():
     functions = [{"kind": "answer_match", "name": "right"}, LONG]
     verdicts = [(-2.5, {"right": 1.0, "overlong": -0.5, "taste": -3.0}), (4.0, {"right": 0.0, "overlong": 0.0, "taste": 4.0})]
     report = report_of(verdicts, functions, **MODEL)
     assert (report.accuracy, report.reward_mean) == (0.5, 0.75)
-
-
-def test_a_function_with_a_weight_under_zero_is_a_penalty():
     functions = [{"kind": "answer_match"}, {"kind": "python", "path": "rewards:rude", "weight": -0.5}]
     assert report_of([(0.5, {"answer_match": 1.0, "python": 1.0})], functions).accuracy == 1.0
 

@@ -31,19 +31,13 @@ def _medium(**medium: object):
     return _config(broadcast={"medium": medium})
 
 
-@pytest.mark.parametrize(
-    ("medium", "shares_folder", "reason"),
-    [
-        ({"kind": "shared_memory"}, True, "the run's own machine only"),
-        ({"kind": "files"}, False, "the run's folder, which is not here"),
-        ({"kind": "files"}, True, ""),
-        ({"kind": "files", "folder": "/shared"}, False, ""),
-        ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
-        ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""),
-        ({"kind": "gloo"}, True, "127.0.0.1, which only"),
-        ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
-    ],
-)
+@pytest.mark.parametrize(("medium", "shares_folder", "reason"), [
+    ({"kind": "shared_memory"}, True, "the run's own machine only"),
+    ({"kind": "files"}, False, "the run's folder, which is not here"), ({"kind": "files"}, True, ""),
+    ({"kind": "files", "folder": "/shared"}, False, ""), ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
+    ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""), ({"kind": "gloo"}, True, "127.0.0.1, which only"),
+    ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
+])  # fmt: skip
 def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_folder, reason):
     why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
     assert reason in why

@@ -28,17 +28,13 @@ def test_what_cannot_travel_is_named():
         encode(Heartbeat("x", 0.0, gauges={"depth": object()}))
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        *(b"", b"\xc1", b"\xc0", b"\x91" * 100_000, b"\x81\xa4type\xa2\xff\xfe"),
-        *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"),
-        msgspec.msgpack.encode({"type": "of_another_world"}),
-        msgspec.msgpack.encode({"type": "pause"}) + b"\x00",
-        msgspec.msgpack.encode({"type": "abort_group", "group_id": "17"}),
-        msgspec.msgpack.encode({"type": "shutdown", "reason": b"bytes"}),
-    ],
-)
+@pytest.mark.parametrize("frame", [
+    *(b"", b"\xc1", b"\xc0", b"\x91" * 100_000, b"\x81\xa4type\xa2\xff\xfe"),
+    *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"),
+    msgspec.msgpack.encode({"type": "of_another_world"}), msgspec.msgpack.encode({"type": "pause"}) + b"\x00",
+    msgspec.msgpack.encode({"type": "abort_group", "group_id": "17"}),
+    msgspec.msgpack.encode({"type": "shutdown", "reason": b"bytes"}),
+])  # fmt: skip
 def test_bytes_that_are_no_message_raise_codec_error(frame):
     with pytest.raises(CodecError):
         decode(frame)

@@ -50,23 +50,18 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path):
         build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl")), 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "fields", "message"),
-    [
-        ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
-        ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
-        ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
-        ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
-        ('{"question": "a", "answer": "b"}', {"answer_regex": "#### (.+)"}, r"a.jsonl:1: task.answer_regex .* in 'b'"),
-        ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
-        ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
-        ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"),
-        ("\n \n", {}, "holds no problems"),
-        ("[" * 100_000, {}, r"a.jsonl:1: not JSON"),
-        ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
-        ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fields", "message"), [
+    ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
+    ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
+    ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
+    ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "#### (.+)"}, r"a.jsonl:1: task.answer_regex .* in 'b'"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
+    ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"), ("\n \n", {}, "holds no problems"),
+    ("[" * 100_000, {}, r"a.jsonl:1: not JSON"), ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
+    ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
+])  # fmt: skip
 def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):

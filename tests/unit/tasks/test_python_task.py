@@ -25,14 +25,10 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed():
     assert build_task(PythonTask(path="my_colours:colours"), 7).train[0].prompt_id == "c7"
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("my_colours:number", "no function 'number'"),
-        ("my_colours:wrong", "must return .*TaskData, got list"),
-        ("my_colours:nothing", "no prompts"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("my_colours:number", "no function 'number'"), ("my_colours:wrong", "must return .*TaskData, got list"),
+    ("my_colours:nothing", "no prompts"),
+])  # fmt: skip
 def test_what_is_not_a_task_is_refused(path, message):
     with pytest.raises(ConfigError, match=message):
         build_task(PythonTask(path=path), 0)

@@ -17,15 +17,10 @@ from asyncrl.transport.protocol import Lane
 WATCH = "from asyncrl.control.launch.process_main import watch_parent, ignore_interrupts\nimport os, signal, time\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_fatal"),
-    [
-        (ConfigError("no such file"), True),
-        (LearnerError("the loss is not finite"), True),
-        (ResidencyError("no room"), False),
-        (ExceptionGroup("tasks", [ExceptionGroup("more", [ResidencyError("no room"), ConfigError("no such file")])]), True),
-    ],
-)
+@pytest.mark.parametrize(("error", "is_fatal"), [
+    (ConfigError("no such file"), True), (LearnerError("the loss is not finite"), True), (ResidencyError("no room"), False),
+    (ExceptionGroup("tasks", [ExceptionGroup("more", [ResidencyError("no room"), ConfigError("no such file")])]), True),
+])  # fmt: skip
 async def test_a_fault_is_fatal_where_a_new_start_would_not_help(error, is_fatal):
     async def work() -> None:
         raise error

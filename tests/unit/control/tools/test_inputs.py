@@ -39,17 +39,14 @@ def written(folder, text):
     return path
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
-        (("def score(prompt, text)", "def score(text)"), r"reward path .* is called with \(prompt, text\) and takes \(text\)"),
-        (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
-        (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
-        (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
-        (("print(", "import os; os._exit(0) or ("), "ended the process with exit code 0 and no answer: it said nothing"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
+    (("def score(prompt, text)", "def score(text)"), r"reward path .* is called with \(prompt, text\) and takes \(text\)"),
+    (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
+    (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
+    (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
+    (("print(", "import os; os._exit(0) or ("), "ended the process with exit code 0 and no answer: it said nothing"),
+])  # fmt: skip
 def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):
     config = config_of(written(tmp_path, GOOD.replace(*wrong)))
     with pytest.raises(ConfigError, match=message):
@@ -99,10 +96,9 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [(None, "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json")],
-)
+@pytest.mark.parametrize(("files", "said"), [
+    (None, "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json"),
+])  # fmt: skip
 def test_a_dry_run_looks_into_the_model_s_folder(tmp_path, files, said):
     folder = tmp_path / "m"
     for name in files or []:

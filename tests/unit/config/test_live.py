@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings, write_revision
-from asyncrl.config.load import load_config, parse_config, resolve_config
+from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings
+from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
 
 CONFIG = parse_config({"algorithm": {"kl": {"coefficient": 0.01}}})
@@ -46,14 +46,3 @@ def test_what_cannot_change_or_is_not_allowed_is_refused(settings, values, said)
 def test_an_alarm_is_switched_by_its_name():
     new, _ = changed(CONFIG, {"observe.alarms.reward.dead": "off"})
     assert new.observe.alarms == {"reward.dead": "off"}
-
-
-def test_a_revision_keeps_the_one_before(tmp_path):
-    (tmp_path / "config.toml").write_text("# chosen\nnum_steps = 5\n")
-    for revision, steps in enumerate((6, 7)):
-        new = resolve_config(tmp_path / "config.toml", {"num_steps": steps})
-        write_revision(tmp_path, revision, new, f"to {steps}")
-    assert load_config(tmp_path / "config.toml").num_steps == 7
-    assert [load_config(tmp_path / "revisions" / f"{number}.toml").num_steps for number in (0, 1)] == [5, 6]
-    heading = (tmp_path / "config.toml").read_text().splitlines()[:3]
-    assert heading == ["# chosen", "# revision 1 to 6", "# revision 2 to 7"]

@@ -143,11 +143,6 @@ def test_what_is_switched_off_is_not_raised():
     assert {alarm.rule for alarm in raised(steps, switched_off=["off_policy.lost"])} == {"off_policy.ess"}
 
 
-def test_rewards_that_are_equal_from_the_start_are_told():
-    steps = [report(step, 0.0, **{"reward/max": 0.0, "reward/zero_spread_fraction": 1.0}) for step in range(5)]
-    assert "reward.equal" in {alarm.rule for alarm in raised(steps)}
-
-
 def test_steps_without_metrics_raise_nothing():
     bare = [StepReport(step=step, version=step + 1, time_s=step, reward_mean=0.5) for step in range(60)]
     assert raised(bare) == []

@@ -60,14 +60,6 @@ def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
     assert list(score_together(rewards, [(SAMPLE, ())] * 2, resolve)) == [(0.5, {"bad": 0.5})] * 2
 
 
-def test_user_function_gets_prompt_and_text():
-    reward = build_reward(PythonReward(path="difflib:get_close_matches"))
-    with pytest.raises(TypeError):  # (word, possibilities) is called with (Prompt, str)
-        reward(SAMPLE)
-    reward = build_reward(PythonReward(path="operator:ne"))
-    assert reward(SAMPLE) is True
-
-
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):
     module = "def score_batch(prompts, texts):\n    return [float(p.columns['city'] == t) for p, t in zip(prompts, texts)]\n"
     (tmp_path / "rewards_of_columns.py").write_text(module)

@@ -20,15 +20,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_everything_is_there_again(folder):
-    with contextlib.closing(Records(folder)) as records:
-        assert records.runs["a"].tags == ("x",)
-        assert records.tokens["me"].role == "viewer"
-        assert records.answer("key").run == "a"
-        assert [event.kind for event in records.events(after=0)] == ["started"]
-        assert records.events(after=1) == []
-
-
 @pytest.mark.parametrize("damage", [b"", b"not a database" * 1000, None])
 def test_runs_are_found_again_from_their_folders(folder, damage, caplog):
     path = folder / DATABASE

@@ -278,22 +278,17 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
 
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_checkpoint_that_comes_damaged_is_refused(tmp_path, cut):
-    async def machine(_):
-        return json_response({})
+    async def answer(request):
+        return json_response({}) if request.path == "/v1/machine" else web.Response(body=archive.getvalue())
 
     app, archive = web.Application(), io.BytesIO()
+    app.router.add_get("/{any:.*}", answer)
     with tarfile.open(fileobj=archive, mode="w") as opened:
         for name, content in (("model.safetensors", b"wrong"), ("SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")):
             entry = tarfile.TarInfo(f"step-000001/{name}")
             entry.size = len(content)
             if not (cut and name == "SHA256SUMS"):
                 opened.addfile(entry, io.BytesIO(content))
-
-    async def send(_):
-        return web.Response(body=archive.getvalue())
-
-    app.router.add_get("/v1/machine", machine)
-    app.router.add_get("/v1/runs/r/checkpoints/newest", send)
     async with TestServer(app) as there, Server(str(there.make_url("")), "token") as server:
         with pytest.raises(RunError, match=r"damaged \(model.safetensors\)"):
             await server.download("r", tmp_path / "into")

@@ -91,7 +91,7 @@ def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
 
 
 @pytest.mark.parametrize(("raw", "message"), [
-    ({"buffer": {"max_stalenes": 1}}, "unknown field `max_stalenes`; known are .*max_staleness"),
+    ({"buffer": {"max_stalenes": 1}}, "unknown field `max_stalenes` .*; known are .*max_staleness"),
     ({"buffer": {"max_staleness": -1}}, "max_staleness"), ({"learner": {"lora": {"rank": 0}}}, "rank"),
     ({"task": {"kind": "additon"}}, "known are addition, reasoning_gym, jsonl"),
     ({"algorithm": {"aggregation": "token_mean"}}, "known are .*token-mean"),

@@ -40,7 +40,7 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
     if family not in NO_REFERENCE:
         assert score(entry, reference) == 1.0
     candidates = " ".join(map(str, range(30)))
-    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5, 6)]
+    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5)]
     for junk in (
         *("nan", "inf", "0", "1", "-1", "[]", "{}", "()", "[0]", "[[]]", '{"a": 1}', "True", "yes", "*", "?"),
         *(f"{reference} or {other}" for other in others),

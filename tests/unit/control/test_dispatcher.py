@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
@@ -16,7 +17,6 @@ from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import (
-    GroupWork,
     InferResult,
     Prompt,
     SampleFailure,
@@ -80,17 +80,17 @@ class Bench:
             self.dispatcher.take_answers([score_of(work.group_id, index, reward)])
 
 
-async def _works(far, count: int) -> list[GroupWork]:
-    works = []
+async def _received(far, count: int) -> list[Any]:
+    messages: list[Any] = []
     async with asyncio.timeout(30):
-        while len(works) < count:
-            works.append((await far.receive()).message)
-    return works
+        while len(messages) < count:
+            messages.append((await far.receive()).message)
+    return messages
 
 
 async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
     bench = Bench()
-    work, other, *_ = await _works(await bench.with_generator(), 4)
+    work, other, *_ = await _received(await bench.with_generator(), 4)
     sample, held = answer_to(work, 0), bench.buffer.state.pool.members_on
     assert bench.dispatcher.take_samples([sample], "generator-0") == [sample]
     failure = SampleFailure(other.group_id, 0, other.attempt, "generate", "no room")
@@ -105,7 +105,7 @@ async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
 async def test_a_generator_is_told_to_stop_at_a_group_that_is_over_and_its_members_free_their_slots():
     bench = Bench()
     far = await bench.with_generator()
-    (work,) = await _works(far, 1)
+    (work,) = await _received(far, 1)
     bench.dispatcher.release([work.group_id])
     assert (await asyncio.wait_for(far.receive(Lane.CONTROL), 30)).message == AbortGroup(work.group_id)
     members = bench.buffer.state.pool.members_on("generator-0")
@@ -120,16 +120,16 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     bench.dispatcher.hold(groups=True, evaluation=False)
     bench.dispatcher.evaluation = evaluation = Evaluation(bench.config, [Prompt(name, answer="46") for name in "abcd"], 0, 0.0)
     reward, _ = await bench.join("reward", "reward-0")
-    await _works(await bench.with_generator(), 4)
+    await _received(await bench.with_generator(), 4)
     bench.peers.remove(bench.peers.get("generator-0"))
     bench.dispatcher.generator_dead("generator-0")
-    beyond, *works = await _works(await bench.with_generator("generator-1"), 4)
+    beyond, *works = await _received(await bench.with_generator("generator-1"), 4)
     assert (beyond.purpose, beyond.group_id < 0) == ("eval", True)
     bench.dispatcher.take_samples([answer_to(beyond, token_ids=ids_to_bytes([3, 500]))], "generator-1")
     verdicts = ((math.nan, {}), (1.0, {"answer_match": math.inf}), (1.0, {"answer_match": 1.0}))
     for work, verdict in zip(works, verdicts, strict=True):
         bench.dispatcher.take_samples([answer_to(work)], "generator-1")
-        bench.dispatcher.take_answers([_score(await _next(reward), *verdict)])
+        bench.dispatcher.take_answers([_score(*await _received(reward, 1), *verdict)])
     assert evaluation.done
     assert (evaluation.report(1.0).num_samples, evaluation.report(1.0).accuracy) == (4, 0.25)
     assert bench.dispatcher.refused_samples == 1
@@ -137,21 +137,17 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     assert bench.buffer.counts().issued == 0
 
 
-async def _next(far):
-    return (await asyncio.wait_for(far.receive(), 30)).message
-
-
 async def test_rules_and_models_are_asked_at_once_and_the_group_is_ready_when_both_have_answered():
     judge = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}
     reference = {"kl": {}, "reference": {"where": "worker"}}
     bench = Bench(reference, inference=judge, generate={"sampling": {"temperature": 0.7}})
-    (work,) = await _works(await bench.with_generator(), 1)
+    (work,) = await _received(await bench.with_generator(), 1)
     reward, _ = await bench.join("reward", "reward-0")
     inference, _ = await bench.join("inference", "inference-0")
     for index in work.indices:
         sample = answer_to(work, index)
         bench.dispatcher.take_samples([sample], "generator-0")
-        rules, models = await _next(reward), await _next(inference)
+        (rules,), (models,) = await _received(reward, 1), await _received(inference, 1)
         assert (models.prompt_ids, models.token_ids, models.temperature) == (sample.prompt_ids, sample.token_ids, 0.7)
         assert bench.dispatcher.take_answers([_score(rules)]) == []
         about = models.group_id, models.index, models.attempt, logprobs_to_bytes([-0.3, -0.4])
@@ -168,7 +164,7 @@ async def test_when_nothing_has_spread_groups_are_trained_all_the_same_and_the_r
     far = await bench.with_generator()
     with caplog.at_level(logging.WARNING):
         for _ in range(4 * B):
-            bench.answer((await _works(far, 1))[0], [1.0, 1.0])
+            bench.answer((await _received(far, 1))[0], [1.0, 1.0])
     assert (bench.buffer.counts().dropped, bench.buffer.counts().ready) == ({"no spread": 3 * B}, B)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "6 groups in a row taught nothing (no spread)" in message
@@ -180,7 +176,7 @@ async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multipl
     far = await bench.with_generator()
     with caplog.at_level(logging.WARNING):
         for _ in range(6 * B):
-            bench.answer((await _works(far, 1))[0], [1.0, 1.0])
+            bench.answer((await _received(far, 1))[0], [1.0, 1.0])
     assert bench.buffer.counts().dropped == {"no pair": 6 * B}
     assert [record.args[0].partition(":")[2] for record in caplog.records] == [
         " 6 in a row had none and were dropped",
@@ -189,5 +185,5 @@ async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multipl
     for knob in ("algorithm.preference", "algorithm.group_size", "generate.sampling.temperature", "stall_timeout_s"):
         assert knob in caplog.records[0].getMessage()
     assert bench.dispatcher.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"
-    bench.answer((await _works(far, 1))[0], [0.0, 1.0])
+    bench.answer((await _received(far, 1))[0], [0.0, 1.0])
     assert (bench.dispatcher.fruitless, bench.buffer.counts().ready) == ("", 1)

@@ -40,19 +40,16 @@ async def followed(run: PlayedRun, *, plain: bool) -> str:
     return out.getvalue()
 
 
-async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> None:
+async def test_a_pipe_gets_one_line_a_step_and_the_outcome_and_a_terminal_the_panel(run_folder: Path) -> None:
     lines = (await followed(PlayedRun(run_folder), plain=True)).splitlines()
     assert sum(line.startswith("step ") for line in lines) == 60
     assert "held-out accuracy 0.270 (version 0) -> 0.840 (version 60), 256 samples each" in lines
     assert f"reward      {run_folder / 'reward.png'}" in lines
     assert "checkpoint  checkpoints/step-000060" in lines
     assert lines[-1] == "stopped"
-
-
-async def test_terminal_gets_the_panel(run_folder: Path) -> None:
-    out = await followed(PlayedRun(run_folder), plain=False)
-    assert "played [one]" in out
-    assert "staleness" in out
+    panel = await followed(PlayedRun(run_folder), plain=False)
+    assert "played [one]" in panel
+    assert "staleness" in panel
 
 
 async def test_panel_says_who_waits_and_fits_its_width(run_folder: Path) -> None:

@@ -60,7 +60,9 @@ def test_back_off_doubles_with_each_death_in_the_window_and_is_bounded() -> None
 
 def test_one_death_too_many_names_processes_codes_and_log() -> None:
     told = Told().up()
-    told(ev.ProcessExited("generator-0", -9, 1), ev.ProcessStarted("generator-0", 2))
+    dead, *_ = told(ev.ProcessExited("generator-0", -9, 1), ev.ProcessStarted("generator-0", 2))
+    assert isinstance(dead, ev.AnnounceDead)
+    assert "out of memory" in dead.reason
     told(ev.ProcessExited("learner", 1, 1), ev.ProcessStarted("learner", 2))
     told(ev.ProcessExited("learner", 1, 2), ev.ProcessStarted("learner", 3))
     *_, end = told(ev.ProcessExited("learner", 1, 3))
@@ -69,13 +71,6 @@ def test_one_death_too_many_names_processes_codes_and_log() -> None:
         reason="4 deaths within 100 s, allowed are 3 (supervision.max_deaths): learner ended with code 1, code 1, code 1; "
         "generator-0 ended with signal 9; the last: learner exited with code 1; see RUN/logs/learner.log",
     )
-
-
-def test_a_killed_process_may_have_met_the_end_of_memory() -> None:
-    told = Told().up()
-    dead = told(ev.ProcessExited("generator-0", -9, 1))[0]
-    assert isinstance(dead, ev.AnnounceDead)
-    assert "out of memory" in dead.reason
 
 
 def beating(told: Told, seconds: int, *names: str) -> list[ev.Instruction]:

@@ -53,14 +53,6 @@ def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):
         describe(config)
 
 
-async def test_a_run_with_a_fault_leaves_no_folder_behind(tmp_path):
-    config = config_of(written(tmp_path, "def task(seed): ..."), folder=str(tmp_path), name="faulty")
-    with pytest.raises(ConfigError, match="has no function 'score'"):
-        async with Run(config):
-            pass
-    assert not (tmp_path / "faulty").exists()
-
-
 async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_names_it(tmp_path):
     task = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
     config = parse_config({"task": task, "folder": str(tmp_path), "name": "early"})

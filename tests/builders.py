@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 
 from asyncrl.buffer.payloads import Receipt
 from asyncrl.errors import AsyncRLError
+from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import GroupWork, Sample, Samples, Score, Scores, ids_to_bytes, logprobs_to_bytes
@@ -114,6 +116,13 @@ async def outcome_of(running: Awaitable[object]) -> AsyncRLError | None:
     except AsyncRLError as error:
         return error
     return None
+
+
+def write_rows(path: Path, *rows: msgspec.Struct) -> None:
+    """Append rows to a file of JSON lines, as a run does."""
+    file: JsonLines[msgspec.Struct] = JsonLines(path)
+    file.write(*rows)
+    file.close()
 
 
 def laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

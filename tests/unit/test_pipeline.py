@@ -27,14 +27,10 @@ def folders(monkeypatch):
         yield lambda: os.listdir(parent)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({}, IsADirectoryError),
-        ({"transport": {"kind": "tcp", "host": "192.0.2.1"}}, TransportError),
-        ({"observe": {"wandb": "offline"}}, ConfigError),
-    ],
-)
+@pytest.mark.parametrize(("settings", "error"), [
+    ({}, IsADirectoryError), ({"transport": {"kind": "tcp", "host": "192.0.2.1"}}, TransportError),
+    ({"observe": {"wandb": "offline"}}, ConfigError),
+])  # fmt: skip
 async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(tmp_path, monkeypatch, folders, settings, error):
     config = parse_config({**FAKE, **settings})
     if error is IsADirectoryError:

@@ -12,16 +12,17 @@ from asyncrl.buffer.events import ScoreMembers
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.buffer.open import open_buffer
-from asyncrl.buffer.payloads import TakenStep, Waiting
+from asyncrl.buffer.payloads import TakenStep
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.schema.samples import Prompt, SampleFailure, Samples, ids_to_bytes, logprobs_to_bytes
 from tests.builders import make_sample, outcome, score_of
 
 
-def _config(algorithm=None, **buffer):
+def _config(algorithm=None, learner=None, **buffer):
     return parse_config({
         "algorithm": {"groups_per_step": 1, "group_size": 2, **(algorithm or {})},
+        "learner": learner or {},
         "buffer": {"max_staleness": 1, "min_group_members": 1, **buffer},
     })
 
@@ -89,16 +90,6 @@ def test_everything_is_acknowledged_after_it_is_committed_and_repeats_too(buffer
     assert acknowledged == ["sample", "score", "sample", "score", "failure", "stranger", "taken", "trained"]
 
 
-def test_an_invalid_sample_fails_its_member_and_the_group_goes_on(buffer):
-    group = _issue(buffer)
-    receipt = buffer.add_samples([_samples(group, 0, logprobs=b"")], 1.0)[0]
-    assert outcome(receipt) == "refused"
-    assert receipt.refused[0].startswith("invalid sample from g0: 2 tokens, but 2, 0, 2 token ids, logprobs")
-    _finish(buffer, group)
-    taken = buffer.take(0, 2.0)
-    assert [m.sample.index for m in taken.groups[0].members] == [1]
-
-
 @pytest.mark.parametrize("late", ["failure", "invalid sample"])
 def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_another_generates(buffer, late):
     group = _issue(buffer)
@@ -106,12 +97,10 @@ def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_anot
     order = buffer.reissue(group, "g1", 0, 2.0)
     acknowledged = []
     if late == "failure":
-        failure = SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens")
-        receipt = buffer.add_failure(failure, 3.0)
-        buffer.when_committed(lambda: acknowledged.append(late))
+        receipt = buffer.add_failure(SampleFailure(group, 0, 0, "generate", "aborted after 3 tokens"), 3.0)
     else:
         receipt = buffer.add_samples([_samples(group, 0, logprobs=b"")], 3.0)[0]
-        buffer.when_committed(lambda: acknowledged.append(late))
+    buffer.when_committed(lambda: acknowledged.append(late))
     assert outcome(receipt) == ("duplicate" if late == "failure" else "refused")
     assert not receipt.instructions
     assert buffer.state.groups[group].pending == (0, 1)
@@ -127,27 +116,30 @@ def test_a_group_from_outside_is_checked_scored_and_taken(buffer):
     assert (outcome(receipt), receipt.group_id) == ("stored", 0)
     for asked in buffer.state.unscored():
         buffer.add_scores([score_of(asked.group_id, index) for index in asked.indices], 2.0)
-    taken = buffer.take(0, 3.0)
-    assert [(m.sample.group_id, m.sample.index, m.sample.generator) for m in taken.groups[0].members] == [
-        (0, 0, "notebook"),
-        (0, 1, "notebook"),
-        (0, 2, "notebook"),
-    ]
+    taken = [member.sample for member in buffer.take(0, 3.0).groups[0].members]
+    assert [(one.group_id, one.index, one.generator) for one in taken] == [(0, index, "notebook") for index in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("samples", "reason"),
-    [
-        ([], "1 or more samples"),
-        ([_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
-        ([_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
-    ],
-)
-def test_a_group_from_outside_that_is_wrong_is_refused_and_nothing_changes(buffer, samples, reason):
-    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
-    assert outcome(receipt) == "refused"
-    assert reason in receipt.refused[0]
-    assert buffer.counts().issued == 0
+PAIRS_OF_64 = {
+    "algorithm": {"kind": "dpo", "groups_per_step": 1, "group_size": 2},
+    "generate": {"engine": {"kind": "fake", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 8}},
+    "packing": {"tokens_per_row": 64},
+}
+REMAX = {"algorithm": {"groups_per_step": 1, "group_size": 2, "advantage": "remax"}}
+LONG = [make_sample(0, index, [3] * num) for index, num in enumerate((60, 61))]
+
+
+@pytest.mark.parametrize(("config", "samples", "reason"), [
+    ({}, [], "1 or more samples"), ({}, [_sample(0, 0), _sample(0, 1, prompt_ids=ids_to_bytes([9]))], "of one prompt"),
+    ({}, [_sample(0, 0, version=3)], "only 0 to 0 were ever published"),
+    (PAIRS_OF_64, LONG, "have 125 tokens with their prompts, and a preference pair shares a row of 64"),
+    (REMAX, [_sample(0, 0), _sample(0, 1)], "member 2 of a group is its greedy baseline"),
+])  # fmt: skip
+def test_a_group_from_outside_that_is_wrong_is_refused_and_nothing_changes(tmp_path, config, samples, reason):
+    with contextlib.closing(open_buffer(parse_config(config), tmp_path)) as buffer:
+        receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
+        assert (outcome(receipt), buffer.counts().issued) == ("refused", 0)
+        assert reason in receipt.refused[0]
 
 
 def test_a_memory_ledger_cannot_repeat_a_trained_step(tmp_path):
@@ -203,28 +195,6 @@ def test_steps_after_the_checkpoint_are_repeated_with_the_very_same_groups(reope
     assert buffer.counts().trained == 3
 
 
-def test_a_step_taken_again_keeps_the_number_of_updates_that_a_resume_changed(tmp_path):
-    config = {"algorithm": {"groups_per_step": 1, "group_size": 2}, "learner": {"minibatches": 4}}
-    buffer = open_buffer(parse_config(config), tmp_path)
-    _finish(buffer, _issue(buffer))
-    assert buffer.take(0, 3.0).params.minibatches == 4
-    buffer.close()
-    again = open_buffer(parse_config(config | {"learner": {"minibatches": 1}}), tmp_path)
-    again.learner_restarted(0, 4.0)
-    assert again.take(0, 5.0).params.minibatches == 4
-    again.close()
-
-
-def test_a_step_the_learner_finished_unheard_is_trained_after_a_resume(reopen):
-    buffer = reopen()
-    _finish(buffer, _issue(buffer))
-    buffer.take(0, 1.0)
-    buffer = reopen()
-    assert buffer.learner_restarted(1, 2.0) == ()
-    buffer.check()
-    assert buffer.counts().trained == 1
-
-
 @pytest.mark.parametrize("version", [0, 3])
 def test_a_checkpoint_that_does_not_belong_to_the_ledger_is_refused(reopen, version):
     buffer = reopen()
@@ -251,40 +221,28 @@ def test_a_prompt_to_be_issued_again_and_the_reasons_survive_a_resume(reopen):
     assert buffer.returned_prompt().replaces == 1
 
 
-def test_a_lower_eta_after_a_resume_holds_for_what_was_there_before(reopen):
-    buffer = reopen(max_staleness=3)
-    for _ in range(2):
-        _finish(buffer, _issue(buffer))
-    buffer.take(0, 1.0)
-    buffer.mark_trained(0, 2.0)
-    buffer = reopen(max_staleness=0)
-    waiting = buffer.take(1, 3.0)
-    assert isinstance(waiting, Waiting)
-    assert buffer.counts().dropped == {"stale": 1}
-
-
 # -- screening and what scores bring -------------------------------------------------------------------------------------
 
 
-def test_members_that_are_not_trained_stay_so_over_a_restart(reopen):
-    settings = {"advantage": "remax", "mask_truncated": True, "group_size": 2}
-    buffer = reopen(algorithm=settings)
+def test_a_step_taken_again_is_trained_as_it_was_taken_whatever_a_resume_changed(reopen):
+    settings, learner = {"advantage": "remax", "mask_truncated": True, "group_size": 2}, {"minibatches": 4}
+    buffer = reopen(algorithm=settings, learner=learner)
     buffer.issue(Prompt("p"), "g0", version=0, group_size=3, now=0.0, cursor=1)
     for index in range(3):
         buffer.add_samples([_samples(0, index, finish_reason="length" if index == 0 else "stop")], 1.0)
         buffer.add_scores([score_of(0, index, float(index))], 2.0)
     before = buffer.state.groups[0].trained
 
-    buffer = reopen(algorithm=settings)
+    buffer = reopen(algorithm=settings, learner=learner)
     assert buffer.state.groups[0].trained == before == (1,)
     taken = buffer.take(0, 3.0)
     assert (len(taken.groups[0].members), taken.staleness.num_samples) == (3, 1)
 
-    buffer = reopen(algorithm=settings | {"mask_truncated": False})
+    buffer = reopen(algorithm=settings | {"mask_truncated": False}, learner={"minibatches": 1})
     buffer.learner_restarted(0, 4.0)
     again = buffer.take(0, 5.0)
     assert again.params == taken.params
-    assert again.staleness.num_samples == 1
+    assert (again.params.minibatches, again.staleness.num_samples) == (4, 1)
 
 
 def test_reference_logprobs_live_as_long_as_their_sample(reopen):
@@ -358,22 +316,17 @@ def test_moving_the_reference_to_workers_is_refused_while_a_taken_step_has_none(
         buffer.learner_restarted(1, 7.0)
 
 
-def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen):
+@pytest.mark.parametrize(("kind", "tokens_per_row"), [("policy", 511), ("dpo", 1023)])
+def test_a_resume_with_rows_too_short_for_what_is_held_is_refused(reopen, tmp_path, kind, tokens_per_row):
     buffer = reopen()
     group = _issue(buffer)
     for index in range(2):
         buffer.add_samples([Samples.of([make_sample(group, index, [3] * 510)])], 1.0)
-    config = {"generate": {"engine": {"kind": "fake", "max_sequence_tokens": 256}}}
     buffer.close()
-    for tokens_per_row, algorithm in ((511, {}), (1023, {"kind": "dpo"})):
-        raw = {
-            **config,
-            "packing": {"tokens_per_row": tokens_per_row},
-            "algorithm": {"groups_per_step": 1, "group_size": 2, **algorithm},
-        }
-        least = 512 if not algorithm else 1024
-        with pytest.raises(ConfigError, match=rf"packing.tokens_per_row \({tokens_per_row}\) must be at least {least} here"):
-            open_buffer(parse_config(raw), buffer.ledger.path.parent)
+    raw = PAIRS_OF_64 | {"packing": {"tokens_per_row": tokens_per_row}}
+    raw["algorithm"] = raw["algorithm"] | {"kind": kind}
+    with pytest.raises(ConfigError, match=rf"tokens_per_row \({tokens_per_row}\) must be at least {tokens_per_row + 1} here"):
+        open_buffer(parse_config(raw), tmp_path)
 
 
 def test_payloads_go_with_the_group_that_is_dropped_or_fails_and_its_story_stays(reopen):
@@ -393,34 +346,17 @@ def test_payloads_go_with_the_group_that_is_dropped_or_fails_and_its_story_stays
     assert (story.sample, story.row.reward, story.group.reason) == (None, 1.0, "asked to")
 
 
-@pytest.mark.parametrize("reference", [logprobs_to_bytes([-1.0]), logprobs_to_bytes([-1.0, float("nan")])])
-def test_reference_logprobs_that_do_not_fit_fail_the_member(buffer, reference):
+@pytest.mark.parametrize(("reference", "said"), [
+    (b"", "brings no reference logprobs"), (logprobs_to_bytes([-1.0]), "reference logprobs"),
+    (logprobs_to_bytes([-1.0, float("nan")]), "reference logprobs"),
+])  # fmt: skip
+def test_a_score_whose_reference_logprobs_do_not_fit_or_are_owed_fails_the_member(reopen, reference, said):
+    buffer = reopen(algorithm=KL_ON_WORKER)
     group = _issue(buffer)
-    _finish(buffer, group)
-    other = _issue(buffer)
-    buffer.add_samples([_samples(other, 0)], 1.0)
-    buffer.add_scores([score_of(other, 0, 1.0, reference_logprobs=reference)], 2.0)
-    assert buffer.state.member_state(other, 0) == "failed"
-    assert "reference logprobs" in buffer.state.groups[other].last_failure
-
-
-@pytest.mark.parametrize(("num_tokens", "status"), [((2, 58), "stored"), ((60, 61), "refused")])
-def test_a_group_from_outside_whose_pair_could_not_share_a_row_is_refused(tmp_path, num_tokens, status):
-    config = parse_config({
-        "algorithm": {"kind": "dpo", "groups_per_step": 1, "group_size": 2},
-        "generate": {"engine": {"kind": "fake", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 8}},
-        "packing": {"tokens_per_row": 64},
-    })
-    buffer = open_buffer(config, tmp_path)
-    samples = [make_sample(0, index, [3] * num) for index, num in enumerate(num_tokens)]
-    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
-    assert outcome(receipt) == status
-    if status == "refused":
-        assert receipt.refused[0].endswith(
-            "have 125 tokens with their prompts, and a preference pair shares a row of 64 (packing.tokens_per_row)"
-        )
-    buffer.check()
-    buffer.close()
+    buffer.add_samples([_samples(group, 0)], 1.0)
+    buffer.add_scores([score_of(group, 0, 1.0, reference_logprobs=reference)], 2.0)
+    assert buffer.state.member_state(group, 0) == "failed"
+    assert said in buffer.state.groups[group].last_failure
 
 
 @pytest.mark.parametrize("other", ["4", "6"])
@@ -430,19 +366,3 @@ def test_a_ledger_of_another_schema_is_refused_in_one_line(reopen, tmp_path, oth
         connection.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (other,))
     with pytest.raises(LedgerError, match=f"has the form {other} of another version of asyncrl, this one reads 5"):
         reopen()
-
-
-def test_a_group_from_outside_must_bring_its_greedy_baseline(tmp_path):
-    buffer = open_buffer(_config(algorithm={"advantage": "remax"}, ledger="memory"), tmp_path)
-    receipt = buffer.submit_group(Prompt("theirs"), [_sample(0, 0), _sample(0, 1)], "notebook", 1.0)
-    assert (outcome(receipt), buffer.counts().issued) == ("refused", 0)
-    assert "member 2 of a group is its greedy baseline" in receipt.refused[0]
-
-
-def test_a_score_without_the_reference_that_a_worker_owes_fails_the_member(reopen):
-    buffer = reopen(algorithm=KL_ON_WORKER)
-    group = _issue(buffer)
-    buffer.add_samples([_samples(group, 0)], 1.0)
-    buffer.add_scores([score_of(group, 0, 1.0)], 2.0)
-    assert buffer.state.member_state(group, 0) == "failed"
-    assert "brings no reference logprobs" in buffer.state.groups[group].last_failure

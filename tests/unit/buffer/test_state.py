@@ -3,23 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.buffer.events import (
-    BoundsChanged,
-    GeneratorGone,
-    GeneratorReady,
-    GroupIssued,
-    GroupMoved,
-    GroupPlaced,
-    ReissueGroup,
-    ReturnPrompt,
-    SampleFailed,
-    SamplesFinished,
-    SamplesScored,
-    StepTrained,
-    TakeGroups,
-    TakeStep,
-    Wait,
-)
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, GroupsRestored
 from asyncrl.buffer.state import BufferLimits, BufferState
 from asyncrl.config.algorithm import PreferenceConfig
@@ -38,58 +22,55 @@ class Machine:
         self.state.check_invariants()
         return instructions
 
-    def issue(self, version=0, size=1, replaces=None, generator="g0"):
+    def issue(self, version=0, size=1, replaces=None):
         group_id = self.state.next_group_id
-        self(GroupIssued(group_id, f"p{group_id}", size, generator, version, replaces))
+        self(ev.GroupIssued(group_id, f"p{group_id}", size, "g0", version, replaces))
         return group_id
 
-    def ready(self, version=0, size=1, oldest=None):
-        group_id = self.issue(version, size)
-        for index in range(size):
-            self(SamplesFinished(group_id, (index,), (((version if oldest is None else oldest, 1),),)))
-            self(SamplesScored(group_id, (index,), (0.0,)))
+    def done(self, group_id, index, *version_counts, reward=0.0, truncated=False):
+        """Have one member finished and scored; return what follows from the score."""
+        self(ev.SamplesFinished(group_id, (index,), (version_counts or ((0, 1),),), (index,) if truncated else ()))
+        return self(ev.SamplesScored(group_id, (index,), (reward,)))
+
+    def ready(self, version=0, rewards=(0.0,)):
+        group_id = self.issue(version, len(rewards))
+        for index, reward in enumerate(rewards):
+            self.done(group_id, index, (version, 1), reward=reward)
         return group_id
 
     def take(self, step):
-        return self(TakeStep(step))[-1]
+        return self(ev.TakeStep(step))[-1]
 
 
 def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
     machine = Machine()
     group = machine.issue(size=3, version=4)
-    machine(SamplesFinished(group, (1,), (((4, 1),),)))
-    assert machine(GeneratorGone("g0")) == []
-    machine(GeneratorReady("behind", 8, 3))
-    assert not isinstance(machine.state.next_issue(), ReissueGroup)
-    machine(GeneratorReady("g1", 8, 5))
-    assert machine.state.next_issue() == ReissueGroup(group, "g1", 5)
-    machine(GroupPlaced(group, "g1", 5))
+    machine(ev.SamplesFinished(group, (1,), (((4, 1),),)))
+    assert machine(ev.GeneratorGone("g0")) == []
+    machine(ev.GeneratorReady("behind", 8, 3))
+    assert not isinstance(machine.state.next_issue(), ev.ReissueGroup)
+    machine(ev.GeneratorReady("g1", 8, 5))
+    assert machine.state.next_issue() == ev.ReissueGroup(group, "g1", 5)
+    machine(ev.GroupPlaced(group, "g1", 5))
     assert machine.state.pool.members_on("g1") == 2
-    machine(GeneratorGone("g0"))
+    machine(ev.GeneratorGone("g0"))
     assert machine.state.groups[group].generator == "g1"
-    machine(GeneratorGone("g1"))
+    machine(ev.GeneratorGone("g1"))
     assert (machine.state.groups[group].attempt, machine.state.groups[group].pending) == (2, (0, 2))
 
 
-def test_wait_never_drops_and_names_the_groups_it_waits_for():
+def test_wait_says_which_groups_it_waits_for_and_why():
     machine = Machine(max_staleness=1)
     slow, _ = machine.issue(version=0), machine.ready(version=0)
-    assert isinstance(machine.take(0), TakeGroups)
+    machine.take(0)
     machine.ready(version=1)
-    wait = machine.take(1)
-    assert isinstance(wait, Wait)
-    assert wait.group_ids == (slow,)
-    assert wait.reason == "step 1 is the last chance of 1 group not finished yet"
-    machine(SamplesFinished(slow, (0,), (((0, 1),),)))
-    machine(SamplesScored(slow, (0,), (0.0,)))
-    assert machine.take(1).group_ids == (slow,)
+    assert machine.take(1) == ev.Wait(1, (slow,), "step 1 is the last chance of 1 group not finished yet")
 
 
-def _half_done(machine, truncated=()):
+def _half_done(machine, *, truncated=False):
     """Issue a group of two at version 0, of which the first member is scored and the second still being generated."""
-    group = machine.issue(version=0, size=2)
-    machine(SamplesFinished(group, (0,), (((0, 3), (1, 2)),), truncated))
-    return group, machine(SamplesScored(group, (0,), (0.0,)))
+    group = machine.issue(size=2)
+    return group, machine.done(group, 0, (0, 3), (1, 2), truncated=truncated)
 
 
 def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes():
@@ -97,12 +78,12 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
     group, scored = _half_done(machine)
     assert scored == []
     machine.ready()
-    *dropped, taken = machine(TakeStep(0))
-    assert dropped == [GroupMoved(group, "running", "dropped", "stale", "g0"), ReturnPrompt(group, f"p{group}")]
-    assert isinstance(taken, TakeGroups)
+    *dropped, taken = machine(ev.TakeStep(0))
+    assert dropped == [ev.GroupMoved(group, "running", "dropped", "stale", "g0"), ev.ReturnPrompt(group, f"p{group}")]
+    assert isinstance(taken, ev.TakeGroups)
     late, dropped = _half_done(machine)
-    assert dropped == [GroupMoved(late, "running", "dropped", "stale", "g0"), ReturnPrompt(late, f"p{late}")]
-    assert machine(SamplesFinished(late, (1,), (((1, 5),),))) == []
+    assert dropped == [ev.GroupMoved(late, "running", "dropped", "stale", "g0"), ev.ReturnPrompt(late, f"p{late}")]
+    assert machine(ev.SamplesFinished(late, (1,), (((1, 5),),))) == []
 
 
 @pytest.mark.parametrize("limits", [
@@ -114,7 +95,7 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
 def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
     machine = Machine(**{"max_staleness": 0, **limits})
     machine(GroupsRestored((), (), next_group_id=1, dropped={}, failed={}, returned={}, forgotten_steps=1))
-    group, scored = _half_done(machine, truncated=(0,))
+    group, scored = _half_done(machine, truncated=True)
     assert scored == []
     assert machine.state.groups[group].state == "running"
 
@@ -122,10 +103,7 @@ def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
 def test_failed_prompts_come_back_a_limited_number_of_times():
     machine = Machine(max_group_retries=2)
     group, returned = machine.issue(), 0
-    while True:
-        instructions = machine(SampleFailed(group, 0, "raised"))
-        if not any(isinstance(item, ReturnPrompt) for item in instructions):
-            break
+    while ev.ReturnPrompt(group, f"p{group}") in machine(ev.SampleFailed(group, 0, "raised")):
         returned += 1
         group = machine.issue(replaces=group)
     assert returned == 2
@@ -135,123 +113,72 @@ def test_impossible_events_raise_with_the_groups_story():
     machine = Machine()
     group = machine.ready()
     with pytest.raises(AssertionError, match=r"SamplesScored\(group_id=0, indices=\(0,\), rewards=\(0.0,\)\)"):
-        machine.state.handle(GroupPlaced(group, "g1", 0), 9.0)
-    with pytest.raises(AssertionError, match="step 0 is next, not 3"):
-        machine.state.handle(TakeStep(3), 9.0)
-    with pytest.raises(AssertionError, match="1 is next, not 5"):
-        machine.state.handle(GroupIssued(5, "p", 1, "g0", 0), 9.0)
+        machine.state.handle(ev.GroupPlaced(group, "g1", 0), 9.0)
 
 
 # -- screening -----------------------------------------------------------------------------------------------------------
 
 
-def _scored_group(machine, rewards, truncated=(), version=0):
-    group = machine.issue(version, size=len(rewards))
-    for index, reward in enumerate(rewards):
-        machine(SamplesFinished(group, (index,), (((version, 1),),), tuple(truncated)))
-        last = machine(SamplesScored(group, (index,), (reward,)))
-    return group, last
-
-
 def test_a_group_that_became_ready_before_pairs_were_asked_for_is_dropped_when_a_step_is_taken():
     machine = Machine(max_staleness=9)
-    without, _ = _scored_group(machine, [1.0, 1.0])
-    paired, _ = _scored_group(machine, [1.0, 0.0])
+    without, paired = machine.ready(rewards=[1.0, 1.0]), machine.ready(rewards=[1.0, 0.0])
     resumed = Machine(screen=Screen(preference=PreferenceConfig()), max_staleness=9)
     held = tuple(machine.state.groups.values())
     resumed(GroupsRestored(held, (), next_group_id=2, dropped={}, failed={}, returned={}, forgotten_steps=0))
-    dropped, taken = resumed(TakeStep(0))
-    assert dropped == GroupMoved(without, "ready", "dropped", "no pair")
+    dropped, taken = resumed(ev.TakeStep(0))
+    assert dropped == ev.GroupMoved(without, "ready", "dropped", "no pair")
     assert taken.group_ids == (paired,)
 
 
 def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member():
     machine = Machine(screen=Screen(greedy_index=2))
     group = machine.issue(size=3)
-    machine(SampleFailed(group, 2, "out of memory"))
-    machine(SampleFailed(group, 0, "timeout"))
-    machine(SamplesFinished(group, (1,), (((0, 1),),)))
-    moved = machine(SamplesScored(group, (1,), (1.0,)))
-    assert moved == [
-        GroupMoved(group, "scoring", "failed", "no greedy baseline: out of memory"),
-        ReturnPrompt(group, f"p{group}"),
-    ]
+    machine(ev.SampleFailed(group, 2, "out of memory"))
+    machine(ev.SampleFailed(group, 0, "timeout"))
+    moved = ev.GroupMoved(group, "scoring", "failed", "no greedy baseline: out of memory")
+    assert machine.done(group, 1) == [moved, ev.ReturnPrompt(group, f"p{group}")]
 
 
 def test_tokens_that_are_not_trained_have_no_age():
     machine = Machine(screen=Screen(mask_truncated=True, greedy_index=2), max_staleness=1)
-    machine.ready(size=3)
+    machine.ready(rewards=[0.0] * 3)
     machine.take(0)
     group = machine.issue(size=3)
     for index, (version, truncated) in enumerate([(0, True), (1, False), (0, False)]):
-        machine(SamplesFinished(group, (index,), (((version, 5),),), (index,) if truncated else ()))
-        machine(SamplesScored(group, (index,), (float(index),)))
+        machine.done(group, index, (version, 5), reward=float(index), truncated=truncated)
     assert (machine.state.groups[group].oldest, machine.state.groups[group].trained) == (1, (1,))
     figures = machine.take(1).staleness
     assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 5, 0)
-
-
-def test_drop_lets_go_of_groups_past_eta_and_returns_their_prompt():
-    machine = Machine(policy="drop", max_staleness=0)
-    machine.ready()
-    machine.take(0)
-    machine(StepTrained(0))
-    old, new = machine.ready(version=0), machine.ready(version=1)
-    *dropped, taken = machine(TakeStep(1))
-    assert dropped == [GroupMoved(old, "ready", "dropped", "stale"), ReturnPrompt(old, f"p{old}")]
-    assert taken.group_ids == (new,)
-
-
-def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
-    machine = Machine(policy="mask", max_staleness=1)
-    for step in range(2):
-        machine.ready(version=step)
-        assert isinstance(machine.take(step), TakeGroups)
-        machine(StepTrained(step))
-    mixed = machine.issue(version=0)
-    machine(SamplesFinished(mixed, (0,), (((0, 5), (1, 3), (2, 1)),)))
-    machine(SamplesScored(mixed, (0,), (0.0,)))
-    gone = machine.ready(version=0)
-    *dropped, taken = machine(TakeStep(2))
-    assert dropped[0] == GroupMoved(gone, "ready", "dropped", "stale")
-    assert (taken.group_ids, taken.mask_below) == ((mixed,), 1)
-    assert (taken.staleness.masked_tokens, taken.staleness.token_max, taken.staleness.num_tokens) == (5, 1, 4)
 
 
 def test_a_group_is_ready_with_enough_scored_members_and_failed_with_fewer():
     machine = Machine(min_group_members=2)
     enough, short = machine.issue(size=3), machine.issue(size=3)
     for group, failures in ((enough, 1), (short, 2)):
-        for index in range(failures):
-            machine(SampleFailed(group, index, "raised"))
-        left = tuple(range(failures, 3))
-        machine(SamplesFinished(group, left, (((0, 1),),) * len(left)))
-        last = machine(SamplesScored(group, left, (0.0,) * len(left)))
+        for index in range(3):
+            last = machine(ev.SampleFailed(group, index, "raised")) if index < failures else machine.done(group, index)
         assert last[0].after == ("ready" if group == enough else "failed")
 
 
 def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on():
     state = BufferState(BufferLimits(groups_per_step=1, max_staleness=200))
     for group_id in range(2 * MOST_REASONS):
-        state.handle(GroupIssued(group_id, "p", 1, "generator-0", 0), now=0.0)
-        state.handle(SampleFailed(group_id, 0, f"cannot parse {group_id}"), now=0.0)
+        state.handle(ev.GroupIssued(group_id, "p", 1, "generator-0", 0), now=0.0)
+        state.handle(ev.SampleFailed(group_id, 0, f"cannot parse {group_id}"), now=0.0)
     failed = state.counts().failed
     assert len(failed) == MOST_REASONS + 1
     assert failed[OTHER_REASONS] == MOST_REASONS
     state.check_invariants()
 
 
-def test_a_bound_that_is_lowered_live_drops_what_is_too_old_and_one_that_is_raised_gives_places():
-    machine = Machine(max_staleness=2)
-    machine(GeneratorReady("g0", 8, 0))
-    for _ in range(3):
-        machine.ready(version=0)
-    assert machine.state.capacity(0) == 0
+def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
+    machine = Machine(policy="mask", max_staleness=0)
+    machine.ready()
     machine.take(0)
-    machine(StepTrained(0))
-    assert machine(BoundsChanged(max_staleness=0, max_groups=None)) == []
-    *dropped, answer = machine(TakeStep(1))
-    assert [(item.after, item.reason) for item in dropped if isinstance(item, GroupMoved)] == [("dropped", "stale")] * 2
-    assert not isinstance(answer, TakeGroups)
-    machine(BoundsChanged(max_staleness=1, max_groups=None))
-    assert machine.state.capacity(1) == 2
+    machine(ev.StepTrained(0))
+    mixed = machine.issue()
+    machine.done(mixed, 0, (0, 5), (1, 3))
+    gone = machine.ready()
+    dropped, *_, taken = machine(ev.TakeStep(1))
+    assert dropped == ev.GroupMoved(gone, "ready", "dropped", "stale")
+    assert (taken.group_ids, taken.mask_below, taken.staleness.masked_tokens) == ((mixed,), 1, 5)

@@ -90,37 +90,13 @@ def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
         resolve_config({}, [given])
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ({"buffer": {"max_stalenes": 1}}, "max_stalenes"),
-        ({"buffer": {"max_staleness": -1}}, "max_staleness"),
-        ({"model": {"kind": "imaginary"}}, "imaginary"),
-        ({"generate": {"sampling": {"max_new_tokens": 512}}}, "max_sequence_tokens"),
-        ({"packing": {"tokens_per_row": 16}}, "tokens_per_row"),
-        ({"model": {"kind": "scratch", "hidden_size": 30, "num_heads": 4}}, "multiple of"),
-        ({"model": {"kind": "scratch", "max_positions": 8}}, "max_positions"),
-        ({"buffer": {"min_group_members": 9}, "algorithm": {"group_size": 4}}, "group_size"),
-        ({"reward": {"functions": []}}, "at least one reward"),
-        ({"learner": {"optimizer": "paged_adamw_8bit"}}, r"pages on CUDA only and learner.device is 'cpu': take 'adamw_8bit'"),
-        (
-            {"learner": {"optimizer": "paged_adamw_8bit", "device": "cuda", "offload_optimizer": True}},
-            r"set learner.offload_optimizer = false, or take 'adamw_8bit'",
-        ),
-        ({"learner": {"logprobs": "fused"}}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
-        ({"learner": {"compile": True}}, r"learner.compile is for CUDA and learner.device is 'cpu': set it to false"),
-        ({"learner": {"lora": {"rank": 0}}}, "rank"),
-        ({"learner": {"lora": {"ranks": 8}}}, "ranks"),
-        ({"learner": {"optimizer": "adam_8bit"}}, "adam_8bit"),
-        *(
-            (
-                {"broadcast": {"medium": {"kind": kind}, "delta": {}}},
-                f"needs a copy .* '{kind}' .* take shared_memory, files or zeromq",
-            )
-            for kind in ("gloo", "nccl", "cuda_ipc")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("raw", "message"), [
+    ({"buffer": {"max_stalenes": 1}}, "unknown field `max_stalenes` .*; known are .*max_staleness"),
+    ({"buffer": {"max_staleness": -1}}, "max_staleness"), ({"learner": {"lora": {"rank": 0}}}, "rank"),
+    ({"task": {"kind": "additon"}}, "known are addition, reasoning_gym, jsonl"),
+    ({"algorithm": {"aggregation": "token_mean"}}, "known are .*token-mean"),
+    ({"generate": {"engine": {"kind": "fake", "slots": 3}}}, "known are .*num_slots"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(raw, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(raw)
@@ -132,21 +108,18 @@ def test_a_config_built_in_python_is_checked_too():
         resolve_config(config)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "given"),
-    [
-        (["num_steps=abc"], "--set num_steps=abc"),
-        (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1"),
-        (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers"),
-        ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1"),
-    ],
-)
-def test_a_wrong_override_is_named_as_it_was_given(overrides, given, tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text('name = "x"\n')
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["num_steps=abc"], "--set num_steps=abc: Expected"),
+    (["seed=1", "buffer.max_stalenes=1"], "--set buffer.max_stalenes=1: "),
+    (["generate.engine.kind=trnsformers"], "--set generate.engine.kind=trnsformers: "),
+    ({"buffer.max_staleness": -1}, "buffer.max_staleness = -1: "),
+    (["name.first=1"], "--set name.first=1: name is not a table"),
+    *(([given], f"--set takes a.b=value, got '{given}'") for given in ("novalue", "=3", "a..b=1")),
+])  # fmt: skip
+def test_a_wrong_override_is_named_as_it_was_given(overrides, said):
     with pytest.raises(ConfigError) as refused:
-        load_config(file, overrides)
-    assert str(refused.value).startswith(f"{given}: ")
+        resolve_config({"name": "x"}, overrides)
+    assert str(refused.value).startswith(said)
 
 
 def test_overrides_go_over_every_form_of_config(tmp_path):
@@ -164,14 +137,6 @@ def test_overrides_go_over_every_form_of_config(tmp_path):
 def test_a_name_that_is_no_folder_of_its_own_is_refused(name):
     with pytest.raises(ConfigError, match=r"^name "):
         parse_config({"name": name})
-
-
-@pytest.mark.parametrize("override", ["novalue", "=3", "a..b=1", "name.first=1"])
-def test_a_malformed_set_is_refused(override, tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text('name = "x"\n')
-    with pytest.raises(ConfigError):
-        load_config(file, [override])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):
@@ -201,105 +166,6 @@ def test_a_device_that_there_is_none_of_is_refused(device):
             resolve_config({}, [given])
 
 
-def test_a_preset_merges_tables_and_replaces_those_that_name_their_kind(tmp_path):
-    base, preset = tmp_path / "base.toml", tmp_path / "preset.toml"
-    base.write_text(
-        "num_steps = 7\n[algorithm]\ndual_clip = 3.0\nkind = 'policy'\n[learner]\nlearning_rate = 0.5\nwarmup_steps = 3\n"
-    )
-    preset.write_text("[algorithm]\nkind = 'policy'\nloss = 'gspo'\n[learner]\nlearning_rate = 0.25\n")
-
-    config = load_config(base, ["algorithm.clip_low=0.1"], presets=[preset])
-
-    assert (config.num_steps, config.learner.learning_rate, config.learner.warmup_steps) == (7, 0.25, 3)
-    assert (config.algorithm.loss, config.algorithm.dual_clip, config.algorithm.clip_low) == ("gspo", None, 0.1)
-
-
-IMPOSSIBLE = {
-    "gae without a critic": ({"advantage": "gae"}, "needs a critic"),
-    "a critic nobody reads": ({"advantage": "grpo", "critic": {}}, "no use for a critic"),
-    "grpo on groups of one": ({"group_size": 1}, "group_size must be at least 2"),
-    "dpo on groups of one": ({"kind": "dpo", "group_size": 1}, "makes pairs"),
-    "dpo with a critic": ({"kind": "dpo", "critic": {}}, "no use for algorithm.critic"),
-    "dpo with a penalty": ({"kind": "dpo", "kl": {}}, "no use for algorithm.kl"),
-    "dpo with an advantage": ({"kind": "dpo", "advantage": "rloo"}, "makes no use of algorithm.advantage: drop it"),
-    "dpo with corrections": ({"kind": "dpo", "corrections": []}, "makes no use of algorithm.corrections"),
-    "dpo with whitening": ({"kind": "dpo", "whiten": True}, "makes no use of algorithm.whiten"),
-    "dpo with dynamic sampling": ({"kind": "dpo", "dynamic_sampling": True}, "makes no use of algorithm.dynamic_sampling"),
-    "dpo with an entropy bonus": ({"kind": "dpo", "entropy_coefficient": 0.1}, "makes no use of algorithm.entropy_coefficient"),
-    "dpo with a policy loss": ({"kind": "dpo", "loss": "gspo"}, "makes no use of algorithm.loss"),
-    "dual clip without a clip": (
-        {"loss": "reinforce", "corrections": [], "dual_clip": 3.0},
-        "'reinforce' does not clip: take one",
-    ),
-    "a constant nobody divides by": ({"aggregation_constant": 100}, r"aggregation_constant \(100\) is read with"),
-    "the gradient of a KL in the reward": (
-        {"advantage": "reinforce_pp", "kl": {"where": "reward", "gradient": "k2"}},
-        "a KL in the reward has no gradient",
-    ),
-    "a head from a folder": ({"advantage": "gae", "critic": {"kind": "head", "path": "m"}}, "'head' sits on the policy"),
-    "a reference on a worker nobody asks": ({"reference": {"where": "worker"}}, "nothing reads a reference"),
-    "ipo with smoothing": ({"kind": "dpo", "preference": {"loss": "ipo", "label_smoothing": 0.1}}, "label_smoothing"),
-    "thresholds reversed": (
-        {"kind": "dpo", "preference": {"pairs": "threshold", "chosen_at_least": 0.0, "rejected_at_most": 1.0}},
-        "must be over rejected_at_most",
-    ),
-    "icepop bounds reversed": (
-        {"corrections": [{"kind": "icepop", "low": 2.0, "high": 0.5}]},
-        "low \\(2.0\\) must be under high",
-    ),
-    "floor over cap": ({"corrections": [{"kind": "tis_token", "cap": 1.0, "floor": 2.0}]}, "floor 2.0 over cap 1.0"),
-    "two importance weights": ({"corrections": [{"kind": "tis_token"}, {"kind": "icepop"}]}, "keep one"),
-    "weight counted twice": ({"loss": "aipo"}, "count it twice"),
-    "weight of vtrace and of a correction": ({"advantage": "vtrace", "critic": {}}, "'tis_token' would count it twice"),
-    "weight of vtrace and of a loss": (
-        {"advantage": "vtrace", "critic": {}, "loss": "aipo", "corrections": []},
-        "'aipo' would count it twice",
-    ),
-    "weight of vtrace and the one that decoupled PPO has without corrections": (
-        {"advantage": "vtrace", "critic": {}, "loss": "decoupled_ppo", "corrections": []},
-        "'decoupled_ppo' would count it twice",
-    ),
-    "weight of vtrace and what auto picks": ({"advantage": "vtrace", "critic": {}, "kind": "auto"}, "kind = 'policy'"),
-    "a loss where auto picks one": ({"kind": "auto", "loss": "gspo"}, "not read algorithm.loss: drop it, or set algorithm.kind"),
-    "corrections where auto picks them": ({"kind": "auto", "corrections": []}, "not read algorithm.corrections: drop it"),
-    "a clip range for a loss that has none": (
-        {"loss": "cispo", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip"}]},
-        "take one of ppo_clip, decoupled_ppo, or the correction 'm2po_mask'",
-    ),
-    "a mask by a ratio that is 1": (
-        {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_mask"}]},
-        "it would drop nothing: set algorithm.proximal = 'recompute'",
-    ),
-    "a clip range for a ratio that is 1": ({"corrections": [{"kind": "m2po_clip"}]}, "set algorithm.proximal = 'behaviour'"),
-    "kl in a reward nobody reads": ({"kl": {"where": "reward"}}, "kl.where = 'loss'"),
-    "constant without a constant": ({"aggregation": "constant"}, "aggregation_constant"),
-    "dynamic sampling on groups of one": (
-        {"advantage": "reward", "group_size": 1, "dynamic_sampling": True},
-        "dynamic_sampling drops groups",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_mixes_are_refused_when_the_config_is_read(name):
-    algorithm, message = IMPOSSIBLE[name]
-    with pytest.raises(ConfigError, match=message):
-        parse_config({"algorithm": algorithm, "buffer": {"min_group_members": 1}})
-
-
-def test_nobody_would_tell_inference_workers_of_the_model_where_all_is_outside():
-    outside = {
-        "learner": {"kind": "external"},
-        "generate": {"num_workers": 0},
-        "eval": {"at_start": False, "at_end": False},
-        "inference": {"reward_models": [{"name": "judge", "path": "m"}]},
-    }
-    with pytest.raises(ConfigError, match=r"set model.kind = 'pretrained' and model.path"):
-        parse_config(outside)
-    assert parse_config(outside | {"model": {"kind": "pretrained", "path": "m"}}).needs_inference
-    assert parse_config(outside | {"inference": {}}).generate.num_workers == 0
-
-
 def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
     auto = parse_config({"algorithm": {"kind": "auto", "proximal": "behaviour", "denominator": "kept"}}).algorithm
     proximal, denominator = doubts_about_algorithm(auto)
@@ -311,18 +177,3 @@ def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
         == doubts_about_algorithm(AlgorithmConfig(kind="auto"))
         == []
     )
-
-
-@pytest.mark.parametrize(
-    ("raw", "known"),
-    [
-        ({"task": {"kind": "additon"}}, "known are addition, reasoning_gym, jsonl"),
-        ({"algorithm": {"aggregation": "token_mean"}}, "known are .*token-mean"),
-        ({"generate": {"engine": {"kind": "fake", "slots": 3}}}, "known are .*num_slots"),
-        ({"learner": {"lr": 1e-3}}, "known are .*learning_rate"),
-        ({"algorithm": {"kl": {"where": "los"}}}, "known are loss, reward"),
-    ],
-)
-def test_a_name_that_is_not_known_is_answered_with_those_that_are(raw, known):
-    with pytest.raises(ConfigError, match=known):
-        parse_config(raw)

@@ -3,48 +3,40 @@ import pytest
 from asyncrl.config.load import parse_config
 from asyncrl.config.places import choose_medium, doubts_about_medium, with_chosen_medium
 from asyncrl.errors import ConfigError
+from asyncrl.generate.factory import with_own_server
+from tests.builders import laid_over
 
 VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}
-ON_CPU = VLLM | {"device": "cpu"}
 SERVERS = {"kind": "vllm_server", "url": "http://10.0.0.7:8000, http://10.0.0.8:8000", "shared_folder": "/mnt/shared"}
 NETWORK = {"kind": "tcp", "host": "10.1.2.3"}
-EVERYWHERE = {"kind": "tcp", "host": "0.0.0.0"}
 RAY = {"kind": "ray"}
 
 
-def config(engine=None, learner="cpu", medium="auto", **rest):
-    broadcast = {"medium": {"kind": medium}} | rest.pop("broadcast", {})
-    generate = {"generate": {"engine": engine}} if engine else {}
-    return parse_config({"learner": {"device": learner} | rest.pop("learner_rest", {}), "broadcast": broadcast} | generate | rest)
+def config(engine=None, learner="cpu", **settings):
+    settings |= {"learner__device": learner, "broadcast__medium__kind": "auto"}
+    return parse_config(laid_over({}, settings | ({"generate__engine": engine} if engine else {})))
 
 
 @pytest.mark.parametrize(
     ("told", "kind", "reason"),
     [
         ({}, "shared_memory", "on this machine"),
-        ({"engine": ON_CPU}, "shared_memory", "on this machine"),
-        ({"engine": ON_CPU, "learner": "cuda"}, "shared_memory", "on this machine"),
         ({"engine": VLLM}, "shared_memory", "on this machine"),
         ({"engine": VLLM, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
         ({"engine": VLLM | {"device": "auto"}, "learner": "cuda:0"}, "cuda_ipc", "share GPU 0"),
-        ({"engine": VLLM, "learner": "cuda:1"}, "nccl", "learner on GPU 1, engine on GPU 0"),
-        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "engine on GPU 0, 1"),
+        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "learner on GPU 2, engine on GPU 0, 1"),
         ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda"}, "shared_memory", "reach only a part"),
-        ({"engine": VLLM, "learner": "cuda", "broadcast": {"delta": {}}}, "shared_memory", "broadcast.delta needs"),
-        ({"engine": {"kind": "transformers", "device": "cuda"}, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
-        ({"engine": {"kind": "transformers", "device": "cuda:1"}, "learner": "cuda"}, "nccl", "engine on GPU 1"),
-        ({"engine": {"kind": "transformers"}, "learner": "cuda"}, "shared_memory", "on this machine"),
+        ({"engine": VLLM, "learner": "cuda", "broadcast__delta": {}}, "shared_memory", "broadcast.delta needs"),
         ({"engine": {"kind": "fake"}, "learner": "cuda"}, "shared_memory", "on this machine"),
         ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
         ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
         ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
-        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast": {"delta": {}}}, "zeromq", "10.1.2.3"),
-        ({"engine": VLLM, "learner": "cuda", "transport": EVERYWHERE}, "zeromq", "0.0.0.0"),
+        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast__delta": {}}, "zeromq", "10.1.2.3"),
+        ({"engine": VLLM, "learner": "cuda", "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "zeromq", "0.0.0.0"),
         ({"launch": RAY}, "zeromq", "Ray may put"),
         ({"launch": RAY, "engine": VLLM, "learner": "cuda"}, "nccl", "Ray may put"),
-        ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "shared_memory", "changes hands"),
-        ({"placement": {"kind": "hybrid"}, "buffer": {"max_staleness": 0}}, "shared_storage", "the learner's own weights"),
-        ({"transport": {"kind": "tcp", "host": "127.0.0.1"}}, "shared_memory", "on this machine"),
+        ({"placement__kind": "colocated", "buffer__max_staleness": 0}, "shared_memory", "changes hands"),
+        ({"placement__kind": "hybrid", "buffer__max_staleness": 0}, "shared_storage", "the learner's own weights"),
         ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
     ],
 )
@@ -54,12 +46,6 @@ def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
     assert reason in why
 
 
-@pytest.mark.parametrize("medium", [{"kind": "gloo", "host": "0.0.0.0"}, {"kind": "nccl", "host": "::"}])
-def test_a_collective_is_not_told_to_meet_at_every_interface(medium):
-    with pytest.raises(ConfigError, match=r"is told to every generator and names no machine"):
-        config(VLLM, "cuda:1", broadcast={"medium": medium})
-
-
 def test_auto_is_replaced_once_and_says_what_and_why():
     chosen, line = with_chosen_medium(config())
     assert chosen.broadcast.medium.kind == "shared_memory"
@@ -67,29 +53,10 @@ def test_auto_is_replaced_once_and_says_what_and_why():
     assert with_chosen_medium(chosen) == (chosen, "")
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"engine": VLLM, "medium": "cuda_ipc"}, r"'cuda_ipc' begins in a GPU and learner.device is 'cpu'"),
-        ({"engine": VLLM, "medium": "nccl"}, r"'nccl' begins in a GPU and learner.device is 'cpu'"),
-        ({"engine": ON_CPU, "learner": "cuda", "medium": "nccl"}, r"ends in a GPU and generate.engine.device is 'cpu'"),
-        ({"learner": "cuda", "medium": "nccl"}, r"ends in a GPU and generate.engine.device is 'cpu'"),
-        ({"engine": {"kind": "fake"}, "learner": "cuda", "medium": "nccl"}, r"generate.engine.kind 'fake' has none"),
-        ({"engine": VLLM, "learner": "cuda:1", "medium": "cuda_ipc"}, r"the same GPU; learner.device is 'cuda:1' .* GPU 0"),
-        ({"engine": VLLM, "learner": "cuda", "medium": "nccl"}, r"different GPUs; learner.device is 'cuda' .* GPU 0"),
-        ({"engine": VLLM, "learner": "cuda", "medium": "cuda_ipc", "broadcast": {"delta": {}}}, r"broadcast.delta needs a copy"),
-    ],
-)
-def test_a_medium_that_ends_where_nobody_is_is_refused(told, message):
-    broadcast = {"medium": {"kind": told["medium"]}} | told.pop("broadcast", {})
-    with pytest.raises(ConfigError, match=message):
-        config(**told, broadcast=broadcast)
-
-
 def test_deltas_of_float32_are_doubted_and_of_bfloat16_are_not():
-    (doubt,) = doubts_about_medium(config(broadcast={"delta": {}}))
+    (doubt,) = doubts_about_medium(config(broadcast__delta={}))
     assert 'set broadcast.dtype = "bfloat16"' in doubt
-    assert doubts_about_medium(config(broadcast={"delta": {}, "dtype": "bfloat16"})) == []
+    assert doubts_about_medium(config(broadcast__delta={}, broadcast__dtype="bfloat16")) == []
     assert doubts_about_medium(config()) == []
 
 
@@ -97,3 +64,11 @@ def test_addresses_follow_the_host_that_the_run_is_open_on():
     assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
     assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
     assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"
+
+
+def test_each_generator_has_the_server_of_its_number():
+    two = config(SERVERS, generate__num_workers=2)
+    urls = [with_own_server(two, name).generate.engine.urls for name in ("generator-0", "generator-1")]
+    assert urls == [("http://10.0.0.7:8000",), ("http://10.0.0.8:8000",)]
+    with pytest.raises(ConfigError, match="generator-2 is without one"):
+        with_own_server(two, "generator-2")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import why_weights_do_not_reach
-from asyncrl.control.join import JoinRequest, Membership, joined, own_config, serve_until_told
+from asyncrl.control.join import JoinRequest, Membership, joined, own_config
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed
-from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms, ProcessKind
+from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms
 from asyncrl.schema.samples import SampleFailure
 from asyncrl.transport.protocol import Lane, Listener
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys, load_client_keys, make_keys
@@ -33,19 +31,13 @@ def _medium(**medium: object):
     return _config(broadcast={"medium": medium})
 
 
-@pytest.mark.parametrize(
-    ("medium", "shares_folder", "reason"),
-    [
-        ({"kind": "shared_memory"}, True, "the run's own machine only"),
-        ({"kind": "files"}, False, "the run's folder, which is not here"),
-        ({"kind": "files"}, True, ""),
-        ({"kind": "files", "folder": "/shared"}, False, ""),
-        ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
-        ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""),
-        ({"kind": "gloo"}, True, "127.0.0.1, which only"),
-        ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
-    ],
-)
+@pytest.mark.parametrize(("medium", "shares_folder", "reason"), [
+    ({"kind": "shared_memory"}, True, "the run's own machine only"),
+    ({"kind": "files"}, False, "the run's folder, which is not here"), ({"kind": "files"}, True, ""),
+    ({"kind": "files", "folder": "/shared"}, False, ""), ({"kind": "zeromq"}, True, "tcp://127.0.0.1:*, which only"),
+    ({"kind": "zeromq", "bind": "tcp://10.0.0.5:*"}, False, ""), ({"kind": "gloo"}, True, "127.0.0.1, which only"),
+    ({"kind": "gloo", "host": "10.0.0.5"}, False, ""),
+])  # fmt: skip
 def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_folder, reason):
     why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
     assert reason in why
@@ -87,110 +79,53 @@ async def test_a_folder_without_a_live_run_and_an_address_that_is_none_are_refus
                 pass
 
 
-async def _run_of(config, folder: Path, membership: Membership) -> Listener:
-    listener = await open_listener(config.transport, folder, judge=membership.refusal)
+async def _run_of(config, folder: Path) -> Listener:
+    listener = await open_listener(config.transport, folder, judge=Membership(most_joined=1).refusal)
     (folder / "endpoint").write_text(listener.address)
     (folder / "api.json").write_text("{}")
     (folder / "config.toml").write_text(dump_config(config))
     return listener
 
 
-async def test_a_joining_generator_comes_in_is_told_the_run_and_says_goodbye(tmp_path):
-    config = _config()
-    listener = await _run_of(config, tmp_path, Membership(most_joined=1))
-    try:
-        async with asyncio.TaskGroup() as group:
-            near = group.create_task(listener.accept())
-
-            async def welcome() -> None:
-                await (await near).send(
-                    _terms(_config(broadcast={"medium": {"kind": "files", "folder": "/shared"}})), Lane.CONTROL
-                )
-
-            group.create_task(welcome())
-            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
-                assert here.name == near.result().peer.name
-                assert here.run_folder == tmp_path.resolve()
-                assert not here.is_on_same_machine
-            with pytest.raises(Exception, match="closed by the peer"):
-                await asyncio.wait_for(near.result().receive(Lane.CONTROL), 30)
-    finally:
-        await listener.close()
-
-
 async def test_a_joining_generator_that_is_cancelled_as_it_leaves_says_goodbye_all_the_same(tmp_path):
     """It waits for what nobody acknowledges; a second Ctrl-C does not wait."""
-    listener = await _run_of(_config(), tmp_path, Membership(most_joined=1))
-    leaving = asyncio.Event()
-    try:
-        async with asyncio.TaskGroup() as group:
+    listener, leaving = await _run_of(_config(), tmp_path), asyncio.Event()
 
-            async def come_and_go() -> None:
-                async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
-                    here.connection.try_send(SampleFailure(0, 0, 1, "generate", "unheard"))
-                    leaving.set()
+    async def come_and_go() -> None:
+        async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint") as here:
+            here.connection.try_send(SampleFailure(0, 0, 1, "generate", "unheard"))
+            leaving.set()
 
-            going = group.create_task(come_and_go())
-            near = await listener.accept()
-            await near.send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
-            await leaving.wait()
-            await asyncio.sleep(0)
-            going.cancel()
-        async with asyncio.timeout(10):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(30):
+        going = group.create_task(come_and_go())
+        near = await listener.accept()
+        await near.send(_terms(_medium(kind="files", folder="/shared")), Lane.CONTROL)
+        await leaving.wait()
+        await asyncio.sleep(0)
+        going.cancel()
+    async with asyncio.timeout(10):
+        await near.receive()
+        with pytest.raises(ConnectionClosed, match="closed by the peer"):
             await near.receive()
-            with pytest.raises(ConnectionClosed, match="closed by the peer"):
-                await near.receive()
-    finally:
-        await listener.close()
+    await listener.close()
 
 
 async def test_weights_that_do_not_reach_this_machine_are_refused_with_what_to_set(tmp_path):
-    listener = await _run_of(_config(), tmp_path, Membership(most_joined=1))
-    try:
-        async with asyncio.TaskGroup() as group:
+    listener = await _run_of(_config(), tmp_path)
 
-            async def welcome() -> None:
-                await (await listener.accept()).send(_terms(_medium(kind="shared_memory")), Lane.CONTROL)
-
-            group.create_task(welcome())
-            with pytest.raises(ConfigError, match=r"the run is on there, this is .*broadcast\.medium\.kind = 'zeromq'"):
-                async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
-                    pass
-    finally:
-        await listener.close()
-
-
-async def test_a_signal_ends_the_work_and_is_no_failure():
-    begun, ended = asyncio.Event(), []
-
-    async def work() -> int:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-        return 3
+    async def welcome() -> None:
+        await (await listener.accept()).send(_terms(_medium(kind="shared_memory")), Lane.CONTROL)
 
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(serve_until_told(work()))
-        await begun.wait()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await serving == 0
-    assert ended == [True]
-
-
-# -- whom a run lets in ----------------------------------------------------------------------------------------------------
-
-PLAN = [ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator")]
-
-
-def _hello(name: str, incarnation: str = "a", kind: ProcessKind = "generator") -> Hello:
-    return Hello(PROTOCOL, kind, name, incarnation, 7)
+        group.create_task(welcome())
+        with pytest.raises(ConfigError, match=r"the run is on there, this is .*broadcast\.medium\.kind = 'zeromq'"):
+            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
+                pass
+    await listener.close()
 
 
 def test_a_joining_generator_whose_link_broke_is_let_in_again_and_another_of_its_name_is_not():
-    membership = Membership(PLAN, most_joined=1)
-    assert membership.refusal(_hello("joined-b-7-0")) == ""
-    assert membership.refusal(_hello("joined-b-7-0")) == ""
-    assert membership.num_came == 1
-    assert "another generator named" in membership.refusal(_hello("joined-b-7-0", incarnation="b"))
+    first, other = (Hello(PROTOCOL, "generator", "joined-b-7-0", incarnation, 7) for incarnation in "ab")
+    membership = Membership([ProcessPlan("learner", "learner"), ProcessPlan("generator-0", "generator")], most_joined=1)
+    assert [membership.refusal(first), membership.refusal(first), membership.num_came] == ["", "", 1]
+    assert "another generator named" in membership.refusal(other)

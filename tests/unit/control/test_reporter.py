@@ -12,34 +12,19 @@ from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.control.stall_detector import Wait
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
-from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, SecondReport, Tail, read_events, read_lines
+from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
 from asyncrl.schema.control import Heartbeat
-from asyncrl.schema.weights import VersionLive
 from tests.builders import score_of
-
-
-class Destination:
-    def __init__(self, error: str = "") -> None:
-        self.error = error
-        self.is_closed = False
-
-    def write(self, step, time_s, values) -> None:
-        """Take nothing."""
-
-    def close(self) -> None:
-        self.is_closed = True
-        if self.error:
-            raise OSError(self.error)
 
 
 async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     (tmp_path / SPANS_FILE).symlink_to("/dev/full")
-    sinks = [Destination(), Destination("no network"), Destination()]
+    sinks = [Mock(), Mock(close=Mock(side_effect=OSError("no network"))), Mock()]
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path, sinks), VirtualClock())
     reporter.note_answers([score_of(0, 0)])
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
-    assert all(sink.is_closed for sink in sinks)
+    assert all(sink.close.called for sink in sinks)
 
 
 async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
@@ -105,23 +90,4 @@ async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screen
         reporter.note_second(dispatcher, peers, learner_idle=False)
     told = [(event.kind, event.text) for event in read_events(tmp_path)]
     assert told == [("drops", f"{a_step + 1} stale, 3 reward")]
-    await reporter.close(tmp_path)
-
-
-async def test_a_version_is_told_as_swapped_once_every_generator_has_it_and_readers_go_on_behind_a_number(tmp_path):
-    generators = [Mock(num_slots=4, live_version=-1), Mock(num_slots=4, live_version=-1), Mock(num_slots=0, live_version=-1)]
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
-    peers, tail = Mock(of=lambda _: generators), Tail(tmp_path / EVENTS_FILE, "seq", "event", after=1)
-    for number, version in ((0, 3), (1, 2), (1, 3), (0, 5), (1, 6), (0, 6)):  # the second one skips 5
-        generators[number].live_version = version
-        reporter.note_live(VersionLive(version, f"generator-{number}", 0.5, 0.0, 0.0), None, peers)
-    told = [(event.seq, event.kind, event.subject, event.version) for event in read_events(tmp_path)]
-    assert told == [
-        (1, "swap", "generator-1", 2),
-        (2, "swap", "generator-1", 3),
-        (3, "swap", "generator-1", 5),
-        (4, "swap", "generator-0", 6),
-    ]
-    assert [number for number, _, _ in await tail.rows()] == [2, 3, 4]
-    assert not await tail.rows()
     await reporter.close(tmp_path)

@@ -12,32 +12,11 @@ from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher
 from asyncrl.errors import ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.schema.samples import (
-    InferRequest,
-    InferResult,
-    Prompt,
-    ScoreRequest,
-    Scores,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import InferRequest, InferResult, Prompt, Score, ScoreRequest, Scores, ids_to_bytes, logprobs_to_bytes
 from tests.builders import score_of
 
 WINDOW = 2
 WEIGHTS = {"judge": 2.0, "style": -0.5}
-
-
-def test_models_that_fail_give_no_rewards_and_others_give_theirs_and_no_more():
-    scores, peers = ScoreDispatcher(WEIGHTS), Peers()
-    connection = FakeConnection("inference", "inference-0")
-    peers.add(connection)
-    scores.ask(_models(), now=0.0)
-    scores.dispatch(peers)
-    told = InferResult(1, 0, 0, b"", {"judge": 1.0, "style": 1.0}, "", "inference-0")
-    for wrong in ({"error": "no memory"}, {"rewards": {"judge": 1.0}}, {"rewards": {"judge": 1.0, "style": 1.0, "other": 1.0}}):
-        assert "it judges by" in scores.refusal(msgspec.structs.replace(told, **wrong), "inference-0")
-    assert scores.refusal(told, "inference-0") == ""
-    assert scores.refusal(msgspec.structs.replace(told, rewards={}, error="no memory"), "inference-0") == ""
 
 
 class FakeConnection:
@@ -79,21 +58,33 @@ def _result(member=0, error=""):
     return InferResult(1, member, 0, logprobs_to_bytes([-0.5]), rewards, error, "inference-0", 1.5, 3.0)
 
 
-@pytest.mark.parametrize("first", ["rules", "models"])
-def test_a_score_is_complete_when_both_have_answered_in_either_order(first):
+def _desk(*requests, kind="inference"):
+    """A desk whose one worker was handed these requests."""
+    desk, peers = ScoreDispatcher(WEIGHTS), Peers()
+    peers.add(FakeConnection(kind, f"{kind}-0"))
+    desk.ask(*requests, now=0.0)
+    desk.dispatch(peers)
+    return desk
+
+
+def test_models_that_fail_give_no_rewards_and_others_give_theirs_and_no_more():
+    desk, told = _desk(_models()), _result()
+    for wrong in ({"error": "no memory"}, {"rewards": {"judge": 1.0}}, {"rewards": {"judge": 1.0, "style": 1.0, "other": 1.0}}):
+        assert "it judges by" in desk.refusal(msgspec.structs.replace(told, **wrong), "inference-0")
+    assert desk.refusal(told, "inference-0") == ""
+    assert desk.refusal(_result(error="no memory"), "inference-0") == ""
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_score_is_complete_when_both_have_answered_in_either_order(order):
     desk = ScoreDispatcher(WEIGHTS)
     desk.ask(_rules(), _models(), now=5.0)
-    answers = [_score(), _result()] if first == "rules" else [_result(), _score()]
-    assert desk.take(answers[0]) is None
-    assert len(desk) == 1
-    scores = desk.take(answers[1])
-    assert scores is not None
-    (score,) = scores.scores
-    assert score.reward == 1.0 + 2.0 * 0.25 - 0.5 * 1.0
-    assert score.parts == {"match": 1.0, "judge": 0.25, "style": 1.0}
-    assert score.reference_logprobs == logprobs_to_bytes([-0.5])
+    first, second = [_score(), _result()][::order]
+    assert desk.take(first) is None
+    scores = desk.take(second)
+    parts, logprobs = {"match": 1.0, "judge": 0.25, "style": 1.0}, logprobs_to_bytes([-0.5])
+    assert scores.scores == (Score(0, 1.0 + 2.0 * 0.25 - 0.5 * 1.0, parts, "", logprobs),)
     assert (scores.started_s, scores.finished_s, scores.worker) == (1.0, 3.0, "reward-0+inference-0")
-    assert len(desk) == 0
 
 
 def test_members_asked_for_together_are_complete_one_by_one_as_their_models_answer():
@@ -106,13 +97,10 @@ def test_members_asked_for_together_are_complete_one_by_one_as_their_models_answ
     assert len(desk) == 0
 
 
-@pytest.mark.parametrize("members", [(0,), (0, 1, 2), (1, 0), (2, 0, 1), (0, 1, 1)])
-def test_an_answer_about_other_members_than_were_asked_for_is_refused(members):
-    desk, peers = ScoreDispatcher(), Peers()
-    peers.add(FakeConnection("reward", "reward-0"))
-    desk.ask(_rules(0, 1), now=0.0)
-    desk.dispatch(peers)
-    assert "not those of a request" in desk.refusal(_score(*members), "reward-0")
+def test_an_answer_about_other_members_than_were_asked_for_is_refused():
+    desk = _desk(_rules(0, 1), kind="reward")
+    for members in ((0,), (0, 1, 2), (1, 0), (2, 0, 1), (0, 1, 1)):
+        assert "not those of a request" in desk.refusal(_score(*members), "reward-0")
     assert desk.refusal(_score(0, 1), "reward-0") == ""
 
 

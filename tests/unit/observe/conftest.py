@@ -9,7 +9,8 @@ import pytest
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.spans import GENERATE, PUBLISH, SCORE, SPANS_FILE, STEP, SWAP, WAIT, Span, span
-from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, JsonLines, StepReport
+from asyncrl.observe.steps import EVAL_FILE, STEPS_FILE, EvalReport, StepReport
+from tests.builders import write_rows
 
 NUM_STEPS = 60
 
@@ -29,18 +30,11 @@ def made_up_spans(step: int) -> list[Span]:
     return [*spans, span(SCORE, done + 1.5, done + 1.52, "reward-0", reward=1.0)]
 
 
-def write(path: Path, rows: list[StepReport] | list[Span] | list[EvalReport]) -> None:
-    lines: JsonLines[StepReport | Span | EvalReport] = JsonLines(path)
-    for row in rows:
-        lines.write(row)
-    lines.close()
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(dump_config(RunConfig(name="quickstart", num_steps=NUM_STEPS)))
-    write(tmp_path / STEPS_FILE, [made_up_step(step) for step in range(NUM_STEPS)])
-    write(tmp_path / SPANS_FILE, [one for step in range(20) for one in made_up_spans(step)])
+    write_rows(tmp_path / STEPS_FILE, *map(made_up_step, range(NUM_STEPS)))
+    write_rows(tmp_path / SPANS_FILE, *(one for step in range(20) for one in made_up_spans(step)))
     evals = [EvalReport(version=version, accuracy=accuracy, num_samples=256) for version, accuracy in ((0, 0.27), (60, 0.84))]
-    write(tmp_path / EVAL_FILE, evals)
+    write_rows(tmp_path / EVAL_FILE, *evals)
     return tmp_path

@@ -56,32 +56,23 @@ def uneven(step):
     return msgspec.structs.replace(report(step, **made), time_s=60 * 0.2 + 10.0 * (step - 60))
 
 
-TROUBLE = {
-    "weights.wrong": lambda step: report(step, **{"weights/probe_error": 0.5}),
-    "weights.blocked": lambda step: report(step, **{"weights/blocked_ms": 50.0}),
-    "off_policy.drift": lambda step: report(step, **{"kl/k1": -0.2}),
-    "length.grows": lambda step: report(step, **{"data/response_tokens_mean": 9.0}),
+BY_METRICS = {
+    "weights.wrong": {"weights/probe_error": 0.5}, "weights.blocked": {"weights/blocked_ms": 50.0},
+    "weights.mismatch": {"mismatch/kl_k3": 0.02}, "weights.lag": {"weights/sync_ms": 1500.0},
+    "off_policy.drift": {"kl/k1": -0.2}, "off_policy.ess": {"ratio/ess": 0.2}, "off_policy.lost": {"ratio/ess": 0.05},
+    "off_policy.ratio": {"ratio/mean": 3.0}, "kl.reference": {"kl/reference_mean": 4.0},
+    "gradient.spike": {"policy/grad_norm": 50.0}, "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01},
+    "length.grows": {"data/response_tokens_mean": 9.0}, "length.truncated": {"data/truncated_fraction": 0.5},
+    "score.slow": {"time/score_mean_s": 0.2, "idle/learner": 0.3}, "generation.slow": {"idle/learner": 0.7},
+    "reward.equal": {"reward": 0.0, "reward/max": 0.0}, "reward.dead": {"reward": 0.1, "reward/zero_spread_fraction": 0.8},
+    "reward.collapse": {"reward": 0.1}, "bias": {"bias/flagged": 1.0}, "memory.device": {"memory/peak_share": 0.97},
+    "generation.starved": {"idle": 0.8, "ready": 8},
+}  # fmt: skip
+TROUBLE = {name: lambda step, changed=changed: report(step, **changed) for name, changed in BY_METRICS.items()} | {
     "generation.uneven": uneven,
-    "score.slow": lambda step: report(step, **{"time/score_mean_s": 0.2, "idle/learner": 0.3}),
     "disk.full": filling("disk/free_gb"),
     "memory.full": filling("memory/available_gb"),
-    "weights.mismatch": lambda step: report(step, **{"mismatch/kl_k3": 0.02}),
-    "weights.lag": lambda step: report(step, **{"weights/sync_ms": 1500.0}),
-    "gradient.spike": lambda step: report(step, **{"policy/grad_norm": 50.0}),
-    "off_policy.ess": lambda step: report(step, **{"ratio/ess": 0.2}),
-    "off_policy.lost": lambda step: report(step, **{"ratio/ess": 0.05}),
-    "off_policy.ratio": lambda step: report(step, **{"ratio/mean": 3.0}),
-    "kl.reference": lambda step: report(step, **{"kl/reference_mean": 4.0}),
-    "reward.equal": lambda step: report(step, 0.0, **{"reward/max": 0.0}),
-    "reward.dead": lambda step: report(step, 0.1, **{"reward/zero_spread_fraction": 0.8}),
-    "reward.collapse": lambda step: report(step, 0.1),
-    "entropy.collapse": lambda step: report(step, 0.4, **{"policy/entropy": 0.01}),
-    "length.truncated": lambda step: report(step, **{"data/truncated_fraction": 0.5}),
     "groups.lost": lambda step: report(step, lost=4 * (step - 60)),
-    "bias": lambda step: report(step, **{"bias/flagged": 1.0}),
-    "generation.slow": lambda step: report(step, **{"idle/learner": 0.7}),
-    "memory.device": lambda step: report(step, **{"memory/peak_share": 0.97}),
-    "generation.starved": lambda step: report(step, idle=0.8, ready=8),
 }
 
 
@@ -111,26 +102,12 @@ def test_an_open_step_is_told_once_and_the_next_step_ends_it():
     assert set(TROUBLE) | {"stall.early", "reward.hollow"} == {rule.name for rule in RULES}
 
 
-def evaluated(alarms, told, step, reward, accuracy):
-    for one in range(step, step + 10):
-        told += alarms.take(report(one, reward))
-    alarms.take_evaluation(accuracy)
-
-
-def test_a_reward_that_goes_up_while_answers_get_worse_is_hollow_and_mended_ends_it():
-    alarms, told = Alarms(groups_per_step=8), []
-    for step, (reward, accuracy) in enumerate([(0.4, 0.4), (0.5, 0.5), (0.6, 0.43), (0.7, 0.42), (0.8, 0.41)]):
-        evaluated(alarms, told, 10 * step, reward, accuracy)
-    assert told == []
-    evaluated(alarms, told, 50, 0.8, 0.5)
-    told += alarms.take(report(60, 0.8))
-    assert [(alarm.rule, alarm.is_over) for alarm in told] == [("reward.hollow", False), ("reward.hollow", True)]
-
-
 def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward():
     alarms, told = Alarms(groups_per_step=8), []
-    for step, accuracy in enumerate([0.6, 0.2, 0.2]):
-        evaluated(alarms, told, 10 * step, 0.5, accuracy)
+    for step in range(30):
+        told += alarms.take(report(step))
+        if step % 10 == 9:
+            alarms.take_evaluation(0.6 if step == 9 else 0.2)
     assert [alarm.rule for alarm in told] == ["reward.collapse"]
 
 
@@ -149,14 +126,6 @@ def test_alarms_are_told_again_from_the_events_of_a_run():
     ]  # fmt: skip
 
 
-def test_quick_steps_have_half_a_minute():
-    alarms = Alarms(groups_per_step=8)
-    for one in healthy():
-        alarms.take(one)
-    assert alarms.take_open_step(29.0, 60, "") == []
-    assert [alarm.rule for alarm in alarms.take_open_step(31.0, 60, "")] == ["stall.early"]
-
-
 def test_a_run_that_learns_raises_nothing():
     assert raised(healthy()) == []
 
@@ -172,11 +141,6 @@ def test_what_is_switched_off_is_not_raised():
     steps = [report(step, **{"ratio/ess": 0.05}) for step in range(20)]
     assert {alarm.rule for alarm in raised(steps)} == {"off_policy.ess", "off_policy.lost"}
     assert {alarm.rule for alarm in raised(steps, switched_off=["off_policy.lost"])} == {"off_policy.ess"}
-
-
-def test_rewards_that_are_equal_from_the_start_are_told():
-    steps = [report(step, 0.0, **{"reward/max": 0.0, "reward/zero_spread_fraction": 1.0}) for step in range(5)]
-    assert "reward.equal" in {alarm.rule for alarm in raised(steps)}
 
 
 def test_steps_without_metrics_raise_nothing():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.errors import RunError
 from asyncrl.observe.display import RunView, follow_run, render
 from asyncrl.observe.steps import StepReport, read_steps
 from asyncrl.schema.status import ProcessStatus, RunStatus
@@ -17,31 +16,22 @@ from asyncrl.schema.status import ProcessStatus, RunStatus
 class PlayedRun:
     """A run that plays the steps of a folder back at once."""
 
-    def __init__(self, run_folder: Path, failure: str = "") -> None:
-        self.run_folder = run_folder
-        self.failure = failure
-        self.version = 0
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder, self.version = run_folder, 0
 
     async def status(self) -> RunStatus:
         over = self.version == 60
+        phase, checkpoint = ("stopped", "checkpoints/step-000060") if over else ("running", "")
+        waits = (ProcessStatus("learner", "learner", 1, "ready", 0, "a batch", 3.0),)
         return RunStatus(
-            name="played [one]",
-            run_folder=str(self.run_folder),
-            phase=("failed" if self.failure else "stopped") if over else "running",
-            reason=self.failure if over else "",
-            version=self.version,
-            num_steps=60,
-            checkpoint="checkpoints/step-000060" if over else "",
-            waiting="learner waits for a batch since 3 s",
-            processes=(ProcessStatus("learner", "learner", 1, "ready", 0, "a batch", 3.0),),
-        )
+            name="played [one]", run_folder=str(self.run_folder), phase=phase, version=self.version, num_steps=60,
+            checkpoint=checkpoint, waiting="learner waits for a batch since 3 s", processes=waits,
+        )  # type: ignore[arg-type]  # fmt: skip
 
     async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
         for report in read_steps(self.run_folder)[first:]:
             self.version = report.version
             yield report
-        if self.failure:
-            raise RunError(self.failure)
 
 
 async def followed(run: PlayedRun, *, plain: bool) -> str:
@@ -50,19 +40,16 @@ async def followed(run: PlayedRun, *, plain: bool) -> str:
     return out.getvalue()
 
 
-async def test_pipe_gets_one_line_a_step_and_the_outcome(run_folder: Path) -> None:
+async def test_a_pipe_gets_one_line_a_step_and_the_outcome_and_a_terminal_the_panel(run_folder: Path) -> None:
     lines = (await followed(PlayedRun(run_folder), plain=True)).splitlines()
     assert sum(line.startswith("step ") for line in lines) == 60
     assert "held-out accuracy 0.270 (version 0) -> 0.840 (version 60), 256 samples each" in lines
     assert f"reward      {run_folder / 'reward.png'}" in lines
     assert "checkpoint  checkpoints/step-000060" in lines
     assert lines[-1] == "stopped"
-
-
-async def test_terminal_gets_the_panel(run_folder: Path) -> None:
-    out = await followed(PlayedRun(run_folder), plain=False)
-    assert "played [one]" in out
-    assert "staleness" in out
+    panel = await followed(PlayedRun(run_folder), plain=False)
+    assert "played [one]" in panel
+    assert "staleness" in panel
 
 
 async def test_panel_says_who_waits_and_fits_its_width(run_folder: Path) -> None:
@@ -84,18 +71,11 @@ def status(phase: str = "running", *, deaths: int = 0, **more: object) -> RunSta
     return RunStatus(name="r", run_folder="runs/r", phase=phase, num_steps=100, processes=(process,), uptime_s=65.0, **more)  # type: ignore[arg-type]
 
 
-def report(step: int, time_s: float = 0.0) -> StepReport:
-    return StepReport(step=step, version=step + 1, time_s=time_s, reward_mean=0.5, staleness_max=2, generated_tokens_per_s=2100.4)
-
-
 def test_only_what_is_new_in_a_status_is_news() -> None:
     view = RunView()
     assert view.take_status(status("warming")) == ["warming"]
     assert view.take_status(status("warming")) == []
-    assert view.take_status(status(deaths=1, accuracy_before=0.25)) == [
-        "running",
-        "generator-0 died (1 times so far), now ready",
-        "held-out accuracy before training 0.250",
-    ]
+    died, accuracy = "generator-0 died (1 times so far), now ready", "held-out accuracy before training 0.250"
+    assert view.take_status(status(deaths=1, accuracy_before=0.25)) == ["running", died, accuracy]
     assert view.take_status(status("failed", deaths=1, accuracy_before=0.25, reason="stalled")) == ["failed: stalled"]
     assert view.events[0] == "1:05  warming"

@@ -1,4 +1,4 @@
-"""The metric table: mission's names are in it, unknown ones are found, the document says the same."""
+"""The metric table: unknown names are found, the document says the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 from asyncrl.observe.metrics import finite, metric_table, unknown_names
 
-MISSION = ["reward/mean", "reward/std", "reward/max", "reward/min", "kl/mean", "kl/max", "policy/entropy", "policy/clip_fraction"]
-MISSION += ["value/loss", "value/explained_var", "throughput/tokens_per_sec", "memory/allocated_gb"]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "observability.md"
 
 

@@ -1,4 +1,4 @@
-"""Pictures are drawn from what a run folder holds, and from no more than that."""
+"""Pictures are drawn from what a run folder holds, and from no more than that; both are seen in tests/integration/run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from asyncrl.observe.report import write_report
 from asyncrl.observe.spans import SPANS_FILE
 from asyncrl.observe.steps import EVAL_FILE
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def test_both_pictures_of_a_whole_run(run_folder: Path) -> None:
-    paths = write_report(run_folder)
-    assert paths == {"reward": run_folder / "reward.png", "timeline": run_folder / "timeline.png"}
-    assert all(path.read_bytes().startswith(PNG) for path in paths.values())
-    assert not list(run_folder.glob(".*.tmp"))
-
 
 def test_run_without_evaluations_and_spans_has_its_reward(run_folder: Path) -> None:
     (run_folder / EVAL_FILE).unlink()
     (run_folder / SPANS_FILE).unlink()
-    assert list(write_report(run_folder)) == ["reward"]
+    assert write_report(run_folder) == {"reward": run_folder / "reward.png"}
+    assert (run_folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert not list(run_folder.glob(".*.tmp"))

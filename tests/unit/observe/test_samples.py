@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from asyncrl.observe.samples import (
-    SAMPLES_FILE,
-    TOKENS_FILE,
-    TokenFile,
-    TokenRow,
-    find_sample,
-    kept_members,
-    read_samples,
-    read_tokens,
-    rows_of,
-)
+from asyncrl.observe.samples import TOKENS_FILE, TokenFile, TokenRow, kept_members, read_tokens, rows_of
 from asyncrl.observe.sink_tensorboard import TensorBoardSink
-from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 from tests.builders import make_sample
 
 
 def group_of(group_id: int, size: int = 3) -> ScoredGroup:
     members = tuple(
-        ScoredSample(
-            make_sample(group_id, index, versions=[4, 5 + index], text=f"answer {index} | x"),
-            0.5,
-            {"exact": 1.0},
-        )
+        ScoredSample(make_sample(group_id, index, versions=[4, 5 + index], text=f"answer {index} | x"), 0.5, {"exact": 1.0})
         for index in range(size)
     )
     return ScoredGroup(group_id, Prompt(f"p{group_id}", text="1+1="), members)
@@ -41,20 +26,6 @@ def test_every_group_has_a_row_before_any_has_two_and_extremes_are_kept():
     assert kept_members(members, 0) == []
     assert (rows[-1].step, rows[-1].oldest_version, rows[-1].newest_version) == (7, 4, 6)
     assert (rows[0].prompt, rows[0].text, rows[0].reward, rows[0].parts) == ("1+1=", "answer 0 | x", 0.5, {"exact": 1.0})
-
-
-def test_the_file_is_bounded_and_recent_samples_are_found(tmp_path):
-    file = JsonLines(tmp_path / SAMPLES_FILE, most_bytes=4000)
-    for step in range(100):
-        file.write(*rows_of(step, [group_of(step)], most=3))
-    file.close()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 5000
-    assert (tmp_path / "samples.old.jsonl").exists()
-    assert [row.step for row in read_samples(tmp_path)][-3:] == [99, 99, 99]
-    found = find_sample(tmp_path, 99, 2)
-    assert found is not None
-    assert found.name == "g99.2"
-    assert find_sample(tmp_path, 0, 0) is None
 
 
 def token_row(step: int, index: int, first: int, ids: list[int]) -> TokenRow:

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import socket
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.load import parse_config
-from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.samples import SampleRow
 from asyncrl.observe.sinks import MOST_WAITING, MetricSinks, Webhook, open_sinks
-
-
-def test_metrics_file_has_one_line_a_step(tmp_path: Path) -> None:
-    sinks = open_sinks(RunConfig(), tmp_path)
-    sinks.write(0, 1.0, {"reward/mean": 0.5})
-    sinks.write(1, 2.0, {"reward/mean": 0.75, "kl/max": math.inf})
-    sinks.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [
-        {"step": 0, "time_s": 1.0, "metrics": {"reward/mean": 0.5}},
-        {"step": 1, "time_s": 2.0, "metrics": {"reward/mean": 0.75}},
-    ]
 
 
 def test_unknown_name_is_told_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

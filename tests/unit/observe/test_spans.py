@@ -19,14 +19,8 @@ def test_sample_span_tells_length_and_versions() -> None:
     sample = make_sample(3, 1, [5, 6, 7], versions=[4, 4, 6], generator="generator-1", started_s=10.0, finished_s=12.5)
     (made,) = spans_of(Samples.of([sample]))
     assert (made.process, made.start_s, made.end_s) == ("generator-1", 10.0, 12.5)
-    assert made.attributes == {
-        "group": 3,
-        "samples": 1,
-        "tokens": 3,
-        "oldest_version": 4,
-        "newest_version": 6,
-        "purpose": "train",
-    }
+    told = {"group": 3, "samples": 1, "tokens": 3, "oldest_version": 4, "newest_version": 6, "purpose": "train"}
+    assert made.attributes == told
 
 
 def test_trace_is_valid_json_with_named_processes(run_folder: Path) -> None:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.observe.steps import STEPS_FILE, EvalReport, JsonLines, StepReport, read_steps
-
-
-def write(path: Path, *rows: StepReport | EvalReport) -> None:
-    lines: JsonLines[StepReport | EvalReport] = JsonLines(path)
-    for row in rows:
-        lines.write(row)
-    lines.close()
+from asyncrl.observe.steps import STEPS_FILE, StepReport, read_steps
+from tests.builders import write_rows
 
 
 def report(step: int, reward: float = 0.5) -> StepReport:
@@ -19,21 +13,21 @@ def report(step: int, reward: float = 0.5) -> StepReport:
 
 
 def test_step_repeated_after_a_crash_counts_once_and_the_last_time(tmp_path: Path) -> None:
-    write(tmp_path / STEPS_FILE, report(0), report(1, 0.1))
-    write(tmp_path / STEPS_FILE, report(1, 0.9), report(2))
+    write_rows(tmp_path / STEPS_FILE, report(0), report(1, 0.1))
+    write_rows(tmp_path / STEPS_FILE, report(1, 0.9), report(2))
     assert [(row.step, row.reward_mean) for row in read_steps(tmp_path)] == [(0, 0.5), (1, 0.9), (2, 0.5)]
 
 
 def test_writer_after_a_torn_line_starts_a_line_of_its_own(tmp_path: Path) -> None:
-    write(tmp_path / STEPS_FILE, report(0))
+    write_rows(tmp_path / STEPS_FILE, report(0))
     with (tmp_path / STEPS_FILE).open("ab") as file:
         file.write(b'{"step": 1, "vers')
-    write(tmp_path / STEPS_FILE, report(1))
+    write_rows(tmp_path / STEPS_FILE, report(1))
     assert read_steps(tmp_path) == [report(0), report(1)]
 
 
 def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:
-    write(tmp_path / STEPS_FILE, report(0), report(1), report(2))
+    write_rows(tmp_path / STEPS_FILE, report(0), report(1), report(2))
     first, second, third = (tmp_path / STEPS_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / STEPS_FILE).write_bytes(first + second[:17] + second + third)
     assert read_steps(tmp_path) == [report(0), report(2)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +17,8 @@ from asyncrl.control.lifecycle import events as le
 from asyncrl.control.lifecycle.state import IllegalTransitionError
 from asyncrl.control.placement import state as ps
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions.journal import Beginning, Recorder, read_journal
+from asyncrl.observe.decisions.journal import Beginning, Recorder
+from asyncrl.observe.decisions.machine import Watch
 from asyncrl.replay.decisions import machines_of, replay_decisions
 
 NUM_STEPS = 6
@@ -35,11 +34,11 @@ BEGINNING = Beginning(
 )  # fmt: skip
 
 
-def live(recorder: Recorder, seed: int = 0) -> None:
+def live(recorder: Recorder, note: Watch | None = None) -> None:
     """Have every machine decide what a small run brings, all of it recorded."""
-    machines, chance, now = machines_of(BEGINNING), random.Random(seed), 0.0
+    machines, chance, now = machines_of(BEGINNING), random.Random(0), 0.0
     for machine in machines.values():
-        machine.watchers = (recorder.note,)
+        machine.watchers = (note or recorder.note,)
     buffer, life, phases, scaling = (machines[name] for name in ("buffer", "lifecycle", "phases", "scaling"))
     buffer.handle(GroupsRestored((), (), 0, {}, {}, {}, 0), now)
     recorder.begin(BEGINNING)
@@ -73,55 +72,35 @@ def live(recorder: Recorder, seed: int = 0) -> None:
         scaling.handle(Window(0.6, 0.9, 3), now)
         life.handle(le.Tick(), now)
         recorder.end_chunk(step)
+    recorder.close()
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    recorder = Recorder(tmp_path)
-    live(recorder)
-    recorder.close()
+    live(Recorder(tmp_path))
     return tmp_path
 
 
-def flip(path: Path, wanted: int) -> int:
-    """Change one SamplesFinished of the recording, and all hashes with it; return the number of that event."""
-    journal = read_journal(path)
-    assert journal is not None
-    recorder, number, seen, flipped = Recorder(path.parent.parent), 0, 0, -1
-    recorder.begin(journal.beginning)
-    for chunk in journal.chunks:
-        for machine, now, raw, instructions in journal.entries(chunk):
-            event = msgspec.msgpack.decode(raw)
-            if event[0] == "SamplesFinished":
-                if seen == wanted:
-                    flipped, event = number, [*event[:2], [0], event[3][:1], []]
-                seen += 1
-            recorder.note(machine, event, now, msgspec.msgpack.decode(instructions))
-            number += 1
-        recorder.end_chunk(chunk.step)
-    recorder.close()
-    (path.parent / "decisions-0001.bin").replace(path)
-    return flipped
-
-
-def test_a_recording_gives_the_same_instructions_without_torch(recorded: Path) -> None:
+def test_a_recording_gives_the_same_instructions(recorded: Path) -> None:
     (life,) = replay_decisions(recorded)
     assert (life.difference, life.fault, life.last_step) == ("", "", NUM_STEPS - 1)
     assert life.num_events > 100
-    program = (
-        "import sys; from pathlib import Path; from asyncrl.replay.decisions import replay_decisions; "
-        f"assert not replay_decisions(Path({str(recorded)!r}))[0].difference; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_one_flipped_event_is_the_first_that_differs(recorded: Path) -> None:
-    number = flip(recorded / "record" / "decisions-0000.bin", 3)
-    (life,) = replay_decisions(recorded)
+def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:
+    recorder, noted = Recorder(tmp_path), list[str]()
+
+    def note(machine: str, event: Any, now: float, instructions: Any) -> None:
+        if isinstance(event, be.SamplesFinished) and noted.count("SamplesFinished") == 3:
+            event = msgspec.structs.replace(event, indices=(0,), version_counts=event.version_counts[:1])
+        noted.append(type(event).__name__)
+        recorder.note(machine, event, now, instructions)
+
+    live(recorder, note)
+    number = [number for number, name in enumerate(noted) if name == "SamplesFinished"][3]
+    (life,) = replay_decisions(tmp_path)
     assert life.num_events == number > 0
     assert f"event {number} is the first that differs: buffer" in life.difference
-    assert "SamplesFinished" in life.difference
     assert "recorded: [['ScoreMembers'" in life.difference
 
 
@@ -134,17 +113,6 @@ def test_a_recording_that_was_cut_off_holds_up_to_its_last_whole_step(recorded: 
     assert "was cut off" in life.fault
     assert 0 <= life.last_step < NUM_STEPS
     assert f"up to step {life.last_step}" in life.text
-
-
-def test_a_killed_controller_leaves_every_step_that_was_done(tmp_path: Path) -> None:
-    program = (
-        "import os, signal; from pathlib import Path; from tests.unit.replay.test_decisions import Recorder, live; "
-        f"live(Recorder(Path({str(tmp_path)!r}))); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
-    (life,) = replay_decisions(tmp_path)
-    assert (life.difference, life.last_step) == ("", NUM_STEPS - 1)
-    assert "was cut off" in life.fault
 
 
 def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
@@ -160,8 +128,3 @@ def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
 def test_a_run_without_a_recording_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"observe\.record=decisions"):
         replay_decisions(tmp_path)
-
-
-def test_a_replay_stops_behind_the_step_that_is_asked_for(recorded: Path) -> None:
-    (life,) = replay_decisions(recorded, until=2)
-    assert life.last_step == 2

@@ -1,3 +1,5 @@
+"""The modes and options of answer_match; what counts as equal is in tests/adversarial/test_reward_answers.py."""
+
 import pytest
 
 from asyncrl.config.reward import AnswerMatchReward
@@ -6,59 +8,38 @@ from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.schema.samples import Prompt
 
+EXTRACT = {"extract": r"<answer>(.*?)</answer>"}
+NUMERIC = {"mode": "numeric"}
+REGEX = {"mode": "regex"}
+
 
 def score(text: str, reference: str, **options: object) -> float:
     reward = build_answer_match(AnswerMatchReward(**options))
     return reward(RewardInput(Prompt("p", answer=reference), text, "stop", 4))
 
 
-def test_exact_ignores_surrounding_space_only():
-    assert score(" 46\n", "46") == 1.0
-    assert score("46.", "46") == 0.0
-    assert score("The answer is 46", "46") == 0.0
+@pytest.mark.parametrize(("text", "reference", "options", "is_right"), [
+    (" 46\n", "46", {}, True), ("46.", "46", {}, False), ("The answer is 46", "46", {}, False),
+    ("<answer>1</answer> no, <answer> 2 </answer>", "2", EXTRACT, True), ("2", "2", EXTRACT, False),
+    ("<answer>2</answer> no, <answer>1</answer>", "2", EXTRACT, False),
+    ("<answer>two\nlines</answer>", "two\nlines", EXTRACT, True),
+    *(("", "5", {"mode": mode}, False) for mode in ("exact", "numeric", "regex", "math")),
+    ("1000002", "1000001", NUMERIC, False), ("1000002", "1000001", NUMERIC | {"tolerance": 1e-6}, True),
+    ("0.333", "1/3", NUMERIC, False), ("1001", "1000", NUMERIC | {"tolerance": 0.001}, True),
+    ("1002", "1000", NUMERIC | {"tolerance": 0.001}, False), ("0.0005", "0", NUMERIC | {"tolerance": 0.001}, True),
+    ("yes", "(?i)YES|y", REGEX, True), ("yes and no", "yes", REGEX, False), ("x\ny", r"\Ax.y\Z", REGEX, True),
+])  # fmt: skip
+def test_an_answer_is_right_by_its_mode_and_options(text, reference, options, is_right):
+    assert score(text, reference, **options) == is_right
 
 
-def test_extract_takes_the_last_match():
-    extract = r"<answer>(.*?)</answer>"
-    assert score("<answer>1</answer> no, <answer> 2 </answer>", "2", extract=extract) == 1.0
-    assert score("<answer>2</answer> no, <answer>1</answer>", "2", extract=extract) == 0.0
-    assert score("2", "2", extract=extract) == 0.0
-    assert score("<answer>two\nlines</answer>", "two\nlines", extract=extract) == 1.0
+@pytest.mark.parametrize(("reference", "said"), [("", "'p' has no reference answer"), ("(", "not a regular expression")])
+def test_a_reference_that_cannot_be_used_is_an_error_and_not_a_reward(reference, said):
+    with pytest.raises(RewardError, match=said):
+        score("x", reference, mode="regex")
 
 
-def test_empty_answer_is_wrong_in_every_mode():
-    for mode in ("exact", "numeric", "regex", "math"):
-        assert score("", "5", mode=mode) == 0.0
-
-
-def test_prompt_without_reference_is_an_error_not_a_reward():
-    with pytest.raises(RewardError, match="'p' has no reference answer"):
-        score("", "")
-
-
-def test_whole_numbers_are_exact_unless_a_tolerance_is_given():
-    assert score("1000002", "1000001", mode="numeric") == 0.0
-    assert score("1000002", "1000001", mode="numeric", tolerance=1e-6) == 1.0
-    assert score("0.3333333", "1/3", mode="numeric") == 1.0
-    assert score("0.333", "1/3", mode="numeric") == 0.0
-
-
-def test_numeric_tolerance_is_relative_to_the_reference():
-    assert score("1001", "1000", mode="numeric", tolerance=0.001) == 1.0
-    assert score("1002", "1000", mode="numeric", tolerance=0.001) == 0.0
-    assert score("0.0005", "0", mode="numeric", tolerance=0.001) == 1.0
-
-
-def test_regex_matches_the_whole_answer():
-    assert score("yes", "(?i)YES|y", mode="regex") == 1.0
-    assert score("yes and no", "yes", mode="regex") == 0.0
-    assert score("x\ny", r"\Ax.y\Z", mode="regex") == 1.0
-    with pytest.raises(RewardError, match="not a regular expression"):
-        score("x", "(", mode="regex")
-
-
-def test_patterns_are_checked_when_built():
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        build_answer_match(AnswerMatchReward(extract="("))
-    with pytest.raises(ConfigError, match="has no group"):
-        build_answer_match(AnswerMatchReward(extract="answer: .*"))
+@pytest.mark.parametrize(("extract", "said"), [("(", "not a regular expression"), ("answer: .*", "has no group")])
+def test_patterns_are_checked_when_built(extract, said):
+    with pytest.raises(ConfigError, match=said):
+        build_answer_match(AnswerMatchReward(extract=extract))

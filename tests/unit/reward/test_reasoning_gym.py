@@ -40,44 +40,23 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
     if family not in NO_REFERENCE:
         assert score(entry, reference) == 1.0
     candidates = " ".join(map(str, range(30)))
-    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5, 6)]
+    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5)]
     for junk in (
         *("nan", "inf", "0", "1", "-1", "[]", "{}", "()", "[0]", "[[]]", '{"a": 1}', "True", "yes", "*", "?"),
         *(f"{reference} or {other}" for other in others),
         *(f"{reference}\n{other}x" for other in others),
-        f"not {reference}",
-        f"-{reference}",
-        f"{reference} wrong",
-        f"{reference}]",
-        "",
-        " ",
-        "None",
-        "junk",
-        candidates,
-        f"{reference} or 17",
-        f"17 or {reference}",
-        f"{reference}\nfoo\nbar",
-        entry["question"],
+        *(f"not {reference}", f"-{reference}", f"{reference} wrong", f"{reference}]", f"{reference} or 17", f"17 or {reference}"),
+        *("", " ", "None", "junk", candidates, f"{reference}\nfoo\nbar", entry["question"]),
     ):
         if junk.strip() != str(reference):
             assert score(entry, junk) == 0.0, junk
     assert score(entry, str(reference), tagged=False) == 0.0
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "string_insertion",
-        "spiral_matrix",
-        "binary_matrix",
-        "n_queens",
-        "countdown",
-        "puzzle24",
-        "simple_integration",
-        "intermediate_integration",
-        "polynomial_multiplication",
-    ],
-)
+@pytest.mark.parametrize("family", [
+    "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24", "simple_integration",
+    "intermediate_integration", "polynomial_multiplication",
+])  # fmt: skip
 def test_scorers_that_evaluate_text_never_see_code(family, tmp_path):
     entry, witness = entry_of(family), tmp_path / "ran"
     for code in (
@@ -89,68 +68,44 @@ def test_scorers_that_evaluate_text_never_see_code(family, tmp_path):
     assert not witness.exists()
 
 
-def test_expressions_may_be_written_another_way():
-    entry = entry_of("simple_integration")
-    assert score(entry, entry["answer"].replace(" ", "").replace("+C", " + C")) == 1.0
-    countdown = entry_of("countdown")
-    expression = countdown["metadata"]["expression"]
-    assert score(countdown, f"({expression})") == 1.0
-
-
 def numbers_moved(reference):
     return re.sub(r"\d+\.\d+", lambda found: str(round(float(found[0]) + 0.5, 4)), reference)
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("complex_arithmetic", lambda _: "nan"),
-        ("coin_flip", lambda _: "0"),
-        ("coin_flip", lambda _: "0.0001"),
-        ("gsm_symbolic", lambda right: f"-{right}"),
-        ("number_sorting", numbers_moved),
-        ("kakurasu", lambda right: f"[{right}]"),
-        ("spell_backward", lambda right: f"{right} or not"),
-        ("time_intervals", lambda right: f"{right}, 1"),
-        ("tower_of_hanoi", lambda right: f"-{right}"),
-        ("modulo_grid", lambda right: f"{right}]"),
-    ],
-)
-def test_what_some_scorers_take_for_right_is_wrong(family, change):
-    for seed in range(5):
+WRITTEN = [
+    # What some scorers take for right.
+    ("complex_arithmetic", lambda _: "nan", 0), ("coin_flip", lambda _: "0", 0), ("coin_flip", lambda _: "0.0001", 0),
+    ("gsm_symbolic", lambda right: f"-{right}", 0), ("number_sorting", numbers_moved, 0),
+    ("kakurasu", lambda right: f"[{right}]", 0), ("spell_backward", lambda right: f"{right} or not", 0),
+    ("time_intervals", lambda right: f"{right}, 1", 0), ("tower_of_hanoi", lambda right: f"-{right}", 0),
+    ("modulo_grid", lambda right: f"{right}]", 0),
+    # What is right, written another way.
+    ("simple_integration", lambda right: right.replace(" ", "").replace("+C", " + C"), 1),
+    ("complex_arithmetic", lambda right: right.replace(" ", ""), 1), ("gsm_symbolic", lambda right: f"${right}.0", 1),
+    ("coin_flip", lambda right: right.removeprefix("0"), 1), ("group_anagrams", lambda right: right.replace(" ", ""), 1),
+    ("polynomial_equations", lambda right: ", ".join(reversed(right.split(", "))), 1),
+    ("knight_swap", lambda right: right.replace(" ", "").replace("No", "no"), 1), ("family_relationships", str.upper, 1),
+    ("decimal_arithmetic", lambda right: f"{right}0", 1), ("number_sorting", lambda right: right.replace(" ", ""), 1),
+    ("prime_factorization", lambda right: " \u00d7 ".join(reversed(right.split(" \u00d7 "))), 1),
+    ("time_intervals", str.upper, 1), ("word_ladder", str.lower, 1),
+    ("knights_knaves", lambda right: ", and ".join(reversed(right.rstrip(".").split(", and "))) + ".", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "change", "is_right"), WRITTEN)
+def test_an_answer_is_right_however_it_is_written_and_a_changed_one_is_not(family, change, is_right):
+    for seed in range(3):
         entry = entry_of(family, seed)
-        assert score(entry, change(entry["answer"])) == 0.0
+        assert score(entry, change(entry["answer"])) == is_right, entry["answer"]
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("complex_arithmetic", lambda right: right.replace(" ", "")),
-        ("gsm_symbolic", lambda right: f"${right}.0"),
-        ("coin_flip", lambda right: right.removeprefix("0")),
-        ("polynomial_equations", lambda right: ", ".join(reversed(right.split(", ")))),
-        ("group_anagrams", lambda right: right.replace(" ", "")),
-        ("knight_swap", lambda right: right.replace(" ", "").replace("No", "no")),
-        ("family_relationships", str.upper),
-        ("decimal_arithmetic", lambda right: f"{right}0"),
-        ("number_sorting", lambda right: right.replace(" ", "")),
-        ("prime_factorization", lambda right: " \u00d7 ".join(reversed(right.split(" \u00d7 ")))),
-        ("time_intervals", str.upper),
-        ("word_ladder", str.lower),
-    ],
-)
-def test_right_answers_may_be_written_another_way(family, change):
-    for seed in range(5):
-        entry = entry_of(family, seed)
-        assert score(entry, change(entry["answer"])) == 1.0, entry["answer"]
-
-
-def test_moves_of_a_cube_and_conclusions_reach_their_scorer():
+def test_moves_of_a_cube_expressions_and_conclusions_reach_their_scorer():
     entry = entry_of("rubiks_cube")
     scramble = entry["metadata"]["scramble_moves"].split()
     back = [move.rstrip("'") if "'" in move else f"{move}'" for move in reversed(scramble)]
     assert score(entry, " ".join(back)) == 1.0
-    logic = entry_of("propositional_logic")
+    countdown, logic = entry_of("countdown"), entry_of("propositional_logic")
+    assert score(countdown, f"({countdown['metadata']['expression']})") == 1.0
     assert score(logic, logic["metadata"]["example_answer"]) == 1.0
 
 
@@ -158,12 +113,6 @@ def test_an_answer_that_its_scorer_cannot_read_scores_0_where_there_is_no_refere
     """Else it would fail its sample, and escape a 0."""
     for answer in ("0", "[[]]", "[0]", '{"a": 1}', "[{}]", "[[{}, 1]]"):
         assert score(entry_of("boxnet"), answer) == 0.0
-
-
-def test_statements_may_come_in_another_order():
-    entry = entry_of("knights_knaves")
-    parts = entry["answer"].rstrip(".").split(", and ")
-    assert score(entry, ", and ".join(reversed(parts)) + ".") == 1.0
 
 
 def test_task_entries_are_judged_with_the_family_options_they_were_made_with():

@@ -11,17 +11,9 @@ def run(number, gpus=0, cores=1, memory=0, priority=0, **more):
     return RunRecord(id=f"r{number}", number=number, priority=priority, demand=Demand(gpus, cores, memory), **more)
 
 
-def test_a_run_that_does_not_fit_holds_those_behind_it():
-    machine = Machine(("a", "b"), cores=4)
-    assert [one.run for one in admit(machine, [run(1, gpus=2), run(2, gpus=1), run(3)])] == ["r1"]
-
-
 def test_a_gpu_is_given_once():
-    machine = Machine(("a", "b"), cores=4)
-    live = RunRecord(
-        id="r1", number=1, state="live", gpus=("a",), demand=Demand(1)
-    )  # fmt: skip
-    assert admit(machine, [live, run(2, gpus=1)])[0].gpus == ("b",)
+    live = RunRecord(id="r1", number=1, state="live", gpus=("a",), demand=Demand(1))
+    assert admit(Machine(("a", "b"), cores=4), [live, run(2, gpus=1)])[0].gpus == ("b",)
 
 
 def test_what_a_run_waits_for_is_said():
@@ -29,10 +21,6 @@ def test_what_a_run_waits_for_is_said():
     live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))
     assert waits(machine, [live, run(2), run(1, gpus=2, memory=3 << 30)]) == ["2 GPUs (1 free), 3 GiB (2 free)", "1 before it"]
     assert waits(machine, [live, run(1)]) == ["its start"]
-
-
-def test_priority_goes_first_then_the_order_of_submission():
-    assert [one.id for one in in_order([run(3), run(2, priority=1), run(1)])] == ["r2", "r1", "r3"]
 
 
 def test_what_never_fits_is_named_with_its_sums():

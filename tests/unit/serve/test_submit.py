@@ -20,13 +20,7 @@ def faults_of(folder, **given):
 
 
 def test_every_fault_is_named_with_what_was_given_and_what_is_allowed(tmp_path):
-    wrong = {
-        "num_steps": "x",
-        "buffer.max_stalenes": 3,
-        "learner.learning_rate": -1,
-        "algorithm.loss": "nope",
-        "task.kind": "none",
-    }
+    wrong = {"num_steps": "x", "buffer.max_stalenes": 3, "learner.learning_rate": -1, "algorithm.loss": "no", "task.kind": "no"}
     faults = faults_of(tmp_path, set=wrong, name="../b")
     assert {"num_steps", "buffer.max_stalenes", "learner.learning_rate", "algorithm", "run", "task.kind"} <= set(faults)
     assert faults["num_steps"].given == "x"
@@ -36,12 +30,6 @@ def test_every_fault_is_named_with_what_was_given_and_what_is_allowed(tmp_path):
 @pytest.mark.parametrize("config", ["no\nTOML [", {"num_steps": {"a": 1}}, "/etc/passwd", "../../secret", "nowhere", {"a": []}])
 def test_what_is_no_config_is_refused(tmp_path, config):
     assert faults_of(tmp_path, config=config)
-
-
-def test_a_models_own_code_is_refused_outside_the_code_roots(tmp_path):
-    model = {"kind": "pretrained", "path": str(tmp_path / "model"), "trust_remote_code": True}
-    assert "trust_remote_code" in faults_of(tmp_path, set={"model": model})["functions"].allowed
-    assert "functions" not in faults_of(tmp_path, set={"model": model}, roots=(tmp_path,))
 
 
 def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
@@ -89,13 +77,14 @@ def test_code_that_has_no_file_asks_for_the_whole_machine_as_code_root(tmp_path,
     assert not foreign_code(config, (Path("/"),))
 
 
-@pytest.mark.parametrize("field", ["generate.model_folder", "algorithm.critic"])
-def test_every_folder_whose_code_a_model_trusts_lies_below_a_code_root(tmp_path, field):
-    (tmp_path / "code").mkdir()
-    model = {"kind": "pretrained", "path": str(tmp_path / "code"), "trust_remote_code": True}
-    other = {"path": str(tmp_path)} if field == "algorithm.critic" else str(tmp_path)
-    refused = faults_of(tmp_path, set={"model": model, field: other}, roots=(tmp_path / "code",))["functions"]
-    assert (refused.given, field in refused.allowed) == (str(tmp_path), True)
+def test_every_folder_whose_code_a_model_trusts_lies_below_a_code_root(tmp_path):
+    roots = tmp_path / "code"
+    model = {"kind": "pretrained", "path": str(roots / "model"), "trust_remote_code": True}
+    assert "trust_remote_code" in faults_of(tmp_path, set={"model": model})["functions"].allowed
+    assert "functions" not in faults_of(tmp_path, set={"model": model}, roots=(roots,))
+    for field, elsewhere in (("generate.model_folder", str(tmp_path)), ("algorithm.critic", {"path": str(tmp_path)})):
+        refused = faults_of(tmp_path, set={"model": model, field: elsewhere}, roots=(roots,))["functions"]
+        assert (refused.given, field in refused.allowed) == (str(tmp_path), True)
 
 
 SECRETS = ["admin.token", "session.key", "server.sqlite-wal", "runs/r/api.json", "runs/r/keys/server.key", "runs/../admin.token"]

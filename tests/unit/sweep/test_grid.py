@@ -46,28 +46,19 @@ def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):
     assert sweep(text).cells == found.cells
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("seed = 3\n", "unknown field `seed`; known are base, name"),
-        ('[[axes]]\nfield = "buffer.max_stale"\nvalues = [1]\n', "cell max_stale=1: .*unknown field `max_stale`"),
-        ("set = { num_step = 3 }\n", "unknown field `num_step`"),
-        ('metrics = ["seconds_to_bar"]\n', "seconds_to_bar needs a bar, as `bar = 0.8`"),
-        ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [1, 1]\n', "max_staleness=1 is there twice"),
-        ("seeds = [1, 2, 1]\n", "1 is there twice"),
-        ('metrics = ["reward", "reward"]\n', "reward is there twice"),
-        ('metrics = ["accuracy", "bias/lengths"]\n', "there is no metric bias/lengths; there are seconds_to_bar"),
-        ('[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n', "a and b are the same settings under two names; `same_settings"),
-        (
-            f'baseline = "max_staleness=1"\n{ETA}',
-            "baseline 'max_staleness=1' is no arm; arms are max_staleness=0; max_staleness=2",
-        ),
-        ('[[axes]]\nfield = "seed"\nvalues = [1]\n', "axis 1: the sweep itself sets seed"),
-        ('[[axes]]\nfield = "num_steps"\n', "axis 1 takes either field and values, or name and choices"),
-        ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [-1]\n', "cell max_staleness=-1"),
-        ("seeds = 0\n", "seeds"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("seed = 3\n", "unknown field `seed`; known are base, name"),
+    ('[[axes]]\nfield = "buffer.max_stale"\nvalues = [1]\n', "cell max_stale=1: .*unknown field `max_stale`"),
+    ('metrics = ["seconds_to_bar"]\n', "seconds_to_bar needs a bar, as `bar = 0.8`"),
+    ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [1, 1]\n', "max_staleness=1 is there twice"),
+    ("seeds = [1, 2, 1]\n", "1 is there twice"),
+    ('metrics = ["accuracy", "bias/lengths"]\n', "there is no metric bias/lengths; there are seconds_to_bar"),
+    ('[[axes]]\nname = "x"\nchoices = { a = {}, b = {} }\n', "a and b are the same settings under two names; `same_settings"),
+    (f'baseline = "max_staleness=1"\n{ETA}', "'max_staleness=1' is no arm; arms are max_staleness=0; max_staleness=2"),
+    ('[[axes]]\nfield = "seed"\nvalues = [1]\n', "axis 1: the sweep itself sets seed"),
+    ('[[axes]]\nfield = "num_steps"\n', "axis 1 takes either field and values, or name and choices"),
+    ('[[axes]]\nfield = "buffer.max_staleness"\nvalues = [-1]\n', "cell max_staleness=-1"), ("seeds = 0\n", "seeds"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_runs(sweep, text, said):
     with pytest.raises(ConfigError, match=said):
         sweep(text)

@@ -7,23 +7,23 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.sweep.grid import Plan
 from asyncrl.sweep.results import measure_external, measure_run
+from tests.builders import write_rows
 
 PLAN = Plan(name="x", arms=("a",), baseline="a", seeds=(0,), metrics=("accuracy",), bar=0.5, window=2)
 CONFIG = load_config("quickstart")
 
 
 def write_run(folder, ends_s, rewards, evals=((0, 100.0, 0.3),)):
-    steps_file, evals_file = JsonLines[StepReport](folder / "steps.jsonl"), JsonLines[EvalReport](folder / "eval.jsonl")
-    for step, (end_s, reward) in enumerate(zip(ends_s, rewards, strict=True)):
-        steps_file.write(StepReport(step=step, version=step + 1, time_s=end_s, reward_mean=reward, learner_idle=step / 10,
-                                    staleness_mean=1.0, staleness_max=step))  # fmt: skip
-    for version, finished_s, accuracy in evals:
-        evals_file.write(EvalReport(version=version, accuracy=accuracy, num_samples=8, finished_s=finished_s))
-    steps_file.close()
-    evals_file.close()
+    steps = [
+        StepReport(step=step, version=step + 1, time_s=end_s, reward_mean=reward, learner_idle=step / 10, staleness_max=step)
+        for step, (end_s, reward) in enumerate(zip(ends_s, rewards, strict=True))
+    ]
+    told = [EvalReport(version=version, accuracy=share, num_samples=8, finished_s=at_s) for version, at_s, share in evals]
+    write_rows(folder / "steps.jsonl", *steps)
+    write_rows(folder / "eval.jsonl", *told)
     return folder
 
 

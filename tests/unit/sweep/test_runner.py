@@ -11,12 +11,18 @@ from msgspec.structs import replace
 
 from asyncrl.clock import VirtualClock
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import code_now, read_results
 from asyncrl.sweep.runner import CELL_FILE, Begun, run_sweep, status_text
+from tests.builders import write_rows
 
 COMMAND = '[[external]]\nname = "shell"\ncommand = ["sh", "-c", "test ! -e broken && cp given.json $0/result.json", "{out}"]\n'
+
+
+def written(folder, text):
+    (folder / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
+    return load_sweep(folder)
 
 
 @pytest.fixture
@@ -26,8 +32,7 @@ def swept(tmp_path):
     (tmp_path / "given.json").write_text('{"seconds": [1.0, 2.0], "rewards": [0.2, 0.6]}')
 
     def run(text: str, *, resumed: bool = False):
-        (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-        sweep = load_sweep(tmp_path)
+        sweep = written(tmp_path, text)
         asyncio.run(run_sweep(sweep, VirtualClock(), said.append, resumed=resumed))
         return read_results(sweep.results), said
 
@@ -39,12 +44,9 @@ def begin(sweep, cell, num_steps: int, **more) -> None:
     folder = sweep.cells_folder / cell.id
     folder.mkdir(parents=True)
     (folder / CELL_FILE).write_bytes(msgspec.json.encode(Begun(**{"settings": cell.settings, "code": code_now(), **more})))
-    steps, evals = JsonLines[StepReport](folder / "steps.jsonl"), JsonLines[EvalReport](folder / "eval.jsonl")
-    for step in range(num_steps):
-        steps.write(StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.5))
-    evals.write(EvalReport(version=num_steps, accuracy=0.5, num_samples=8, finished_s=9.0))
-    steps.close()
-    evals.close()
+    steps = [StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.5) for step in range(num_steps)]
+    write_rows(folder / "steps.jsonl", *steps)
+    write_rows(folder / "eval.jsonl", EvalReport(version=num_steps, accuracy=0.5, num_samples=8, finished_s=9.0))
 
 
 def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(swept, tmp_path):
@@ -62,8 +64,7 @@ def test_commands_are_run_and_one_that_fails_stops_the_sweep_and_is_run_again(sw
 
 def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_path):
     text = "set = { num_steps = 3 }\n"
-    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-    sweep = load_sweep(tmp_path)
+    sweep = written(tmp_path, text)
     for cell in sweep.cells:
         begin(sweep, cell, 3)
     lines, _ = swept(text, resumed=True)
@@ -75,8 +76,7 @@ def test_runs_that_ended_as_their_sweep_was_killed_are_not_run_again(swept, tmp_
 
 def test_what_is_of_something_else_is_refused(swept, tmp_path):
     text = "set = { num_steps = 3 }\n"
-    (tmp_path / "sweep.toml").write_text(f'base = "quickstart"\nseeds = 2\nmetrics = ["reward"]\n{text}')
-    sweep = load_sweep(tmp_path)
+    sweep = written(tmp_path, text)
     begin(sweep, sweep.cells[0], 2, code=replace(code_now(), files="other"))
     assert status_text(sweep) == "base  0/2 done, seed 0 at step 2 of 3"
     with pytest.raises(ConfigError, match=r"\(other\), this is .* Results of two codes are not mixed"):

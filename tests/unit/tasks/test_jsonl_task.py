@@ -44,34 +44,20 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
     assert (len(task.train), len(task.held_out)) == (8, 4)
 
 
-def test_a_file_that_is_not_utf_8_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes('{"question": "caf\xe9", "answer": "b"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"task file .*a.jsonl is not UTF-8: .* position 17"):
-        build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl")), 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "fields", "message"),
-    [
-        ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
-        ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
-        ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
-        ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
-        (
-            '{"question": "a", "answer": "b"}',
-            {"answer_regex": "#### (.+)"},
-            r"a.jsonl:1: task.answer_regex .* in 'b'",
-        ),
-        ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
-        ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
-        ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"),
-        ("\n \n", {}, "holds no problems"),
-        ("[" * 100_000, {}, r"a.jsonl:1: not JSON"),
-        ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
-        ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("text", "fields", "message"), [
+    ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
+    ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
+    ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
+    ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "#### (.+)"}, r"a.jsonl:1: task.answer_regex .* in 'b'"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "####"}, "needs a group"),
+    ('{"question": "a", "answer": "b"}', {"answer_regex": "("}, "not a regular expression"),
+    ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"), ("\n \n", {}, "holds no problems"),
+    ('{"question": "caf\xe9", "answer": "b"}', {}, r"task file .*a.jsonl is not UTF-8: .* position 17"),
+    ("[" * 100_000, {}, r"a.jsonl:1: not JSON"), ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
+    ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
+])  # fmt: skip
 def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message):
-    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.jsonl").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         build_jsonl(JsonlTask(path=str(tmp_path / "a.jsonl"), **fields), 0)

@@ -20,20 +20,12 @@ def sums(count):
     return [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": f"x{n}"} for n in range(count)]
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
+def said(role, text):
+    return {"role": role, "content": text}
 
 
 def answers_of(prompt):
     return msgspec.json.decode(prompt.reference_json, type=PreferenceAnswers)
-
-
-def one(tmp_path, record, **config):
-    return build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", [record]), **config), 0).train[0]
 
 
 def test_plain_prompts_are_the_field_itself_and_the_chosen_answer_is_the_worked_one(tmp_path):
@@ -46,20 +38,17 @@ def test_plain_prompts_are_the_field_itself_and_the_chosen_answer_is_the_worked_
     assert task.alphabet == "+0123456789=x"
 
 
-THREE_TURNS = [user("a"), assistant("b"), user("c")]
+THREE_TURNS = [said("user", "a"), said("assistant", "b"), said("user", "c")]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": THREE_TURNS, "chosen": [assistant("yes")], "rejected": [assistant("no")]},
-        {"prompt": THREE_TURNS, "chosen": "yes", "rejected": "no"},
-        {"chosen": [*THREE_TURNS, assistant("yes")], "rejected": [*THREE_TURNS, assistant("no")]},
-        {"prompt": THREE_TURNS, "chosen": [*THREE_TURNS, assistant("yes")], "rejected": [assistant("no")]},
-    ],
-)
+@pytest.mark.parametrize("record", [
+    {"prompt": THREE_TURNS, "chosen": [said("assistant", "yes")], "rejected": [said("assistant", "no")]},
+    {"prompt": THREE_TURNS, "chosen": "yes", "rejected": "no"},
+    {"chosen": [*THREE_TURNS, said("assistant", "yes")], "rejected": [*THREE_TURNS, said("assistant", "no")]},
+    {"prompt": THREE_TURNS, "chosen": [*THREE_TURNS, said("assistant", "yes")], "rejected": [said("assistant", "no")]},
+])  # fmt: skip
 def test_conversations_are_read_in_the_forms_they_come_in(tmp_path, record):
-    prompt = one(tmp_path, record)
+    (prompt,) = build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", [record])), 0).train
     assert [(m.role, m.content) for m in prompt.messages] == [("user", "a"), ("assistant", "b"), ("user", "c")]
     assert answers_of(prompt) == PreferenceAnswers("yes", "no")
 
@@ -77,23 +66,19 @@ def test_held_out_prompts_take_all_their_pairs_with_them_whatever_the_seed(tmp_p
 AB = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-@pytest.mark.parametrize(
-    ("record", "chat", "reason"),
-    [
-        ({"prompt": "a", "chosen": "b"}, False, r"no field 'rejected' \(task.rejected_field\); this line has chosen, prompt"),
-        (AB | {"chosen": ["b"]}, False, "field 'chosen' .* must be text or a number"),
-        (AB | {"rejected": "b"}, False, "the chosen and the rejected answer are the same"),
-        (AB | {"prompt": ""}, False, "the prompt is empty"),
-        (AB | {"prompt": []}, True, "the prompt is empty"),
-        ({"chosen": "b", "rejected": "c"}, True, "no field 'prompt'"),
-        (AB | {"chosen": [user("b")]}, True, "the last message of field 'chosen' .* assistant"),
-        (AB | {"chosen": [{"role": "bot", "content": "b"}]}, True, "field 'chosen' .* is not a list of chat messages"),
-        (AB | {"chosen": [user("z"), assistant("b")]}, True, "the messages of field 'chosen' before its answer are not those"),
-    ],
-)
+@pytest.mark.parametrize(("record", "chat", "reason"), [
+    ({"prompt": "a", "chosen": "b"}, False, r"no field 'rejected' \(task.rejected_field\); this line has chosen, prompt"),
+    (AB | {"chosen": ["b"]}, False, "field 'chosen' .* must be text or a number"),
+    (AB | {"rejected": "b"}, False, "the chosen and the rejected answer are the same"),
+    (AB | {"prompt": ""}, False, "the prompt is empty"), (AB | {"prompt": []}, True, "the prompt is empty"),
+    ({"chosen": "b", "rejected": "c"}, True, "no field 'prompt'"),
+    (AB | {"chosen": [said("user", "b")]}, True, "the last message of field 'chosen' .* assistant"),
+    (AB | {"chosen": [{"role": "bot", "content": "b"}]}, True, "field 'chosen' .* is not a list of chat messages"),
+    (AB | {"chosen": [said("user", "z"), said("assistant", "b")]}, True, "'chosen' before its answer are not those"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path, record, chat, reason):
     path = write(tmp_path / "p.jsonl", [{"prompt": "ok", "chosen": "1", "rejected": "2"}, record])
-    with pytest.raises(ConfigError, match=rf"p\.jsonl:2: {reason}"):
+    with pytest.raises(ConfigError, match=rf"p\.jsonl:2: .*{reason}"):
         build_task(PreferencesTask(path=path, chat=chat), 0)
 
 

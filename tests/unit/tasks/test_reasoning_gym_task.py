@@ -39,16 +39,12 @@ def test_the_reference_holds_what_the_familys_own_scorer_needs():
     assert dataset.score_answer("nonsense", reference["entry"]) < 0.99
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"family": "no_such"}, "no_such.*chain_sum"),
-        ({"family_options": {"colour": 3}}, "colour"),
-        ({"family_options": {"min_terms": 5, "max_terms": 2}}, "max_terms"),
-        ({"held_out": 200}, "distinct problems of 2000.*lower task.held_out"),
-        ({"family": "rubiks_cube", "family_options": {}, "size": 70}, "no single reference answer"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"family": "no_such"}, "no_such.*chain_sum"), ({"family_options": {"colour": 3}}, "colour"),
+    ({"family_options": {"min_terms": 5, "max_terms": 2}}, "max_terms"),
+    ({"held_out": 200}, "distinct problems of 2000.*lower task.held_out"),
+    ({"family": "rubiks_cube", "family_options": {}, "size": 70}, "no single reference answer"),
+])  # fmt: skip
 def test_a_family_that_cannot_serve_is_refused_with_what_to_do(fields, message):
     with pytest.raises(ConfigError, match=message):
         build_reasoning_gym(one_digit_sums(**fields), seed=0)

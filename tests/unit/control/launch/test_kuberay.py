@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from asyncrl.config.load import load_config
 from asyncrl.config.places import needs_of
-from asyncrl.config.run import RayLaunch, RunConfig
+from asyncrl.config.run import RayLaunch
 from asyncrl.control.launch.processes import plan_processes
 
 pytest.importorskip("ray")
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler.v2.event_logger import AutoscalerEventLogger
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
-from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply, SchedulingRequest
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 from ray.core.generated.common_pb2 import LabelSelectorOperator
@@ -31,6 +32,7 @@ from asyncrl.control.launch.ray import bundle_of
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 JOB, CLAIM = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
+CONFIG = load_config(DEPLOY / "config.toml")
 SPEC: dict[str, Any] = JOB["spec"]
 CLUSTER: dict[str, Any] = SPEC["rayClusterSpec"]
 GROUPS: list[dict[str, Any]] = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
@@ -39,15 +41,6 @@ WORKER_FIELDS = {
     "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds", "rayStartParams", "resources",
     "labels", "template", "scaleStrategy", "suspend",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    return load_config(DEPLOY / "config.toml")
-
-
-def pod_of(group: dict[str, Any]) -> dict[str, Any]:
-    return group["template"]["spec"]
 
 
 # -- what KubeRay takes --------------------------------------------------------------------------------------------------
@@ -71,12 +64,12 @@ def test_nothing_is_said_that_kuberay_refuses():
         assert "labels" not in parameters, "KubeRay refuses labels there: they are the group's own field"
         assert not ({"num-cpus", "num-gpus", "memory", "resources"} & set(parameters) and group.get("resources"))
         assert all(isinstance(value, str) for value in [*parameters.values(), *group.get("labels", {}).values()])
-        assert pod_of(group).get("restartPolicy", "Never") == "Never", "the autoscaler's second version asks for it"
+        assert group["template"]["spec"].get("restartPolicy", "Never") == "Never", "the autoscaler's second version asks for it"
 
 
-def test_the_entry_point_goes_on_with_the_run_of_the_config(config: RunConfig):
+def test_the_entry_point_goes_on_with_the_run_of_the_config():
     """Both words of one run: the config's folder and name, and what is looked for before it is resumed."""
-    folder = f"{config.folder}/{config.name}"
+    folder = f"{CONFIG.folder}/{CONFIG.name}"
     assert f"if [ -e {folder}/config.toml ]; then exec python -m asyncrl resume {folder} " in SPEC["entrypoint"]
     assert "exec python -m asyncrl run /runs/config.toml " in SPEC["entrypoint"]
 
@@ -84,53 +77,35 @@ def test_the_entry_point_goes_on_with_the_run_of_the_config(config: RunConfig):
 # -- what Ray's autoscaler makes of it -----------------------------------------------------------------------------------
 
 
-def autoscaling() -> AutoscalingConfig:
-    resource = {"metadata": {"name": "asyncrl", "namespace": "default"}, "spec": CLUSTER}
-    return AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
-
-
-def gang(config: RunConfig, kinds: list[str]) -> GangResourceRequest:
+def gang(kinds: list[str]) -> GangResourceRequest:
     """A placement group as the launcher makes it, as the autoscaler sees it."""
     demand = GangResourceRequest()
     chosen = demand.bundle_selectors.add()
     for kind in kinds:
-        needs = needs_of(config, kind)  # type: ignore[arg-type]
+        needs = needs_of(CONFIG, kind)  # type: ignore[arg-type]
         selector = [(key, LabelSelectorOperator.LABEL_OPERATOR_IN, [value]) for key, value in needs.labels.items()]
         chosen.resource_requests.append(ResourceRequestUtil.make(bundle_of(needs), label_selectors=[selector]))
     demand.requests.extend(chosen.resource_requests)
     return demand
 
 
-def answer(demands: list[GangResourceRequest]) -> SchedulingReply:
-    asked = autoscaling()
-    return ResourceDemandScheduler(AutoscalerEventLogger(_Silent())).schedule(
-        SchedulingRequest(
-            disable_launch_config_check=True,
-            node_type_configs=asked.get_node_type_configs(),
-            max_num_nodes=asked.get_max_num_nodes(),
-            gang_resource_requests=demands,
-        )
-    )
-
-
-class _Silent:
-    """Takes the autoscaler's events and forgets them."""
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *_args, **_named: None
-
-
-def launched(reply: SchedulingReply) -> dict[str, int]:
+def launched(demands: list[GangResourceRequest]) -> dict[str, int]:
+    """The nodes that the autoscaler would start, by group."""
+    resource = {"metadata": {"name": "asyncrl", "namespace": "default"}, "spec": CLUSTER}
+    asked = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(resource), skip_content_hash=True)
+    request = SchedulingRequest(
+        disable_launch_config_check=True, node_type_configs=asked.get_node_type_configs(),
+        max_num_nodes=asked.get_max_num_nodes(), gang_resource_requests=demands,
+    )  # fmt: skip
+    reply = ResourceDemandScheduler(AutoscalerEventLogger(Mock())).schedule(request)
     assert not reply.infeasible_gang_resource_requests
     return {request.instance_type: request.count for request in reply.to_launch}
 
 
-def test_the_nodes_that_would_be_started_are_those_the_run_asks_for(config: RunConfig):
-    assert isinstance(config.launch, RayLaunch)
-    assert config.launch.elastic is not None
-    begins_with = gang(config, [item.kind for item in plan_processes(config)])
-    joining = [gang(config, ["generator"])] * (config.launch.elastic.max_generators - config.generate.num_workers)
-    assert launched(answer([begins_with])) == {"rewards": 1, "engine": 2, "trainer": 1}
-    assert launched(answer([begins_with, *joining])) == {"rewards": 1, "engine": 16, "trainer": 1}, (
-        "one GPU each, up to the bound"
-    )
+def test_the_nodes_that_would_be_started_are_those_the_run_asks_for():
+    assert isinstance(CONFIG.launch, RayLaunch)
+    assert CONFIG.launch.elastic is not None
+    begins_with = gang([item.kind for item in plan_processes(CONFIG)])
+    joining = [gang(["generator"])] * (CONFIG.launch.elastic.max_generators - CONFIG.generate.num_workers)
+    assert launched([begins_with]) == {"rewards": 1, "engine": 2, "trainer": 1}
+    assert launched([begins_with, *joining]) == {"rewards": 1, "engine": 16, "trainer": 1}, "one GPU each, up to the bound"

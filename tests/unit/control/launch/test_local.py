@@ -53,13 +53,6 @@ async def speaking(folder: Path, program: str) -> AsyncIterator[tuple[LocalProce
         await process.wait()
 
 
-async def test_output_goes_to_the_log_and_the_exit_code_comes_back(tmp_path: Path) -> None:
-    program = "import sys, os; print('out'); print('err', file=sys.stderr); sys.exit(7)"
-    process = await LocalLauncher().start(spec(tmp_path, program))
-    assert await process.wait() == 7
-    assert sorted((tmp_path / "logs" / "child-0.log").read_text().split()) == ["err", "out"]
-
-
 async def test_child_leads_its_own_session_and_stdin_stays_open(tmp_path: Path) -> None:
     async with speaking(tmp_path, "say(os.getsid(0)); sys.stdin.read(); say('end of input')") as (process, pipe):
         assert await next_line(pipe) == str(process.pid)

@@ -6,24 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes, plan_ranks
 from asyncrl.packing.pack import CostModel, RankPlan
-
-
-def test_inference_workers_come_with_what_needs_them_and_reward_workers_go_with_their_functions() -> None:
-    judge = {"num_workers": 2, "reward_models": [{"name": "judge", "path": "judge"}]}
-    both = parse_config({"inference": judge})
-    assert [item.kind for item in plan_processes(both)] == ["learner", "reward", "inference", "inference"] + ["generator"] * 2
-    alone = parse_config({"inference": judge, "reward": {"functions": []}})
-    assert {item.kind for item in plan_processes(alone)} == {"learner", "inference", "generator"}
-    here = parse_config({"algorithm": {"kl": {}, "reference": {"where": "learner"}}})
-    there = parse_config({"algorithm": {"kl": {}, "reference": {"where": "worker"}}})
-    assert "inference-0" not in [item.name for item in plan_processes(here)]
-    assert "inference-0" in [item.name for item in plan_processes(there)]
 
 
 def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:
@@ -36,12 +22,9 @@ def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path)
     assert plan_ranks(pretrained).cost == CostModel.of_model(576)
 
 
-@pytest.mark.parametrize(("config", "said"), [("[buffer]\nmax_stalenes = 1\n", "max_stalenes"), (None, "config.toml")])
-def test_a_rank_without_a_good_config_ends_with_one_line(tmp_path, config, said):
-    if config is not None:
-        (tmp_path / "config.toml").write_text(config)
+def test_a_rank_without_a_good_config_ends_with_one_line(tmp_path):
+    (tmp_path / "config.toml").write_text("[buffer]\nmax_stalenes = 1\n")
     command = [sys.executable, "-m", "asyncrl.pipeline", "rank", "1", str(tmp_path), "tcp://127.0.0.1:1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == 1
     (line,) = ended.stderr.strip().splitlines()
-    assert said in line
+    assert (ended.returncode, "max_stalenes" in line) == (1, True)

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
-from asyncrl.control.lifecycle.failure_watch import (
-    FIRST_GROUPS,
-    FIRST_SAMPLES,
-    WINDOW_GROUPS,
-    WINDOW_SAMPLES,
-    FailureWatch,
-)
+from asyncrl.control.lifecycle.failure_watch import WINDOW_GROUPS, WINDOW_SAMPLES, FailureWatch
 from asyncrl.errors import kind_of
 
 KIND = "TypeError at rewards.py:3"
-
-
-def raised(call) -> Exception:
-    with pytest.raises(Exception) as caught:
-        call()
-    return caught.value
 
 
 def test_a_kind_is_told_once_whatever_its_messages_say():
@@ -31,16 +18,6 @@ def test_a_kind_is_told_once_whatever_its_messages_say():
     assert news == [True, False, False, False, False]
     seen = watch.kinds[KIND]
     assert (seen.count, seen.reason, seen.trace) == (5, "score: TypeError: 0", "Traceback")
-
-
-def test_a_run_whose_first_samples_all_fail_ends_with_the_cause():
-    watch = FailureWatch(1.0)
-    for group in range(FIRST_GROUPS):
-        assert watch.verdict == ""
-        for _ in range(4):
-            watch.sample_failed("reward", KIND, "score: TypeError: no", "Traceback")
-        watch.group_failed(f"p{group}", KIND)
-    assert watch.verdict == "all of the first 16 samples failed; most often at reward: score: TypeError: no"
 
 
 def test_a_run_that_has_scored_ends_only_by_its_share():
@@ -57,38 +34,12 @@ def test_a_run_that_has_scored_ends_only_by_its_share():
 HANGS = "reward slow ran past reward.timeout_s (30 s)"
 
 
-def test_samples_that_only_run_over_a_limit_are_told_once_and_end_a_run_as_failures_do():
-    watch = FailureWatch(1.0)
-    assert [watch.sample_scored(HANGS) for _ in range(FIRST_SAMPLES)] == [True] + [False] * (FIRST_SAMPLES - 1)
-    assert watch.verdict == f"all of the first 16 samples failed or ran over a limit; the last: {HANGS}"
-    assert (watch.over_limit_share, watch.num_over_limit, watch.num_failed_samples) == (1.0, 16, 0)
-
-
 def test_a_share_over_a_limit_ends_a_run_only_over_the_whole_window():
     watch = FailureWatch(0.5)
     for number in range(WINDOW_SAMPLES + 1):
         assert watch.verdict == ""
         watch.sample_scored("" if number % 2 == 0 and number < WINDOW_SAMPLES else HANGS)
     assert watch.verdict.startswith("129 of the last 256 samples ran over a limit of their reward, more than")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_share_is_that_of_the_newest_groups_and_the_verdict_follows_it(seed):
-    chance, watch, story = random.Random(seed), FailureWatch(0.4), []
-    watch.sample_scored()
-    for number in range(300):
-        story.append(chance.random() < 0.35)
-        if story[-1]:
-            watch.group_failed(f"p{number}", KIND)
-        else:
-            watch.group_completed()
-        newest = story[-WINDOW_GROUPS:]
-        assert watch.share == pytest.approx(sum(newest) / len(newest))
-        over = any(
-            sum(story[end - WINDOW_GROUPS : end]) > 0.4 * WINDOW_GROUPS and story[end - 1]
-            for end in range(WINDOW_GROUPS, len(story) + 1)
-        )
-        assert bool(watch.verdict) == over
 
 
 def test_a_prompt_that_failed_four_times_is_set_aside_and_named():
@@ -99,7 +50,11 @@ def test_a_prompt_that_failed_four_times_is_set_aside_and_named():
 
 
 def test_the_kind_is_the_type_and_the_own_line_never_the_message():
-    kinds = {kind_of(raised(lambda text=text: json.loads(text))) for text in ("{", "x", "[1,")}
+    kinds = set()
+    for text in ("{", "x", "[1,"):
+        with pytest.raises(json.JSONDecodeError) as raised:
+            json.loads(text)
+        kinds.add(kind_of(raised.value))
     assert len(kinds) == 1
     assert kinds.pop().startswith("JSONDecodeError at test_failure_watch.py:")
     assert kind_of(ValueError("never raised")) == "ValueError"

@@ -15,13 +15,8 @@ def test_starts_and_ends_add_up_to_who_lives_and_a_controller_begins_anew(tmp_pa
     for record in (LEARNER, GENERATOR, ended[0], AGAIN, ended[1]):
         note_pid(tmp_path, record)
     assert read_pids(tmp_path) == PidTable(os.getpid(), {"learner": AGAIN})
+    with (tmp_path / "pids.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(GENERATOR)[:-3])  # cut short by a crash
+    assert read_pids(tmp_path).processes == {"learner": AGAIN}
     begin_pids(tmp_path, 2.0)
     assert read_pids(tmp_path).processes == {}
-
-
-def test_a_line_cut_short_by_a_crash_is_not_read(tmp_path):
-    begin_pids(tmp_path, 1.0)
-    note_pid(tmp_path, LEARNER)
-    with (tmp_path / "pids.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(GENERATOR)[:-3])
-    assert read_pids(tmp_path).processes == {"learner": LEARNER}

@@ -7,22 +7,14 @@ from asyncrl.control.tools.choices import with_choices
 from asyncrl.models.number_format import hardware_format
 
 
-def chosen(num_workers=1, groups=64, hidden_size=128, engine_dtype="float32", **engine):
-    raw = {
-        "name": "a",
-        "num_steps": 1,
-        "task": {"kind": "addition"},
+def chosen(num_workers=1, groups=64, hidden_size=128, **engine):
+    engine = {"kind": "transformers", "max_sequence_tokens": 16, "dtype": "float32"} | engine
+    return with_choices(parse_config({
         "model": {"kind": "scratch", "hidden_size": hidden_size, "num_layers": 1000},
         "algorithm": {"groups_per_step": groups, "group_size": 4},
-        "reward": {"functions": [{"kind": "answer_match"}]},
         "learner": {"dtype": "auto"},
-        "generate": {
-            "num_workers": num_workers,
-            "engine": {"kind": "transformers", "max_sequence_tokens": 16, "dtype": engine_dtype, **engine},
-            "sampling": {"max_new_tokens": 4},
-        },
-    }
-    return with_choices(parse_config(raw))
+        "generate": {"num_workers": num_workers, "engine": engine, "sampling": {"max_new_tokens": 4}},
+    }))  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_workers", "groups", "slots"), [(1, 64, 256), (2, 64, 128), (3, 64, 86), (1, 3, 12)])
@@ -39,7 +31,7 @@ def test_slots_are_fewer_where_their_kv_cache_would_fill_the_memory():
 
 
 def test_auto_dtypes_are_this_machines_and_what_is_given_stays():
-    config, said = chosen(num_slots=7, engine_dtype="auto")
+    config, said = chosen(num_slots=7, dtype="auto")
     expected, why = hardware_format("cpu")
     assert (config.learner.dtype, config.generate.engine.dtype) == (expected, expected)
     assert f"learner.dtype auto is {expected}: {why}" in said

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -9,14 +7,9 @@ from asyncrl.control.tools.doctor import judge_packages
 def test_packages_are_judged_against_what_the_metadata_asks_for():
     installed = {"torch": "2.13.0+cpu", "numpy": "1.9", "ray": "2.60.0", "trl": "1.17.0"}
     asked = [
-        "torch>=2.8",
-        "numpy>=2.0",
-        'ray>=2.50; extra == "ray"',
-        'trl==1.16.0; extra == "bench"',
-        'wandb>=0.25; extra == "wandb"',
-        'pytest>=9; extra == "dev"',
-        'asyncrl[ray,tasks]; extra == "dev"',
-    ]
+        "torch>=2.8", "numpy>=2.0", 'ray>=2.50; extra == "ray"', 'trl==1.16.0; extra == "bench"', 'wandb>=0.25; extra == "wandb"',
+        'pytest>=9; extra == "dev"', 'asyncrl[ray,tasks]; extra == "dev"',
+    ]  # fmt: skip
     findings = {finding.name: finding for finding in judge_packages(asked, installed.get)}
     assert list(findings) == ["torch", "numpy", "ray", "trl", "wandb"]
     assert (findings["torch"].ok, findings["torch"].required) == (True, True)
@@ -35,10 +28,3 @@ def test_every_requirement_of_the_project_is_looked_at_and_extras_are_optional()
     assert len(findings) == len(asked)
     assert {"bitsandbytes", "trl", "datasets", "ray"} <= {name for name, finding in findings.items() if not finding.required}
     assert findings["peft"].required
-
-
-def test_looking_imports_nothing_heavy_here():
-    looks = "import sys; from asyncrl.control.tools.doctor import judge_curve; found = judge_curve()"
-    code = f"{looks}; print(found.ok, {{'torch', 'zmq'}} & set(sys.modules))"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert imported.stdout.split() == ["True", "set()"]

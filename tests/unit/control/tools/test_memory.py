@@ -28,10 +28,9 @@ def test_adapters_are_those_that_are_added(modules):
     assert policy_shape(scratch).adapter_parameters(lora) == count(p for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "offload", "optimizer"),
-    [("float32", False, "adamw"), ("bfloat16", True, "adamw"), ("float16", False, "adamw_8bit"), ("float32", True, "adamw_8bit")],
-)
+@pytest.mark.parametrize(("dtype", "offload", "optimizer"), [
+    ("float32", False, "adamw"), ("bfloat16", True, "adamw"), ("float16", False, "adamw_8bit"), ("float32", True, "adamw_8bit"),
+])  # fmt: skip
 def test_state_is_that_of_the_optimizer(dtype, offload, optimizer):
     config = LearnerConfig(dtype=dtype, offload_optimizer=offload, optimizer=optimizer)
     layer = torch.nn.Linear(512, 512, bias=False, dtype=DTYPES[dtype])

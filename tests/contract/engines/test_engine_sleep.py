@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from asyncrl.config.learner import LoRAConfig

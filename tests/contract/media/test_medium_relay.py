@@ -19,13 +19,13 @@ import zmq
 
 from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import bucket_ends, make_manifest
+from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
 from tests.contract.line_process import LineProcesses
+from tests.contract.media.learners import SlotLearner
 from tests.contract.media.medium_peer import Fetched, Order
 
 TIMEOUT_S = 60
@@ -36,26 +36,13 @@ MANIFEST = make_manifest({"layer.0": torch.zeros(MODEL_BYTES // 4)})
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
 
 
-class Learner:
-    """A writer that holds what it is told to."""
-
-    def __init__(self, medium: ZeroMQMedium = MEDIUM, keys: CurveKeys | None = None) -> None:
-        self.writer = ZeroMQWriter(medium, keys)
-        self._slots = self.writer.open(MANIFEST)
-
-    def publish(self, version: int) -> WeightsAvailable:
-        slot = version % 2
-        self.writer.overwrite(slot, version)
-        self._slots[slot].view(torch.float32).fill_(float(version))
-        fingerprints = fingerprints_of(self._slots[slot].numpy().data, bucket_ends(MANIFEST))
-        fingerprint = version_fingerprint(fingerprints)
-        location = self.writer.commit(slot, version, fingerprint)
-        return WeightsAvailable(version, "zeromq", location, MANIFEST, fingerprint, 0.0, bucket_fingerprints=fingerprints)
+def make_learner(keys: CurveKeys | None = None) -> SlotLearner:
+    return SlotLearner(ZeroMQWriter(MEDIUM, keys), MANIFEST)
 
 
 @pytest.fixture
-def learner() -> Iterator[Learner]:
-    learner = Learner()
+def learner() -> Iterator[SlotLearner]:
+    learner = make_learner()
     yield learner
     learner.writer.close()
 
@@ -231,7 +218,7 @@ def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_p
     other.close()
 
 
-def wait_until_served(learner: Learner, num_bytes: int) -> None:
+def wait_until_served(learner: SlotLearner, num_bytes: int) -> None:
     """Look at the learner's count until it is there."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while learner.writer.server.served_bytes < num_bytes:
@@ -335,7 +322,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
 
 def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
     keys = CurveKeys(*zmq.curve_keypair())
-    learner = Learner(keys=keys)
+    learner = make_learner(keys)
     available = learner.publish(1)
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
     for reader in (relay, child):

@@ -8,7 +8,6 @@ from asyncrl.config.load import dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.toml"), *(ROOT / "experiments").glob("*/config.toml")])
-PRESETS = sorted((ROOT / "configs" / "algorithms").glob("*.toml"))
 PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.toml"))
 LAYERS = sorted((ROOT / "experiments" / "quickstart_algorithms").glob("*.toml"))
 
@@ -28,18 +27,6 @@ def test_config_loads_and_round_trips(path, tmp_path):
     resolved = tmp_path / "config.toml"
     resolved.write_text(dump_config(config), encoding="utf-8")
     assert load_config(resolved) == config
-
-
-def test_every_algorithm_that_was_promised_has_a_preset():
-    assert {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "areal", "ppo_critic", "dpo"} <= {path.stem for path in PRESETS}
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_goes_over_the_quickstart_and_nothing_of_its_algorithm_stays(path):
-    config = load_config(ROOT / "configs" / "quickstart.toml", presets=[path])
-    assert config.algorithm.dual_clip is None
-    assert config.algorithm.proximal == ("behaviour" if path.stem == "prime_rl" else "recompute")
-    assert config.learner.num_threads == 1
 
 
 @pytest.mark.parametrize("path", [*LAYERS, *PLACEMENTS], ids=lambda path: path.stem)

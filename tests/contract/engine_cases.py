@@ -1,40 +1,66 @@
-"""What the tests of engines share: small models of a common shape, requests, completions, and the logprobs of a plain forward."""
+"""What the tests of engines share: small models of one shape, engines, requests, completions, logprobs of a plain forward."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from asyncrl.clock import SystemClock
+from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
+from asyncrl.config.learner import LoRAConfig
+from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest, KVPolicy
+from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams
 
 VOCABULARY = 64
 END = 1
 PROMPT = (5, 6, 7)
+SLOTS = 4
+MAX_TOKENS = 256
+
+
+def config_of(num_slots: int = SLOTS, **config) -> TransformersEngineConfig:
+    return TransformersEngineConfig(num_slots=num_slots, max_sequence_tokens=MAX_TOKENS, **config)
+
+
+@asynccontextmanager
+async def started(engine: Engine) -> AsyncIterator[Engine]:
+    """Start it, and close it in the end."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def transformers_engine(folder: Path, num_slots: int = SLOTS, *, fp32_head=False, lora: LoRAConfig | None = None, **config):
+    """Return a `started` engine over a folder; `config` is more of its config."""
+    return started(TransformersEngine(config_of(num_slots, **config), folder, fp32_head=fp32_head, lora=lora))
+
+
+def fake_engine():
+    """Return a `started` engine without a model."""
+    limits = {"num_slots": SLOTS, "max_sequence_tokens": MAX_TOKENS, "vocabulary_size": VOCABULARY}
+    config = FakeEngineConfig(**limits, token_latency_s=0.0005, length_distribution="uniform", mean_tokens=30)
+    return started(FakeEngine(config, SystemClock()))
 
 
 def make_model(seed: int, **shape) -> LlamaForCausalLM:
     """Make a model of 2 layers over `VOCABULARY` tokens; `shape` changes any field of its config."""
     torch.manual_seed(seed)
     config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 2 * shape.get("hidden_size", 32),
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": END,
-        "pad_token_id": None,
-        "initializer_range": 0.2,
-        **shape,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 2 * shape.get("hidden_size", 32),
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2,
+        "max_position_embeddings": MAX_TOKENS, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": END,
+        "pad_token_id": None, **shape,
+    }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**config)).eval()
 
 
@@ -43,11 +69,21 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
-def reference_logprobs(model, prompt: tuple[int, ...], token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Logprob of each token after the prompt, by one forward over the whole sequence."""
+def reference_logits(model, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits that each token after the prompt was drawn from, by one forward over the whole sequence."""
     with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+        return model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+def reference_logprobs(model, prompt: Sequence[int], token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Logprob of each token after the prompt."""
+    logits = reference_logits(model, prompt, token_ids) / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None]).squeeze(1).tolist()
+
+
+def reference_score(model, token_ids: Sequence[int]) -> list[float]:
+    """Logprob of each token after the first, as `Engine.score` returns them."""
+    return reference_logprobs(model, token_ids[:1], token_ids[1:])
 
 
 def kept_logprobs(old, new, prompt: tuple[int, ...], token_ids: list[int], first: int) -> list[float]:

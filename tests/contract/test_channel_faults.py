@@ -28,6 +28,7 @@ from asyncrl.transport.protocol import Connection, Lane, LinkLimits, new_hello
 from asyncrl.transport.security import load_client_keys, make_keys
 from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener
+from tests.contract.tcp_proxy import tcp_proxy
 from tests.descriptors import open_descriptors
 
 LIMITS = LinkLimits(
@@ -64,6 +65,37 @@ async def accept(listener: ZmqListener) -> Connection:
     return await asyncio.wait_for(listener.accept(), WAIT_S)
 
 
+@contextlib.asynccontextmanager
+async def linked(limits: LinkLimits = LIMITS, of_listener: LinkLimits = LIMITS):
+    """Yield a listener, a connector, and the connection between them at the connector's and at the listener's end."""
+    listener = make_listener("tcp://127.0.0.1:*", limits=of_listener)
+    async with closing(listener):
+        connector, far = await connect(listener.address, limits=limits)
+        async with closing(connector):
+            yield listener, connector, far, await accept(listener)
+
+
+@contextlib.contextmanager
+def bare_dealer(address: str):
+    """Yield a socket that may send a listener anything."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.connect(address)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+async def works(listener: ZmqListener, far: Connection) -> None:
+    """See that a message goes from a connector to a listener that has not accepted it yet."""
+    await far.send(failure(1))
+    assert await consume(await accept(listener), 1) == [1]
+
+
 async def produce(connection: Connection, count: int) -> None:
     for number in range(count):
         await connection.send(failure(number, "x" * (number % 700)))
@@ -86,53 +118,10 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-class CuttingProxy:
-    """Relays TCP and cuts every connection, mid-stream, when told to."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._writers: list[asyncio.StreamWriter] = []
-        self.num_cuts = 0
-
-    async def __aenter__(self) -> CuttingProxy:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        self.cut()
-        await self._server.wait_closed()
-
-    def cut(self) -> None:
-        self.num_cuts += 1
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        out_reader, out_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, out_writer]
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pipe(reader, out_writer))
-            tasks.create_task(self._pipe(out_reader, writer))
-
-    @staticmethod
-    async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while chunk := await reader.read(1000):
-                writer.write(chunk)
-                await writer.drain()
-        writer.transport.abort()
-
-
 async def test_the_listener_s_sizes_hold_at_both_ends():
     for of_connector in (LIMITS.max_message_bytes // 2, 2 * LIMITS.max_message_bytes):
-        listener = make_listener("tcp://127.0.0.1:*")
         other = dataclasses.replace(LIMITS, window=1, max_message_bytes=of_connector)
-        connector, far = await connect(listener.address, limits=other)
-        async with closing(listener, connector):
-            near = await accept(listener)
+        async with linked(other) as (_, _, far, near):
             for end in (far, near):
                 with pytest.raises(CodecError, match=f"the limit is {LIMITS.max_message_bytes};"):
                     await end.send(failure(1, "x" * LIMITS.max_message_bytes))
@@ -141,11 +130,18 @@ async def test_the_listener_s_sizes_hold_at_both_ends():
             assert await consume(near, LIMITS.window) == list(range(LIMITS.window))
 
 
+@contextlib.contextmanager
+def no_descriptor_left():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(caplog):
-    listener = make_listener("tcp://127.0.0.1:*")
-    connector, far = await connect(listener.address)
-    async with closing(listener, connector):
-        near = await accept(listener)
+    async with linked() as (_, connector, far, near):
         with no_descriptor_left():
             connector._reopen()
             await far.send(failure(1))
@@ -194,37 +190,26 @@ async def test_a_listener_that_is_cancelled_as_it_closes_leaves_no_folder(tmp_pa
         assert folders() == []
 
 
-@contextlib.contextmanager
-def no_descriptor_left():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 async def test_a_link_that_breaks_again_and_again_loses_and_repeats_nothing():
     count = 1500
     listener = make_listener("tcp://127.0.0.1:*")
-    async with closing(listener), CuttingProxy(int(listener.address.rsplit(":", 1)[1])) as proxy:
-        connector, far = await connect(proxy.address)
-        near = await accept(listener)
-        async with closing(connector):
+    async with closing(listener):
+        with tcp_proxy(listener.address) as proxy:
+            connector, far = await connect(proxy.address)
+            near = await accept(listener)
 
             def cut_at_times(number: int) -> None:
                 if number % 300 == 150:
-                    proxy.cut()
+                    proxy.break_off()
 
-            async with asyncio.TaskGroup() as tasks:
+            async with closing(connector), asyncio.TaskGroup() as tasks:
                 tasks.create_task(produce(far, count))
                 tasks.create_task(produce(near, count))
                 outward = tasks.create_task(consume(near, count, cut_at_times))
                 inward = tasks.create_task(consume(far, count))
-            assert proxy.num_cuts == 5
-            assert outward.result() == inward.result() == list(range(count))
-            assert await far.flush(WAIT_S)
-            assert await near.flush(WAIT_S)
+                assert await outward == await inward == list(range(count))
+                assert await far.flush(WAIT_S)
+                assert await near.flush(WAIT_S)
 
 
 async def test_a_restarted_listener_is_sent_what_was_not_acknowledged(tmp_path):
@@ -259,15 +244,11 @@ def kill_without_goodbye(listener: ZmqListener) -> None:
 
 
 async def test_a_silent_peer_is_given_up_and_may_come_back_as_a_new_connection():
-    listener = make_listener("tcp://127.0.0.1:*", limits=dataclasses.replace(LIMITS, silence_timeout_s=1.0))
-    async with closing(listener):
-        connector, far = await connect(listener.address, limits=dataclasses.replace(PATIENT, ping_s=20.0))
-        async with closing(connector):
-            near = await accept(listener)
-            with pytest.raises(ConnectionClosed, match="silent"):
-                await asyncio.wait_for(near.receive(), WAIT_S)
-            await far.send(failure(1))
-            assert await consume(await accept(listener), 1) == [1]
+    hardly_pings = dataclasses.replace(PATIENT, ping_s=20.0)
+    async with linked(hardly_pings, dataclasses.replace(LIMITS, silence_timeout_s=1.0)) as (listener, _, far, near):
+        with pytest.raises(ConnectionClosed, match="silent"):
+            await asyncio.wait_for(near.receive(), WAIT_S)
+        await works(listener, far)
 
 
 async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
@@ -284,15 +265,11 @@ async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
 
 async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_comes_back():
     """It would hear a goodbye only once its link is whole again, and end when it could go on."""
-    listener = make_listener("tcp://127.0.0.1:*", limits=dataclasses.replace(LIMITS, reconnect_after_s=0.1))
-    async with closing(listener):
-        connector, far = await connect(listener.address, limits=dataclasses.replace(PATIENT, ping_s=20.0))
-        async with closing(connector):
-            near = await accept(listener)
-            await asyncio.sleep(0.3)  # nothing comes of it in this time: it hardly ever pings
-            await near.close()
-            await far.send(failure(1))
-            assert await consume(await accept(listener), 1) == [1]
+    hardly_pings = dataclasses.replace(PATIENT, ping_s=20.0)
+    async with linked(hardly_pings, dataclasses.replace(LIMITS, reconnect_after_s=0.1)) as (listener, _, far, near):
+        await asyncio.sleep(0.3)  # nothing comes of it in this time: it hardly ever pings
+        await near.close()
+        await works(listener, far)
 
 
 async def test_a_peer_that_the_listener_does_not_want_is_told_why():
@@ -321,8 +298,7 @@ async def test_a_wrong_key_is_refused_and_counted(tmp_path):
                         await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS, keys).connect(0.3)
         far = await open_connection(listener.address, new_hello("client", "c"), config, tmp_path / "ours", WAIT_S, LIMITS)
         async with closing(far):
-            await far.send(failure(1))
-            assert await consume(await accept(listener), 1) == [1]
+            await works(listener, far)
 
 
 def malformed_packets(rng: random.Random, session: str, count: int) -> list[list[bytes]]:
@@ -354,17 +330,9 @@ def malformed_packets(rng: random.Random, session: str, count: int) -> list[list
 async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_on():
     count = 10_000
     rng = random.Random(17)
-    listener = make_listener("tcp://127.0.0.1:*")
-    context = zmq.asyncio.Context()
-    async with closing(listener):
-        connector, far = await connect(listener.address, limits=PATIENT)  # who greets anew over another socket is counted too
-        near = await accept(listener)
-        async with closing(connector):
-            socket = context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.sndhwm = socket.rcvhwm = 0
-            socket.connect(listener.address)
-            packets = malformed_packets(rng, near_session(listener), count)
+    async with linked(PATIENT) as (listener, _, far, near):  # who greets anew over another socket is counted too
+        packets = malformed_packets(rng, near_session(listener), count)
+        with bare_dealer(listener.address) as socket:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(produce(far, 500))
                 received = tasks.create_task(consume(near, 500))
@@ -375,8 +343,6 @@ async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_
             assert listener.refused.malformed > count // 3
             assert listener.refused.oversized >= count // 120
             assert await far.flush(WAIT_S)
-            socket.close()
-    context.term()
 
 
 async def send_all(socket: zmq.asyncio.Socket, packets: list[list[bytes]]) -> None:
@@ -391,30 +357,16 @@ def near_session(listener: ZmqListener) -> str:
 
 async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
     listener = make_listener("tcp://127.0.0.1:*")
-    context = zmq.asyncio.Context()
     async with closing(listener):
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(listener.address)
-        await socket.send(build_greeting(new_hello("client", "c"), "token", ""))
-        near = await accept(listener)
-        session = near_session(listener)
-        good = encode(failure(1))
-        bodies = [
-            b"\x81\xa4type\xa5nonsense",
-            os.urandom(50),
-            good[:-3],
-            bytes(LIMITS.max_message_bytes + 1),
-            good,
-        ]
-        items = [Item(Lane.DATA, seq, body) for seq, body in enumerate(bodies)]
-        for item in items:
-            await socket.send_multipart(build_parcel(session, Parcel(([], []), [item])))
-        assert await consume(near, 1) == [1]
-        assert listener.refused.malformed == 3
-        assert listener.refused.oversized == 1
-        socket.close()
-    context.term()
+        with bare_dealer(listener.address) as socket:
+            await socket.send(build_greeting(new_hello("client", "c"), "token", ""))
+            near = await accept(listener)
+            good = encode(failure(1))
+            bodies = [b"\x81\xa4type\xa5nonsense", os.urandom(50), good[:-3], bytes(LIMITS.max_message_bytes + 1), good]
+            for seq, body in enumerate(bodies):
+                await socket.send_multipart(build_parcel(near_session(listener), Parcel(([], []), [Item(Lane.DATA, seq, body)])))
+            assert await consume(near, 1) == [1]
+            assert (listener.refused.malformed, listener.refused.oversized) == (3, 1)
 
 
 @pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100])
@@ -426,8 +378,7 @@ async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
         await writer.drain()
         connector, far = await connect(listener.address)
         async with closing(connector):
-            await far.send(failure(1))
-            assert await consume(await accept(listener), 1) == [1]
+            await works(listener, far)
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
@@ -467,15 +418,11 @@ async def test_damaged_key_files_are_refused_in_words(tmp_path, content):
 
 async def test_an_idle_connection_makes_few_turns_of_the_event_loop():
     limits = dataclasses.replace(LIMITS, ping_s=10.0)
-    listener = make_listener("tcp://127.0.0.1:*", limits=limits)
-    async with closing(listener):
-        connector, far = await connect(listener.address, limits=limits)
-        async with closing(connector):
-            near = await accept(listener)
-            await far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL)
-            (await asyncio.wait_for(near.receive(Lane.CONTROL), WAIT_S)).ack()
-            assert await far.flush(WAIT_S)
-            before_s = os.times()
-            await asyncio.sleep(0.5)
-            after_s = os.times()
-            assert after_s.user + after_s.system - before_s.user - before_s.system < 0.1
+    async with linked(limits, limits) as (_, _, far, near):
+        await far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL)
+        (await asyncio.wait_for(near.receive(Lane.CONTROL), WAIT_S)).ack()
+        assert await far.flush(WAIT_S)
+        before_s = os.times()
+        await asyncio.sleep(0.5)
+        after_s = os.times()
+        assert after_s.user + after_s.system - before_s.user - before_s.system < 0.1

@@ -497,18 +497,6 @@ class RunLife(RuleBasedStateMachine):
         self.tell(MembersFinished(generator))
 
 
-class WaitLife(RunLife):
-    policy = "wait"
-
-
-class DropLife(RunLife):
-    policy = "drop"
-
-
-class MaskLife(RunLife):
-    policy = "mask"
-
-
 PENALTIES = (
     {"dynamic_sampling": True, "max_resamples": 1},
     {"dynamic_sampling": True, "max_resamples": 2, "advantage": "remax"},
@@ -521,27 +509,22 @@ PAIRS = (
 )
 
 
-class ScreenedWaitLife(RunLife):
-    policy = "wait"
-    screens = PENALTIES + PAIRS
+class WaitLife(RunLife):
+    policy, screens = "wait", ({}, *PENALTIES, *PAIRS)
 
 
-class ScreenedMaskLife(RunLife):
-    policy = "mask"
-    screens = PENALTIES
+class DropLife(RunLife):
+    policy, screens = "drop", ({},)
 
 
-BOUNDS = settings(
-    max_examples=25,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-for life in (WaitLife, DropLife, MaskLife, ScreenedWaitLife, ScreenedMaskLife):
-    life.TestCase.settings = BOUNDS
+class MaskLife(RunLife):
+    policy, screens = "mask", ({}, *PENALTIES)
+
+
+for life in (WaitLife, DropLife, MaskLife):
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    life.TestCase.settings = settings(max_examples=25, stateful_step_count=60, suppress_health_check=slow)
 
 TestWaitPolicy = WaitLife.TestCase
 TestDropPolicy = DropLife.TestCase
 TestMaskPolicy = MaskLife.TestCase
-TestScreenedWaitPolicy = ScreenedWaitLife.TestCase
-TestScreenedMaskPolicy = ScreenedMaskLife.TestCase

@@ -1,8 +1,8 @@
 """Random changes over an unreliable medium, through the real codec, offers and staging buffers: the bytes are the learner's."""
 
+import contextlib
 import threading
 
-import msgspec
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,17 +67,9 @@ class Learner:
         buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
         whole, deltas = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
         return WeightsAvailable(
-            version,
-            "any",
-            whole.location,
-            MANIFEST,
-            version_fingerprint(buckets),
-            0.0,
-            bucket_fingerprints=buckets,
-            full_version=whole.version,
-            full_bucket_fingerprints=whole.bucket_fingerprints,
-            deltas=deltas,
-        )
+            version, "any", whole.location, MANIFEST, version_fingerprint(buckets), 0.0, bucket_fingerprints=buckets,
+            full_version=whole.version, full_bucket_fingerprints=whole.bucket_fingerprints, deltas=deltas,
+        )  # fmt: skip
 
 
 CHANGES = st.dictionaries(st.integers(0, MANIFEST.total_bytes - 1), st.integers(0, 255), max_size=30)
@@ -85,7 +77,7 @@ TROUBLES = st.sampled_from(["", "", "", "", "no room", "no room for blobs", "blo
 MOVES = st.lists(st.tuples(TROUBLES, CHANGES, st.sets(st.integers(0, 2))), max_size=25)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.booleans(), st.integers(1, 4), st.sampled_from([0.05, 0.3, 1.0]), MOVES)
 def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_slots, full_every, max_share, moves):
     medium = UnreliableMedium(keeps_slots)
@@ -121,32 +113,19 @@ def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_s
         assert bytes(generator.receive(available, NOT_CANCELLED).numpy().data) == bytes(flat)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_delta_between_any_bytes_is_lossless(data):
+@settings(max_examples=200)
+@given(CHANGES, st.data())
+def test_a_delta_between_any_bytes_is_lossless_and_a_damaged_one_breaks_nothing_but_the_buffer(changes, data):
     total = MANIFEST.total_bytes
-    base = bytearray(data.draw(st.binary(min_size=total, max_size=total)))
-    current = bytearray(base)
-    for place, value in data.draw(CHANGES).items():
-        current[place] = value
-    blob = encode_delta(MANIFEST, memoryview(base), memoryview(current))
-    apply_delta(MANIFEST, blob, memoryview(base))
-    assert base == current
-
-
-@settings(max_examples=200, deadline=None)
-@given(CHANGES.filter(bool), st.data())
-def test_a_damaged_delta_never_breaks_anything_but_the_buffer(changes, data):
-    base = bytearray(MANIFEST.total_bytes)
+    base = data.draw(st.just(bytes(total)) | st.binary(min_size=total, max_size=total))
     current = bytearray(base)
     for place, value in changes.items():
         current[place] = value
     blob = bytearray(encode_delta(MANIFEST, memoryview(base), memoryview(current)))
+    buffer = bytearray(base)
+    apply_delta(MANIFEST, bytes(blob), memoryview(buffer))
+    assert buffer == current
     for place, value in data.draw(st.dictionaries(st.integers(0, len(blob) - 1), st.integers(0, 255), max_size=4)).items():
         blob[place] = value
-    try:
-        touched = apply_delta(MANIFEST, bytes(blob), memoryview(base))
-    except BroadcastError:
-        return
-    assert touched <= set(range(len(bucket_ends(MANIFEST))))
-    assert msgspec.json.encode(sorted(touched))
+    with contextlib.suppress(BroadcastError):
+        assert apply_delta(MANIFEST, bytes(blob), memoryview(bytearray(base))) <= set(range(len(bucket_ends(MANIFEST))))

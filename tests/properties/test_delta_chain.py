@@ -66,7 +66,7 @@ def carried_out(plan, held, wholes, blobs):
     return content
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 5), st.booleans(), MOVES)
 def test_whoever_follows_the_plan_holds_the_announced_bytes_however_many_versions_were_missed(full_every, always_whole, moves):
     learner = Learner(0, full_every, always_whole)
@@ -93,7 +93,7 @@ def test_whoever_follows_the_plan_holds_the_announced_bytes_however_many_version
             held[index] = HeldVersion(version, available.fingerprint, b"", TOTAL_BYTES)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 5), st.booleans(), st.lists(st.integers(1, 20), min_size=2, max_size=20))
 def test_who_follows_every_version_fetches_deltas_alone(full_every, always_whole, sizes):
     learner, wholes, blobs, held = Learner(0, full_every, always_whole), {}, {}, None

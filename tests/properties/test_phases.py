@@ -109,7 +109,7 @@ MOVES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(MOVES, max_size=80), st.sampled_from(PHASES))
 def test_one_holder_at_a_time_and_the_wanted_phase_in_the_end(moves: list[tuple[str, str]], last: str) -> None:
     world = World()

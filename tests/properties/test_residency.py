@@ -70,7 +70,7 @@ def replay(parts, moves, budget, reserved=0):
     return now
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(situations())
 def test_a_switch_keeps_its_budgets_and_reaches_its_phase_or_what_is_refused_really_does_not_fit(situation):
     parts, needs, budget, offload_to = situation
@@ -89,7 +89,7 @@ def test_a_switch_keeps_its_budgets_and_reaches_its_phase_or_what_is_refused_rea
     assert plan_switch(list(now.values()), needs, budget, offload_to) == (), "a phase that is reached needs no moves"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(situations(), st.data())
 def test_a_prefetch_takes_nothing_from_the_phase_that_is_on(situation, data):
     parts, needs, budget, _ = situation

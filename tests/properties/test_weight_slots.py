@@ -10,7 +10,7 @@ from asyncrl.weights.media.zeromq import LEARNER, SILENT_AFTER_S, FeederRequest,
 from asyncrl.weights.publisher import Slots
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.booleans(),
     st.integers(2, 4),
@@ -60,7 +60,7 @@ def test_every_published_version_is_committed_superseded_or_failed_and_the_newes
 NAMES = [f"g{number}" for number in range(6)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 3),
     st.lists(

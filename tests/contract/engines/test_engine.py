@@ -12,14 +12,10 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest
-from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.learner.model.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
@@ -27,15 +23,21 @@ from asyncrl.models.logprobs import token_logprobs
 from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import (
     END,
+    PROMPT,
+    SLOTS,
     VOCABULARY,
     Completion,
     collect,
     collect_all,
+    fake_engine,
     kept_logprobs,
     make_model,
     make_request,
+    reference_logits,
     reference_logprobs,
+    reference_score,
     tensors_of,
+    transformers_engine,
     update_in_flight,
 )
 
@@ -48,17 +50,8 @@ VLLM = pytest.param(
         pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
     ],
 )
-SLOTS = 4
-MAX_TOKENS = 256
 LONG = 240
 """Tokens of a completion that is still under way when a test does something to it: a quarter of a second, or an eighth."""
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tied")
-    make_model(0).save_pretrained(folder)
-    return folder
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=["transformers", VLLM])
@@ -66,34 +59,18 @@ async def model_engine(request: pytest.FixtureRequest, model_folder: Path, vllm_
     """An engine that holds a real model: `model_folder`'s."""
     if request.param == "vllm":
         yield await vllm_engines.like_new(model_folder)
-        return
-    made = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
-    await made.start()
-    yield made
-    await made.close()
+    else:
+        async with transformers_engine(model_folder) as made:
+            yield made
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=["transformers", "fake", VLLM])
 async def engine(request: pytest.FixtureRequest, model_folder: Path, vllm_engines):
-    made: Engine
     if request.param == "vllm":
         yield await vllm_engines.like_new(model_folder)
-        return
-    if request.param == "fake":
-        config = FakeEngineConfig(
-            num_slots=SLOTS,
-            max_sequence_tokens=MAX_TOKENS,
-            vocabulary_size=VOCABULARY,
-            token_latency_s=0.0005,
-            length_distribution="uniform",
-            mean_tokens=30,
-        )
-        made = FakeEngine(config, SystemClock())
     else:
-        made = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
-    await made.start()
-    yield made
-    await made.close()
+        async with fake_engine() if request.param == "fake" else transformers_engine(model_folder) as made:
+            yield made
 
 
 def assert_same(engine: Engine, ours: list[Completion], theirs: list[Completion]) -> None:
@@ -106,15 +83,8 @@ def assert_same(engine: Engine, ours: list[Completion], theirs: list[Completion]
 
 
 def crowd(num: int) -> list[EngineRequest]:
-    return [
-        make_request(
-            f"other{i}",
-            seed=100 + i,
-            prompt=tuple((i + j) % VOCABULARY for j in range(1 + 9 * i % 80)),
-            max_new_tokens=5 + 7 * i % 40,
-        )
-        for i in range(num)
-    ]
+    prompts = [tuple((i + j) % VOCABULARY for j in range(1 + 9 * i % 80)) for i in range(num)]
+    return [make_request(f"other{i}", 100 + i, prompt, max_new_tokens=5 + 7 * i % 40) for i, prompt in enumerate(prompts)]
 
 
 # -- every engine --------------------------------------------------------------------------------------------------------
@@ -131,11 +101,14 @@ async def test_completion_has_a_logprob_and_a_version_for_every_token(engine: En
     assert engine.num_running == 0
 
 
-async def test_same_request_gives_same_tokens_alone_and_in_a_crowd(engine: Engine) -> None:
+async def test_slots_are_refilled_until_every_request_is_done_and_one_in_a_crowd_says_what_it_says_alone(engine: Engine) -> None:
     request = make_request("a", seed=3, max_new_tokens=40)
     alone = await collect(engine.submit(request))
-    *_, crowded = await collect_all(engine, [*crowd(3 * SLOTS), request])
-    assert_same(engine, [crowded], [alone])
+    requests = [*crowd(5 * SLOTS), request]
+    completions = await collect_all(engine, requests)
+    assert [len(c.token_ids) for c in completions] == [r.sampling.max_new_tokens for r in requests]
+    assert engine.num_running == 0
+    assert_same(engine, completions[-1:], [alone])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -153,13 +126,6 @@ async def test_prompts_that_begin_alike_lose_no_bit_by_it(engine: Engine) -> Non
     alone = [await collect(engine.submit(request)) for request in requests[:: SLOTS - 1]]
     together = await collect_all(engine, requests)
     assert_same(engine, together[:: SLOTS - 1], alone)
-
-
-async def test_slots_are_refilled_until_every_request_is_done(engine: Engine) -> None:
-    requests = crowd(5 * SLOTS)
-    completions = await collect_all(engine, requests)
-    assert [len(c.token_ids) for c in completions] == [r.sampling.max_new_tokens for r in requests]
-    assert engine.num_running == 0
 
 
 async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) -> None:
@@ -238,7 +204,7 @@ async def test_bad_request_is_refused_with_the_numbers(engine: Engine, request_:
 
 async def test_close_ends_every_stream_with_abort(engine: Engine) -> None:
     if isinstance(engine, VLLMEngine):
-        pytest.skip("closes an engine that others need: see test_vllm_engine.py")
+        pytest.skip("closes an engine that others need: see test_vllm_parallel.py")
     streams = [engine.submit(make_request(f"r{i}", max_new_tokens=LONG)) for i in range(2 * SLOTS)]
     await engine.close()
     completions = [await collect(stream) for stream in streams]
@@ -250,25 +216,16 @@ async def test_close_ends_every_stream_with_abort(engine: Engine) -> None:
 # -- with a real model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 0.9, "top_k": 12, "top_p": 0.6},
-    ],
-)
+@pytest.mark.parametrize("sampling", [{"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.9, "top_k": 12, "top_p": 0.6}])
 async def test_behaviour_logprobs_are_those_of_a_plain_forward(model_engine, sampling) -> None:
-    requests = [
-        make_request(f"r{i}", seed=i, prompt=tuple(range(2, 3 + 11 * i)), max_new_tokens=40, **sampling) for i in range(SLOTS + 1)
-    ]
+    prompts = [tuple(range(2, 3 + 11 * i)) for i in range(SLOTS + 1)]
+    requests = [make_request(f"r{i}", i, prompt, max_new_tokens=40, **sampling) for i, prompt in enumerate(prompts)]
     completions = await collect_all(model_engine, requests)
     model = make_model(0)
     for request, completion in zip(requests, completions, strict=True):
-        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        with torch.inference_mode():
-            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / sampling.get("temperature", 1.0)
+        logits = reference_logits(model, request.prompt_ids, completion.token_ids) / sampling["temperature"]
         expected = [
-            slow_filtered_logprob(row, token, sampling.get("top_k", 0), sampling.get("top_p", 1.0))
+            slow_filtered_logprob(row, token, sampling.get("top_k", 0), sampling["top_p"])
             for row, token in zip(logits.double(), completion.token_ids, strict=True)
         ]
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
@@ -291,12 +248,7 @@ def slow_filtered_logprob(logits: torch.Tensor, token: int, top_k: int, top_p: f
 
 async def test_temperature_zero_is_greedy_with_logprob_zero(model_engine) -> None:
     completion = await collect(model_engine.submit(make_request("a", temperature=0.0, max_new_tokens=15)))
-    ids = [5, 6, 7]
-    model = make_model(0)
-    for _ in range(15):
-        with torch.inference_mode():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert completion.token_ids == ids[3:]
+    assert completion.token_ids == reference_logits(make_model(0), PROMPT, completion.token_ids).argmax(-1).tolist()
     assert completion.logprobs == [0.0] * 15
 
 
@@ -357,7 +309,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_whole(model_engine) ->
 async def test_tied_head_follows_the_embedding(model_engine) -> None:
     new = make_model(1)
     await model_engine.load_weights(1, dict(new.state_dict()), "keep")
-    assert await model_engine.score([3, 4, 5]) == pytest.approx(reference_logprobs(new, (3,), [4, 5]), abs=1e-5)
+    assert await model_engine.score([3, 4, 5]) == pytest.approx(reference_score(new, [3, 4, 5]), abs=1e-5)
 
 
 async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engine) -> None:
@@ -368,41 +320,32 @@ async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engin
     new = make_model(1)
     await model_engine.load_weights(2, tensors_of(new), "keep")
     after = await collect(model_engine.submit(make_request("b")))
-    assert after.logprobs == pytest.approx(reference_logprobs(new, (5, 6, 7), after.token_ids), abs=1e-5)
+    assert after.logprobs == pytest.approx(reference_logprobs(new, PROMPT, after.token_ids), abs=1e-5)
 
 
 async def test_a_decode_thread_that_failed_ends_every_stream_and_every_later_call(model_folder: Path) -> None:
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), model_folder)
-    await engine.start()
-    streams = [engine.submit(make_request(f"r{i}", max_new_tokens=250)) for i in range(SLOTS + 1)]
-    with pytest.raises(EngineDied, match="the decode loop failed: AttributeError"):
-        await engine.load_weights(1, {"model.norm.weight": None}, "keep")
-    for stream in streams:
-        with pytest.raises(EngineDied, match="the decode loop failed: AttributeError"):
-            await collect(stream)
-    with pytest.raises(EngineDied, match="the decode loop failed"):
-        engine.submit(make_request("late"))
-    with pytest.raises(EngineDied, match="the decode loop failed"):
-        await engine.pause()
-    with pytest.raises(EngineDied, match="the decode loop failed"):
-        _ = engine.num_slots
-    assert engine.num_running == 0
-    await engine.close()
+    async with transformers_engine(model_folder) as engine:
+        streams = [engine.submit(make_request(f"r{i}", max_new_tokens=250)) for i in range(SLOTS + 1)]
+        for call in (engine.load_weights(1, {"model.norm.weight": None}, "keep"), *map(collect, streams), engine.pause()):
+            with pytest.raises(EngineDied, match="the decode loop failed: AttributeError"):
+                await call
+        for later in (lambda: engine.submit(make_request("late")), lambda: engine.num_slots):
+            with pytest.raises(EngineDied, match="the decode loop failed"):
+                later()
+        assert engine.num_running == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_requests_that_outlast_a_crowd_lose_no_bit_where_fewer_rows_are_run(model_folder: Path, dtype) -> None:
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=96, max_sequence_tokens=MAX_TOKENS, dtype=dtype), model_folder)
-    await engine.start()
     sampling = [{}, {"temperature": 0.0}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.9}]
     requests = [
         make_request(f"r{i}", i, tuple(range(2, 4 + i % 30)), max_new_tokens=90 if i % 13 == 0 else 3 + i % 9, **sampling[i % 4])
         for i in range(96)
     ]
     long = [request for request in requests if request.sampling.max_new_tokens == 90]
-    alone = [await collect(engine.submit(request)) for request in long]
-    together = await collect_all(engine, requests)
-    await engine.close()
+    async with transformers_engine(model_folder, 96, dtype=dtype) as engine:
+        alone = [await collect(engine.submit(request)) for request in long]
+        together = await collect_all(engine, requests)
     assert [found for found, request in zip(together, requests, strict=True) if request in long] == alone
 
 
@@ -417,20 +360,17 @@ async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
     more = {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
     model = Qwen3ForCausalLM(Qwen3Config(**QWEN3, **more)).eval()
     model.save_pretrained(tmp_path)
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
-    await engine.start()
-    completion = await collect(engine.submit(make_request("a", prompt=tuple(range(40)), max_new_tokens=50)))
-    await engine.close()
+    async with transformers_engine(tmp_path) as engine:
+        completion = await collect(engine.submit(make_request("a", prompt=tuple(range(40)), max_new_tokens=50)))
     assert completion.logprobs == pytest.approx(reference_logprobs(model, tuple(range(40)), completion.token_ids), abs=1e-5)
 
 
 async def test_sliding_window_shorter_than_the_sequences_is_refused(tmp_path: Path) -> None:
     config = Qwen3Config(**QWEN3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS), tmp_path)
     with pytest.raises(GenerationError, match="sliding window of 16 tokens"):
-        await engine.start()
-    await engine.close()
+        async with transformers_engine(tmp_path):
+            pass
 
 
 # -- what is built alike at the learner and in the engine ----------------------------------------------------------------
@@ -465,32 +405,17 @@ async def test_an_engine_given_the_adapters_alone_agrees_with_the_learner(tmp_pa
     folder, config = learner_folder(tmp_path), RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=4)), seed=5)
     policy = open_policy(config, folder)
     tensors = publishable_tensors(policy)
-    prompt, completions = (5, 6, 7), []
-    engine = await start_plain_engine(config, folder)
-    try:
+    completions: list[Completion] = []
+    async with transformers_engine(folder, lora=config.learner.lora, dtype=config.learner.dtype) as engine:
         for version in (0, 1):
             if version:
                 disturb(tensors)
             await engine.load_weights(version, {name: tensor.detach().clone() for name, tensor in tensors.items()}, "keep")
             request = make_request(f"r{version}", max_new_tokens=30, temperature=temperature)
             completions.append(await collect(engine.submit(request)))
-            expected = at_learner(policy, prompt, completions[-1].token_ids, temperature)
+            expected = at_learner(policy, PROMPT, completions[-1].token_ids, temperature)
             assert completions[-1].logprobs == pytest.approx(expected, abs=1e-5)
-    finally:
-        await engine.close()
     assert completions[0].token_ids != completions[1].token_ids, "the adapters are in force"
-
-
-async def start_plain_engine(config: RunConfig, folder: Path) -> TransformersEngine:
-    """Start the engine with what a generator reads of the run's config; the folder's tokenizer is none."""
-    engine = TransformersEngine(
-        TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, dtype=config.learner.dtype),
-        folder,
-        fp32_head=config.model.fp32_head,
-        lora=config.learner.lora,
-    )
-    await engine.start()
-    return engine
 
 
 async def test_with_float32_heads_a_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(
@@ -502,11 +427,8 @@ async def test_with_float32_heads_a_bfloat16_engine_and_learner_give_the_exact_l
     for fp32_head in (False, True):
         config = RunConfig(model=ScratchModel(fp32_head=fp32_head), learner=LearnerConfig(dtype="bfloat16"))
         policy = open_policy(config, folder)
-        engine = await start_plain_engine(config, folder)
-        try:
+        async with transformers_engine(folder, fp32_head=fp32_head, dtype="bfloat16") as engine:
             generated = torch.tensor(await engine.score(token_ids))
-        finally:
-            await engine.close()
         trained = torch.tensor(at_learner(policy, tuple(token_ids[:1]), token_ids[1:], 1.0))
         exact = exact_head(policy, token_ids)
         errors[fp32_head] = [(side - exact).abs().mean().item() for side in (generated, trained)]

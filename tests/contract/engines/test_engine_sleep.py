@@ -7,30 +7,29 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest
-from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.models.adapters import add_adapters
-from tests.contract.engine_cases import PROMPT, VOCABULARY, collect, make_model, make_request, tensors_of
+from tests.contract.engine_cases import (
+    PROMPT,
+    SLOTS,
+    collect,
+    config_of,
+    fake_engine,
+    make_model,
+    make_request,
+    tensors_of,
+    transformers_engine,
+)
 
-SLOTS = 4
-MAX_TOKENS = 256
 LARGE_VOCABULARY = 65536
 LARGE_BYTES = LARGE_VOCABULARY * 256 * 4
 """Of the large model's embeddings: past what an allocator keeps for itself."""
-
-
-def config_of(slots: int = SLOTS) -> TransformersEngineConfig:
-    return TransformersEngineConfig(num_slots=slots, max_sequence_tokens=MAX_TOKENS)
 
 
 class CountingModel(SlotModel):
@@ -44,35 +43,11 @@ class CountingModel(SlotModel):
         super().prefill(sequences)
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model(0).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-async def transformers_engine(model_folder: Path):
-    engine = TransformersEngine(config_of(), model_folder)
-    await engine.start()
-    yield engine
-    await engine.close()
-
-
 @pytest.fixture(params=["transformers", "fake"])
 async def engine(request: pytest.FixtureRequest, model_folder: Path):
-    made: Engine
-    if request.param == "fake":
-        fake = FakeEngineConfig(
-            num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, vocabulary_size=VOCABULARY, token_latency_s=0.001
-        )
-        made = FakeEngine(fake, SystemClock())
-    else:
-        made = TransformersEngine(config_of(), model_folder)
-    await made.start()
-    await made.load_weights(0, tensors_of(make_model(0)), "keep")
-    yield made
-    await made.close()
+    async with fake_engine() if request.param == "fake" else transformers_engine(model_folder) as made:
+        await made.load_weights(0, tensors_of(make_model(0)), "keep")
+        yield made
 
 
 def long_request(name: str, seed: int = 0, max_new_tokens: int = 100) -> EngineRequest:
@@ -186,16 +161,14 @@ async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     tensors = tensors_of(model)
     process = psutil.Process()
-    engine = TransformersEngine(config_of(), tmp_path)
-    await engine.start()
-    await engine.load_weights(0, tensors, "keep")
-    awake_bytes = process.memory_info().rss
-    await engine.sleep(2)
-    assert awake_bytes - process.memory_info().rss > 0.9 * LARGE_BYTES
-    await engine.wake()
-    await engine.load_weights(1, tensors, "keep")
-    assert awake_bytes - process.memory_info().rss < 0.1 * LARGE_BYTES
-    await engine.close()
+    async with transformers_engine(tmp_path) as engine:
+        await engine.load_weights(0, tensors, "keep")
+        awake_bytes = process.memory_info().rss
+        await engine.sleep(2)
+        assert awake_bytes - process.memory_info().rss > 0.9 * LARGE_BYTES
+        await engine.wake()
+        await engine.load_weights(1, tensors, "keep")
+        assert awake_bytes - process.memory_info().rss < 0.1 * LARGE_BYTES
 
 
 async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> None:
@@ -209,15 +182,15 @@ async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> No
     assert engine.version == 1
 
 
-async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(transformers_engine) -> None:
-    awake = sum(transformers_engine.resident.values())
-    weights = sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
-    await transformers_engine.sleep(1)
-    assert sum(transformers_engine.resident.values()) == weights
-    await transformers_engine.sleep(2)
-    assert sum(transformers_engine.resident.values()) == 0
-    await transformers_engine.wake()
-    assert sum(transformers_engine.resident.values()) == awake
+async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(model_folder: Path) -> None:
+    async with transformers_engine(model_folder) as engine:
+        awake = sum(engine.resident.values())
+        await engine.sleep(1)
+        assert sum(engine.resident.values()) == sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
+        await engine.sleep(2)
+        assert sum(engine.resident.values()) == 0
+        await engine.wake()
+        assert sum(engine.resident.values()) == awake
 
 
 def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:
@@ -225,13 +198,7 @@ def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> No
     before = model.score([3, 9, 27, 11])
     model.sleep(2)
     model.wake()
-    model.load_weights(model_adapters(model_folder))
+    fresh = LlamaForCausalLM.from_pretrained(model_folder)  # the product of fresh adapters is zero: they change nothing
+    add_adapters(fresh, LoRAConfig(rank=2), 0)
+    model.load_weights({name: weight.detach().clone() for name, weight in fresh.named_parameters() if weight.requires_grad})
     assert model.score([3, 9, 27, 11]) == pytest.approx(before, abs=1e-6)
-
-
-def model_adapters(folder: Path) -> dict[str, torch.Tensor]:
-    """Return fresh adapters' tensors: their product is zero, so they change nothing."""
-    model = LlamaForCausalLM.from_pretrained(folder)
-    add_adapters(model, LoRAConfig(rank=2), 0)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name in trainable}

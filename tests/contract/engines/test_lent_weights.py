@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
-from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.generate.engine import Engine
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.media.shared_memory import HEADER_BYTES
-from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
-from tests.contract.engine_cases import make_model, make_request, reference_logprobs
+from tests.contract.engine_cases import make_model, make_request, reference_score, transformers_engine
+from tests.contract.media.learners import Learner
 
 IDS = (5, 6, 7, 8, 9, 10)
 CONFIG = BroadcastConfig(bucket_bytes=20_000, verify=True)
@@ -28,37 +24,31 @@ CONFIG = BroadcastConfig(bucket_bytes=20_000, verify=True)
 class Lending:
     """A learner, a generator's end and an engine."""
 
-    def __init__(self, run_folder: Path, engine: TransformersEngine) -> None:
-        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self.publisher = Publisher(CONFIG, run_folder, self.announced.put, SystemClock())
-        self.subscriber = Subscriber(CONFIG, run_folder)
-        self.engine = engine
+    def __init__(self, run_folder: Path, engine: Engine) -> None:
+        self.learner, self.subscriber, self.engine = Learner(CONFIG, run_folder), Subscriber(CONFIG, run_folder), engine
 
     def publish(self, version: int) -> WeightsAvailable:
-        self.publisher.publish(version, make_model(version).state_dict())
-        return self.announced.get(timeout=30)
+        return self.learner.publish(version, make_model(version).state_dict())
 
     async def load(self, available: WeightsAvailable) -> None:
+        """Load it, and see that it is there."""
         tensors = await self.subscriber.fetch(available)
         await self.engine.load_weights(available.version, tensors, "keep")
         tensors.release()
+        await self.expect(available.version)
 
     async def expect(self, version: int) -> None:
         assert self.engine.version == version
-        right = reference_logprobs(make_model(version), IDS[:1], list(IDS[1:]))
-        assert await self.engine.score(IDS) == pytest.approx(right, abs=1e-5)
+        assert await self.engine.score(IDS) == pytest.approx(reference_score(make_model(version), IDS), abs=1e-5)
 
 
-@pytest_asyncio.fixture
-async def lending(tmp_path: Path) -> AsyncIterator[Lending]:
-    make_model(0).save_pretrained(tmp_path / "model")
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=2, max_sequence_tokens=250), tmp_path / "model")
-    await engine.start()
-    lending = Lending(tmp_path, engine)
-    yield lending
-    await engine.close()
+@pytest.fixture
+async def lending(tmp_path: Path, model_folder: Path) -> AsyncIterator[Lending]:
+    async with transformers_engine(model_folder) as engine:
+        lending = Lending(tmp_path, engine)
+        yield lending
     lending.subscriber.close()
-    lending.publisher.close()
+    lending.learner.close()
 
 
 def flip_last_byte(available: WeightsAvailable) -> None:
@@ -73,7 +63,6 @@ def flip_last_byte(available: WeightsAvailable) -> None:
 
 async def test_nothing_is_sampled_from_damaged_weights_and_the_same_version_comes_once_it_is_right(lending):
     await lending.load(lending.publish(1))
-    await lending.expect(1)
     stream = lending.engine.submit(make_request("a", 7, IDS, max_new_tokens=240))
     await anext(stream)
     second = lending.publish(2)
@@ -83,7 +72,6 @@ async def test_nothing_is_sampled_from_damaged_weights_and_the_same_version_come
     await lending.expect(1)
     flip_last_byte(second)
     await lending.load(second)
-    await lending.expect(2)
     assert {version async for chunk in stream for version in chunk.versions} <= {1, 2}
 
 
@@ -91,7 +79,7 @@ async def test_a_slot_that_was_overwritten_before_the_engine_read_it_is_not_samp
     await lending.load(lending.publish(1))
     second = lending.publish(2)
     tensors = await lending.subscriber.fetch(second)
-    lending.publisher._writer.overwrite(1, 3)
+    lending.learner.publisher._writer.overwrite(1, 3)
     with pytest.raises(VersionUnavailableError, match="overwritten while it was read"):
         await lending.engine.load_weights(2, tensors, "keep")
     with pytest.raises(GenerationError, match="no whole weights"):
@@ -99,4 +87,3 @@ async def test_a_slot_that_was_overwritten_before_the_engine_read_it_is_not_samp
     with pytest.raises(VersionUnavailableError, match="version 2 has left shared memory"):
         await lending.subscriber.fetch(second)
     await lending.load(lending.publish(3))
-    await lending.expect(3)

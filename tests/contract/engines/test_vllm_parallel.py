@@ -10,23 +10,22 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-import torch
 
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
-from asyncrl.models.layout import make_manifest
-from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.tensors import DeferredTensors
-from tests.contract.conftest import SLOTS, start_vllm
+from asyncrl.generate.vllm.launch import installed_version
 from tests.contract.engine_cases import (
+    SLOTS,
     collect,
     collect_all,
     make_model,
     make_request,
     reference_logprobs,
+    reference_score,
     tensors_of,
     update_in_flight,
 )
+from tests.contract.engines.conftest import deferred, is_gone, made_new, vllm_engine
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -36,26 +35,15 @@ pytestmark = [
 REPLICAS, RANKS = 2, 2
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vllm-parallel")
-    make_model(0).save_pretrained(folder)
-    return folder
-
-
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def started(folder: Path):
-    engine = await start_vllm(folder, tensor_parallel=RANKS, data_parallel=REPLICAS)
-    yield engine
-    await engine.close()
+async def shared_engine(model_folder: Path):
+    async with vllm_engine(model_folder, tensor_parallel=RANKS, data_parallel=REPLICAS) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def engine(started: VLLMEngine):
-    await started.load_weights(-1, tensors_of(make_model(0)), "recompute")
-    await started.resume()
-    assert started.num_running == 0, "a test left requests behind"
-    return started
+async def engine(shared_engine: VLLMEngine):
+    return await made_new(shared_engine, tensors_of(make_model(0)))
 
 
 def crowd(name: str, num_tokens: int = 40):
@@ -83,7 +71,7 @@ async def assert_holds(engine: VLLMEngine, model) -> None:
     for request, held in zip(requests, completions, strict=True):
         assert held.logprobs == pytest.approx(reference_logprobs(model, request.prompt_ids, held.token_ids), abs=1e-5)
     probe = list(range(2, 40))
-    assert await engine.score(probe) == pytest.approx(reference_logprobs(model, (probe[0],), probe[1:]), abs=1e-5)
+    assert await engine.score(probe) == pytest.approx(reference_score(model, probe), abs=1e-5)
 
 
 async def test_each_replica_has_its_ranks_and_all_of_its_slots(engine: VLLMEngine) -> None:
@@ -91,8 +79,8 @@ async def test_each_replica_has_its_ranks_and_all_of_its_slots(engine: VLLMEngin
     assert engine.num_slots == REPLICAS * SLOTS
 
 
-async def test_the_same_tokens_and_logprobs_as_of_one_rank(engine: VLLMEngine, vllm_engines, folder: Path) -> None:
-    alone = await vllm_engines.like_new(folder)
+async def test_the_same_tokens_and_logprobs_as_of_one_rank(engine: VLLMEngine, vllm_engines, model_folder: Path) -> None:
+    alone = await vllm_engines.like_new(model_folder)
     ours, theirs = await collect_all(engine, crowd("a")), await collect_all(alone, crowd("a"))
     assert [one.token_ids for one in ours] == [other.token_ids for other in theirs]
     for one, other in zip(ours, theirs, strict=True):
@@ -132,34 +120,34 @@ async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_
     """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
     pid = cores_of(engine)[-1].pid
     with pytest.raises(BroadcastError, match="the sender is gone"):
-        await engine.load_weights(1, deferred(make_model(4), tmp_path, f"half below {pid}"), "keep")
+        await engine.load_weights(1, deferred(tensors_of(make_model(4)), tmp_path, f"half below {pid}"), "keep")
     assert engine.version == -1
     with pytest.raises(GenerationError, match="came only in part"):
         await engine.score([3, 4, 5])
     new = make_model(5)
-    await engine.load_weights(2, deferred(new, tmp_path), "keep")
+    await engine.load_weights(2, deferred(tensors_of(new), tmp_path), "keep")
     await assert_holds(engine, new)
 
 
-def deferred(model: torch.nn.Module, folder: Path, fingerprint: str = "") -> DeferredTensors:
-    tensors = tensors_of(model)
-    torch.save(tensors, folder / "version")
-    available = WeightsAvailable(1, "file", str(folder / "version"), make_manifest(tensors), fingerprint, 0.0)
-    return DeferredTensors(available, "vllm_receiver:open_receiver", b"{}")
-
-
-async def test_close_leaves_no_process_and_nothing_in_memory(engine: VLLMEngine) -> None:
+async def test_close_ends_every_stream_with_abort_and_leaves_no_process_and_nothing_in_memory(engine: VLLMEngine) -> None:
     """Last: it ends the engine."""
     streams = [engine.submit(request) for request in crowd("late", 200)]
     processes = list(engine.backend.processes)
     assert len(processes) >= REPLICAS * (1 + RANKS)
     shared = {name for process in processes for name in shared_memory_of(process.pid)}
     assert len([name for name in shared if name.startswith("psm_")]) >= REPLICAS, "nothing was looked at"
+    sockets = engine.backend.sockets.path
+    assert any(path.is_socket() for path in sockets.iterdir()), "vLLM's processes talk by sockets in there"
+    if installed_version().release >= (0, 28):
+        assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
+    await engine.close()
     await engine.close()
     assert {(await collect(stream)).finish_reason for stream in streams} == {"abort"}
-    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not engine.backend.sockets.path.exists()
+    assert all(map(is_gone, processes))
+    assert not sockets.exists()
     assert not shared & set(os.listdir("/dev/shm"))
+    with pytest.raises(GenerationError, match="closed"):
+        engine.submit(make_request("late"))
 
 
 def shared_memory_of(pid: int) -> set[str]:

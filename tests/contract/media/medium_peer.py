@@ -20,8 +20,7 @@ from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import orders, say
-
-NUM_VALUES = 100_000
+from tests.contract.media.learners import tensors_of
 
 
 class Order(msgspec.Struct):
@@ -39,11 +38,6 @@ class Fetched(msgspec.Struct):
     values: list[float]
     """Every distinct value among the tensors; one where the version is whole."""
     error: str = ""
-
-
-def tensors_of(version: int, num_values: int = NUM_VALUES) -> dict[str, torch.Tensor]:
-    """Tensors that are all `version`, so that a mixture shows."""
-    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
 
 
 async def subscribe() -> None:

@@ -6,25 +6,22 @@ Run by line_process.py. Everything is done once with a small model first: librar
 from __future__ import annotations
 
 import asyncio
-import queue
 import sys
 from pathlib import Path
 
 import msgspec
 import torch
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.models.layout import copy_tensors
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import orders, say
+from tests.contract.media.learners import Learner
 
 TENSOR_BYTES = 4 << 20
 NUM_TENSORS = 16
 MODEL_BYTES = NUM_TENSORS * TENSOR_BYTES
-TIMEOUT_S = 60
 
 
 class Publish(msgspec.Struct):
@@ -61,18 +58,6 @@ class Memory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-class Learner:
-    """A publisher of one run."""
-
-    def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
-        self._announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self.publisher = Publisher(config, run_folder, self._announced.put, SystemClock())
-
-    def publish(self, version: int, model: dict[str, torch.Tensor]) -> WeightsAvailable:
-        self.publisher.publish(version, model)
-        return self._announced.get(timeout=TIMEOUT_S)
-
-
 async def load(subscriber: Subscriber, available: WeightsAvailable, model: dict[str, torch.Tensor]) -> None:
     """Take a version in as the embedded engine does."""
     tensors = await subscriber.fetch(available)
@@ -88,7 +73,7 @@ def warm_up(config: BroadcastConfig, run_folder: Path) -> None:
         small = model_of(version, 4096)
         asyncio.run(load(subscriber, learner.publish(version, small), small))
     subscriber.close()
-    learner.publisher.close()
+    learner.close()
 
 
 def publish(config: BroadcastConfig, run_folder: Path) -> None:
@@ -103,7 +88,7 @@ def publish(config: BroadcastConfig, run_folder: Path) -> None:
         for tensor in model.values():
             tensor[::100].fill_(float(order.version))
         say(learner.publish(order.version, model))
-    learner.publisher.close()
+    learner.close()
 
 
 async def subscribe(config: BroadcastConfig, run_folder: Path) -> None:

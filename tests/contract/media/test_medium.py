@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import resource
 import signal
 import threading
@@ -17,8 +16,7 @@ import pytest
 import torch
 import zmq
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
@@ -28,21 +26,15 @@ from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.media.shared_memory import HEADER_BYTES, SharedMemoryReader
 from asyncrl.weights.media.zeromq import FeederRequest, PartRequest
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
-from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.weights.sockets import CurveKeys
 from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import LineProcess, LineProcesses
-from tests.contract.media.medium_peer import NUM_VALUES, Fetched, Order, tensors_of
+from tests.contract.media.learners import MEDIA, NUM_VALUES, Learner, tensors_of
+from tests.contract.media.medium_peer import Fetched, Order
 
 PEER = "tests.contract.media.medium_peer"
 TIMEOUT_S = 30
-MEDIA = {
-    "shared_memory": SharedMemoryMedium(),
-    "files": FilesMedium(keep_last=2, shard_bytes=500_000),
-    "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
-    "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
-}
 SHARDS = {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)} | {"model.safetensors.index.json"}
 
 
@@ -51,11 +43,22 @@ def config(request) -> BroadcastConfig:
     return BroadcastConfig(medium=MEDIA[request.param])
 
 
+ONLY = {name: pytest.mark.parametrize("config", [BroadcastConfig(medium=medium)], ids=[name]) for name, medium in MEDIA.items()}
+"""A test over one medium alone."""
+
+
 @pytest.fixture
 def learner(config, tmp_path) -> Iterator[Learner]:
     learner = Learner(config, tmp_path)
     yield learner
-    learner.publisher.close()
+    learner.close()
+
+
+@pytest.fixture
+def subscriber(config, tmp_path) -> Iterator[Subscriber]:
+    subscriber = Subscriber(config, tmp_path)
+    yield subscriber
+    subscriber.close()
 
 
 class Generators:
@@ -81,40 +84,16 @@ def generators() -> Iterator[Generators]:
     generators.close()
 
 
-@pytest.fixture
-def publisher_process(config, tmp_path) -> Iterator[LineProcess]:
-    """A learner of its own that publishes for as long as it lives."""
-    peer = LineProcess(PEER, "publish", msgspec.json.encode(config).decode(), str(tmp_path), "400000", "1000000")
-    yield peer
-    peer.kill()
-    peer.close()
-    remove_leftover_segments(tmp_path)
-
-
-class Learner:
-    """A publisher and what it announced."""
-
-    def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
-        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self.publisher = Publisher(config, run_folder, self.announced.put, SystemClock())
-
-    def publish(self, version: int, num_values: int = NUM_VALUES) -> WeightsAvailable:
-        """Publish and wait for the announcement."""
-        self.publisher.publish(version, tensors_of(version, num_values))
-        return self.announced.get(timeout=TIMEOUT_S)
-
-
-def fetch(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> dict[str, torch.Tensor]:
-    """Fetch once, with a subscriber of its own."""
-
-    async def once() -> dict[str, torch.Tensor]:
-        subscriber = Subscriber(config, run_folder)
-        try:
-            return {name: tensor.clone() for name, tensor in (await subscriber.fetch(available)).items()}
-        finally:
-            subscriber.close()
-
-    return asyncio.run(once())
+@contextlib.contextmanager
+def publisher_process(config, run_folder: Path, num_values: int, num_versions: int) -> Iterator[LineProcess]:
+    """A learner of its own that publishes as fast as it can; it is killed in the end."""
+    told = msgspec.json.encode(config).decode(), str(run_folder), str(num_values), str(num_versions)
+    peer = LineProcess(PEER, "publish", *told)
+    try:
+        yield peer
+    finally:
+        peer.kill()
+        peer.close()
 
 
 def test_every_version_arrives_whole_in_another_process(config, tmp_path, learner, generators):
@@ -122,7 +101,7 @@ def test_every_version_arrives_whole_in_another_process(config, tmp_path, learne
         assert generators.fetch(config, tmp_path, learner.publish(version)) == Fetched(version, [float(version)])
 
 
-def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, tmp_path, learner):
+async def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, learner, subscriber):
     tensors = {
         "embed": torch.randn(313, 7).to(torch.bfloat16),
         "norm": torch.tensor([float("inf"), -0.0, 1e-45]),
@@ -130,44 +109,36 @@ def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, tmp_path, lea
         "nothing": torch.zeros(0, 3),
     }
     probe = Probe(b"\x01\x00\x00\x00", b"")
-    learner.publisher.publish(7, tensors, probe)
-    available = learner.announced.get(timeout=TIMEOUT_S)
-    arrived = fetch(config, tmp_path, available)
+    available = learner.publish(7, tensors, probe)
     assert (available.version, available.probe, available.medium) == (7, probe, config.medium.__struct_config__.tag)
-    for name, tensor in tensors.items():
-        assert arrived[name].dtype == tensor.dtype
-        assert torch.equal(arrived[name].view(torch.uint8), tensor.view(torch.uint8))
+    arrived = await subscriber.fetch(available)
+    assert_bit_identical(arrived, tensors)
+    assert all(arrived[name].dtype == tensor.dtype for name, tensor in tensors.items())
 
 
-def test_a_racing_publisher_never_yields_a_mixture_and_what_it_leaves_once_killed_is_cleaned_up(
-    config, tmp_path, publisher_process
-):
+async def test_a_racing_publisher_never_yields_a_mixture_and_what_it_leaves_when_killed_is_removed(config, tmp_path, subscriber):
     """The publisher goes as fast as it can; whatever is fetched is one version, or an error that says so, after its end too."""
-    asyncio.run(race(config, tmp_path, publisher_process))
-    available = publisher_process.hear(WeightsAvailable)
-    publisher_process.kill()
-    while (later := publisher_process.hear(WeightsAvailable)) is not None:
-        available = later
+    whole = 0
+    with publisher_process(config, tmp_path, 400_000, 1_000_000) as peer:
+        while whole < 5:
+            available = await asyncio.to_thread(peer.hear_newest, WeightsAvailable)
+            with contextlib.suppress(BroadcastError):
+                tensors = await subscriber.fetch(available)
+                found = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+                tensors.check()
+                assert found == {float(available.version)}
+                whole += 1
+        subscriber.close()
+        available = peer.hear(WeightsAvailable)
+        peer.kill()
+        while (later := peer.hear(WeightsAvailable)) is not None:
+            available = later
     whole_or_error = read(config, tmp_path, available, stalled_after_s=0.5)
     assert whole_or_error in ({float(available.version)}, set())
-
     learner = Learner(config, tmp_path)
     assert read(config, tmp_path, learner.publish(1)) == {1.0}
-    learner.publisher.close()
+    learner.close()
     assert left_behind(tmp_path) <= {f"version-00000001/{name}" for name in SHARDS}
-
-
-async def race(config: BroadcastConfig, run_folder: Path, publisher_process: LineProcess) -> None:
-    subscriber, whole = Subscriber(config, run_folder), 0
-    while whole < 5:
-        available = await asyncio.to_thread(publisher_process.hear_newest, WeightsAvailable)
-        with contextlib.suppress(BroadcastError):
-            tensors = await subscriber.fetch(available)
-            found = {float(value) for tensor in tensors.values() for value in tensor.unique()}
-            tensors.check()
-            assert found == {float(available.version)}
-            whole += 1
-    subscriber.close()
 
 
 def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(config, tmp_path, learner, generators):
@@ -179,9 +150,9 @@ def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(config,
 
 
 def test_a_subscriber_killed_in_the_middle_disturbs_nobody(config, tmp_path, learner, generators):
-    generators.tell(1, config, tmp_path, learner.publish(1, num_values=2_000_000)).kill()
+    generators.tell(1, config, tmp_path, learner.publish(1, tensors_of(1, 2_000_000))).kill()
     for version in (2, 3, 4):
-        available = learner.publish(version, num_values=2_000_000)
+        available = learner.publish(version, tensors_of(version, 2_000_000))
     assert generators.fetch(config, tmp_path, available) == Fetched(4, [4.0])
 
 
@@ -215,12 +186,10 @@ def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable,
     return {float(value) for tensor in view_tensors(into, available.manifest).values() for value in tensor.unique()}
 
 
-def test_nothing_is_left_behind_after_close(config, tmp_path):
-    learner = Learner(config, tmp_path)
+def test_nothing_is_left_behind_after_close(config, tmp_path, learner):
     for version in range(1, 8):
         learner.publish(version)
-    learner.publisher.close()
-    learner.publisher.close()
+    learner.close()
     kept = {f"version-0000000{version}/{name}" for version in (6, 7) for name in SHARDS}
     assert left_behind(tmp_path) == (kept if isinstance(config.medium, FilesMedium) else set())
 
@@ -231,17 +200,14 @@ def left_behind(run_folder: Path) -> set[str]:
     return {str(path.relative_to(weights)) for path in weights.rglob("*") if path.is_file()} | {path.name for path in segments}
 
 
-async def test_a_flipped_byte_never_goes_live_and_the_version_comes_once_the_bytes_are_right(config, tmp_path):
-    config = msgspec.structs.replace(config, verify=True)
-    learner, subscriber = Learner(config, tmp_path), Subscriber(config, tmp_path)
+@pytest.mark.parametrize("config", [BroadcastConfig(medium=medium, verify=True) for medium in MEDIA.values()], ids=MEDIA)
+async def test_a_flipped_byte_never_goes_live_and_the_version_comes_once_the_bytes_are_right(learner, subscriber):
     await subscriber.fetch(learner.publish(1))
     second = learner.publish(2)
     with flipped_byte(learner, second), pytest.raises(BroadcastError, match="arrived damaged"):
         await subscriber.fetch(second)
     repaired = await subscriber.fetch(second)
-    assert torch.equal(repaired["layer.3"], tensors_of(2)["layer.3"])
-    subscriber.close()
-    learner.publisher.close()
+    assert_bit_identical(repaired, tensors_of(2))
 
 
 @contextlib.contextmanager
@@ -253,13 +219,11 @@ def flipped_byte(learner: Learner, available: WeightsAvailable) -> Iterator[None
         yield
         target[1000] ^= 1
         return
-    path = Path(available.location)
+    path, offset = Path(available.location), 2000
     if path.is_dir():
         path = next(path.glob("*-of-*.safetensors"))
-    offset = 1000 + (HEADER_BYTES if available.medium == "shared_memory" else 1000)
     if available.medium == "shared_memory":
-        slot_bytes = (path.stat().st_size - HEADER_BYTES) // 2
-        offset += slot_bytes
+        offset = HEADER_BYTES + (path.stat().st_size - HEADER_BYTES) // 2 + 1000
     flip(path, offset)
     yield
     flip(path, offset)
@@ -268,28 +232,23 @@ def flipped_byte(learner: Learner, available: WeightsAvailable) -> Iterator[None
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
-        byte = file.read(1)
+        (byte,) = file.read(1)
         file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
+        file.write(bytes([byte ^ 1]))
 
 
-async def test_a_cancelled_fetch_leaves_the_subscriber_usable(config, tmp_path, learner):
-    subscriber = Subscriber(config, tmp_path)
+async def test_a_cancelled_fetch_leaves_the_subscriber_usable(learner, subscriber):
     async with asyncio.TaskGroup() as tasks:
         fetching = tasks.create_task(subscriber.fetch(learner.publish(1)))
         await asyncio.sleep(0)
         fetching.cancel()
-    tensors = await subscriber.fetch(learner.publish(2))
-    assert torch.equal(tensors["layer.1"], tensors_of(2)["layer.1"])
-    subscriber.close()
+    assert_bit_identical(await subscriber.fetch(learner.publish(2)), tensors_of(2))
 
 
-async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, tmp_path):
+async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, learner, subscriber):
     """It may be all but done, or come from a learner that is no more."""
-    learner = Learner(config, tmp_path)
     available = learner.publish(1)
-    learner.publisher.close()
-    subscriber = Subscriber(config, tmp_path)
+    learner.close()
     async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(outcome_of(subscriber.fetch(available)))
         await asyncio.sleep(0)
@@ -304,23 +263,21 @@ async def outcome_of(fetching: Coroutine[None, None, Mapping[str, torch.Tensor]]
         return error
 
 
-@pytest.mark.parametrize("config", [BroadcastConfig()], ids=["shared_memory"])
-async def test_an_announcement_of_another_medium_is_refused_and_the_same_version_can_be_had_again(config, tmp_path, learner):
-    subscriber = Subscriber(config, tmp_path)
+@ONLY["shared_memory"]
+async def test_an_announcement_of_another_medium_is_refused_and_the_same_version_can_be_had_again(learner, subscriber):
     available = learner.publish(4)
     for _ in range(2):
-        assert torch.equal((await subscriber.fetch(available))["layer.0"], tensors_of(4)["layer.0"])
+        assert_bit_identical(await subscriber.fetch(available), tensors_of(4))
     with pytest.raises(BroadcastError, match="carrier_pigeon"):
         await subscriber.fetch(msgspec.structs.replace(available, version=5, medium="carrier_pigeon"))
-    subscriber.close()
 
 
 # -- what one medium alone must hold ---------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
+@ONLY["files"]
+def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path, learner):
     """No file may become larger than some: the write stops half-way, as on a disk without room."""
-    learner = Learner(BroadcastConfig(medium=FilesMedium()), tmp_path)
     learner.publish(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_VALUES, hard))
@@ -332,35 +289,31 @@ def test_a_full_disk_is_told_to_the_learner_at_the_next_publish(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-00000001"]
     assert learner.publish(3).version == 3
-    learner.publisher.close()
 
 
 def test_a_learner_that_lives_keeps_its_shared_memory_whoever_starts_under_the_same_path(tmp_path):
     """As in a container that shares /dev/shm and not the files; once it is killed, the next start removes what it left."""
-    config = BroadcastConfig(medium=SharedMemoryMedium(), dtype="bfloat16", delta=DeltaConfig())
-    other = LineProcess(PEER, "publish", msgspec.json.encode(config).decode(), str(tmp_path), "10000", "2")
-    first, second = other.hear(WeightsAvailable), other.hear(WeightsAvailable)
-    its_files = left_behind(tmp_path)
-    assert any("delta-" in name for name in its_files)
-    learner = Learner(config, tmp_path)
-    assert read(config, tmp_path, learner.publish(1)) == {1.0}
-    assert its_files < left_behind(tmp_path)
-    learner.publisher.close()
-    assert left_behind(tmp_path) == its_files
-    assert remove_leftover_segments(tmp_path) == []
-    assert (read(config, tmp_path, first), read(config, tmp_path, second)) == ({1.0}, {2.0})
-    other.kill()
-    other.close()
+    config = BroadcastConfig(dtype="bfloat16", delta=DeltaConfig())
+    with publisher_process(config, tmp_path, 10_000, 2) as other:
+        first, second = other.hear(WeightsAvailable), other.hear(WeightsAvailable)
+        its_files = left_behind(tmp_path)
+        assert any("delta-" in name for name in its_files)
+        learner = Learner(config, tmp_path)
+        assert read(config, tmp_path, learner.publish(1)) == {1.0}
+        assert its_files < left_behind(tmp_path)
+        learner.close()
+        assert left_behind(tmp_path) == its_files
+        assert remove_leftover_segments(tmp_path) == []
+        assert (read(config, tmp_path, first), read(config, tmp_path, second)) == ({1.0}, {2.0})
     assert {path.name for path in remove_leftover_segments(tmp_path)} == its_files
 
 
-async def test_weights_over_zeromq_come_through_with_the_keys_of_the_run_only(tmp_path):
-    config = BroadcastConfig(medium=MEDIA["zeromq"])
+@ONLY["zeromq"]
+async def test_weights_over_zeromq_come_through_with_the_keys_of_the_run_only(config, tmp_path):
     make_keys(tmp_path)
-    learner = Learner(config, tmp_path)
+    learner, welcome = Learner(config, tmp_path), Subscriber(config, tmp_path)
     available = learner.publish(1)
-    welcome = Subscriber(config, tmp_path)
-    assert torch.equal((await welcome.fetch(available))["layer.0"], tensors_of(1)["layer.0"])
+    assert_bit_identical(await welcome.fetch(available), tensors_of(1))
     welcome.close()
     for keys in (None, CurveKeys(*zmq.curve_keypair())):
         refused = ZeroMQReader(config.medium, keys, stalled_after_s=0.5)
@@ -368,13 +321,12 @@ async def test_weights_over_zeromq_come_through_with_the_keys_of_the_run_only(tm
         with pytest.raises(BroadcastError, match="do the keys match"):
             await asyncio.to_thread(refused.fetch, available, into, threading.Event())
         refused.close()
-    learner.publisher.close()
+    learner.close()
 
 
-async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
+@ONLY["zeromq"]
+async def test_a_slow_generator_is_not_starved_by_a_fast_learner(learner):
     """While it says that it fetches version 1, newer ones take turns in the other slot."""
-    config = BroadcastConfig(medium=MEDIA["zeromq"])
-    learner = Learner(config, tmp_path)
     available = learner.publish(1)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -389,16 +341,14 @@ async def test_a_slow_generator_is_not_starved_by_a_fast_learner(tmp_path):
         learner.publish(version)
     dealer.close(linger=0)
     context.term()
-    learner.publisher.close()
 
 
-DELTA_MEDIA = ("shared_memory", "files", "zeromq")
-
-
-@pytest.fixture(params=DELTA_MEDIA)
-def delta_config(request) -> BroadcastConfig:
-    medium = MEDIA[request.param]
-    return BroadcastConfig(medium=medium, bucket_bytes=1 << 14, delta=DeltaConfig(full_every=6))
+CARRIERS = {
+    name: BroadcastConfig(medium=medium, bucket_bytes=1 << 14, delta=DeltaConfig(full_every=6))
+    for name, medium in MEDIA.items()
+    if medium.carries_deltas
+}
+DELTAS = pytest.mark.parametrize("config", CARRIERS.values(), ids=CARRIERS)
 
 
 def mixed_tensors() -> dict[str, torch.Tensor]:
@@ -427,72 +377,70 @@ def assert_bit_identical(arrived: Mapping[str, torch.Tensor], expected: dict[str
         assert torch.equal(arrived[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
-async def test_fifty_versions_by_deltas_are_bit_identical_for_the_steady_the_slow_and_the_late(delta_config, tmp_path):
-    learner, tensors, random = Learner(delta_config, tmp_path), mixed_tensors(), torch.Generator().manual_seed(1)
-    steady, slow = Subscriber(delta_config, tmp_path), Subscriber(delta_config, tmp_path)
-    num_deltas = 0
+@DELTAS
+async def test_fifty_versions_by_deltas_are_bit_identical_for_the_steady_the_slow_and_the_late(
+    config, tmp_path, learner, subscriber
+):
+    tensors, random = mixed_tensors(), torch.Generator().manual_seed(1)
+    slow, num_deltas = Subscriber(config, tmp_path), 0
     for version in range(50):
-        learner.publisher.publish(version, tensors)
-        available = learner.announced.get(timeout=TIMEOUT_S)
+        available = learner.publish(version, tensors)
         num_deltas += bool(available.deltas) and available.deltas[-1].version == version
         assert sum(delta.num_bytes for delta in available.deltas) <= available.manifest.total_bytes
-        for subscriber in (steady, slow) if version % 7 == 0 else (steady,):
-            assert_bit_identical(await subscriber.fetch(available), tensors)
+        for each in (subscriber, slow) if version % 7 == 0 else (subscriber,):
+            assert_bit_identical(await each.fetch(available), tensors)
         if version % 16 == 15:
-            late = Subscriber(delta_config, tmp_path)
+            late = Subscriber(config, tmp_path)
             assert_bit_identical(await late.fetch(available), tensors)
             late.close()
         change_some(tensors, random)
     assert num_deltas == 49
-    for subscriber in (steady, slow):
-        subscriber.close()
-    learner.publisher.close()
+    slow.close()
 
 
-def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner_by_the_next(delta_config, tmp_path):
-    peer = LineProcess(PEER, "publish", msgspec.json.encode(delta_config).decode(), str(tmp_path), "1000", "9")
-    while peer.hear(WeightsAvailable).version < 9:
-        pass
-    peer.kill()
-    peer.close()
-    learner = Learner(delta_config, tmp_path)
+@DELTAS
+def test_deltas_are_removed_when_no_longer_offered_and_those_of_a_killed_learner_by_the_next(config, tmp_path):
+    with publisher_process(config, tmp_path, 1000, 9) as peer:
+        while peer.hear(WeightsAvailable).version < 9:
+            pass
+    learner = Learner(config, tmp_path)
     for version in range(20):
         newest = learner.publish(version)
         blobs = {name for name in left_behind(tmp_path) if "delta-" in name}
-        in_memory = isinstance(delta_config.medium, ZeroMQMedium)
-        assert len(blobs) == (0 if in_memory else len(newest.deltas))
-    learner.publisher.close()
-    assert isinstance(delta_config.medium, FilesMedium) or not left_behind(tmp_path)
+        assert len(blobs) == (0 if isinstance(config.medium, ZeroMQMedium) else len(newest.deltas))
+    learner.close()
+    assert isinstance(config.medium, FilesMedium) or not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize("config", [BroadcastConfig()], ids=["shared_memory"])
-def test_a_torn_read_is_always_noticed_by_the_sequence_number_alone(config, tmp_path, publisher_process):
+@ONLY["shared_memory"]
+def test_a_torn_read_is_always_noticed_by_the_sequence_number_alone(config, tmp_path):
     """The learner overwrites the slot as often as it can, because no lock spares it; there is no fingerprint to compare."""
     reader, whole, torn = SharedMemoryReader(tmp_path), 0, 0
     into = np.zeros(0, np.float32)
-    while whole < 50 or torn < 50:
-        available = publisher_process.hear_newest(WeightsAvailable)
-        try:
-            lease = reader.lease(available)
-        except VersionUnavailableError:
-            continue
-        lease.release()
-        source = lease.flat.numpy().view(np.float32)
-        into = into if into.size else np.zeros_like(source)
-        with contextlib.suppress(VersionUnavailableError):
-            while True:
-                torn += 1
-                np.copyto(into, source)
-                lease.check()
-                assert into.min() == into.max() == available.version
-                torn, whole = torn - 1, whole + 1
+    with publisher_process(config, tmp_path, 400_000, 1_000_000) as peer:
+        while whole < 50 or torn < 50:
+            available = peer.hear_newest(WeightsAvailable)
+            try:
+                lease = reader.lease(available)
+            except VersionUnavailableError:
+                continue
+            lease.release()
+            source = lease.flat.numpy().view(np.float32)
+            into = into if into.size else np.zeros_like(source)
+            with contextlib.suppress(VersionUnavailableError):
+                while True:
+                    torn += 1
+                    np.copyto(into, source)
+                    lease.check()
+                    assert into.min() == into.max() == available.version
+                    torn, whole = torn - 1, whole + 1
     reader.close()
+    remove_leftover_segments(tmp_path)
 
 
-async def test_a_lent_version_that_the_learner_had_to_overwrite_is_noticed_and_the_learner_did_not_wait(tmp_path):
+@ONLY["shared_memory"]
+async def test_a_lent_version_that_the_learner_had_to_overwrite_is_noticed_and_it_did_not_wait(config, tmp_path, learner):
     """Both slots are being read; the third version goes over the older one, whose reader finds out before it samples."""
-    config = BroadcastConfig(medium=SharedMemoryMedium())
-    learner = Learner(config, tmp_path)
     readers = [Subscriber(config, tmp_path) for _ in range(3)]
     first = await readers[0].fetch(learner.publish(1))
     second = await readers[1].fetch(learner.publish(2))
@@ -501,22 +449,13 @@ async def test_a_lent_version_that_the_learner_had_to_overwrite_is_noticed_and_t
     with pytest.raises(BroadcastError, match="overwritten while it was read"):
         first.check()
     second.check()
-    assert torch.equal(third["layer.0"], tensors_of(3)["layer.0"])
+    assert_bit_identical(third, tensors_of(3))
     for reader in readers:
         reader.close()
-    learner.publisher.close()
 
 
-async def _refused(fetch) -> str:
-    with pytest.raises(BroadcastError) as refusal:
-        await fetch
-    return str(refusal.value)
-
-
-async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path):
-    config = BroadcastConfig(medium=SharedMemoryMedium())
-    learner = Learner(config, tmp_path)
-    subscriber = Subscriber(config, tmp_path)
+@ONLY["shared_memory"]
+async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(learner, subscriber):
     async with asyncio.TaskGroup() as tasks:
         fetching = tasks.create_task(subscriber.fetch(learner.publish(1)))
         await asyncio.sleep(0)
@@ -526,13 +465,12 @@ async def test_a_fetch_cancelled_when_it_was_all_but_done_holds_no_slot(tmp_path
     assert learner.publisher._writer.busy_slots() == frozenset()
     assert (await subscriber.fetch(learner.publish(2)))["layer.0"][0] == 2.0
     async with asyncio.TaskGroup() as tasks:
-        fetching = tasks.create_task(_refused(subscriber.fetch(learner.publish(3))))
+        ended = tasks.create_task(outcome_of(subscriber.fetch(learner.publish(3))))
         await asyncio.sleep(0)
         subscriber._executor.submit(lambda: None).result(TIMEOUT_S)
         subscriber.close()
         assert learner.publisher._writer.busy_slots() == frozenset()
-    assert "the subscriber is closed" in fetching.result()
-    learner.publisher.close()
+    assert "the subscriber is closed" in str(ended.result())
 
 
 def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, tmp_path, learner):
@@ -540,15 +478,13 @@ def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, t
     learner.publisher.publish(1, tensors)
     for tensor in tensors.values():
         tensor.fill_(99.0)
-    arrived = fetch(config, tmp_path, learner.announced.get(timeout=TIMEOUT_S))
-    assert all(torch.equal(arrived[name], expected) for name, expected in tensors_of(1).items())
+    assert read(config, tmp_path, learner.newest()) == {1.0}
 
 
-def test_a_shared_memory_location_of_another_run_is_refused(tmp_path):
-    config = BroadcastConfig()
-    learner = Learner(config, tmp_path / "one")
-    available = learner.publish(1)
+@ONLY["shared_memory"]
+async def test_a_shared_memory_location_of_another_run_is_refused(config, tmp_path, subscriber):
+    learner = Learner(config, tmp_path / "another")
     with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
-        fetch(config, tmp_path / "two", available)
-    learner.publisher.close()
-    assert remove_leftover_segments(tmp_path / "one") == []
+        await subscriber.fetch(learner.publish(1))
+    learner.close()
+    assert remove_leftover_segments(tmp_path / "another") == []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,14 +18,15 @@ import zmq
 
 from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import bucket_ends, make_manifest
+from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
 from tests.contract.line_process import LineProcesses
+from tests.contract.media.learners import SlotLearner
 from tests.contract.media.medium_peer import Fetched, Order
+from tests.contract.tcp_proxy import TcpProxy, tcp_proxy
 
 TIMEOUT_S = 60
 CHUNK_BYTES = 64 << 10
@@ -36,26 +36,13 @@ MANIFEST = make_manifest({"layer.0": torch.zeros(MODEL_BYTES // 4)})
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
 
 
-class Learner:
-    """A writer that holds what it is told to."""
-
-    def __init__(self, medium: ZeroMQMedium = MEDIUM, keys: CurveKeys | None = None) -> None:
-        self.writer = ZeroMQWriter(medium, keys)
-        self._slots = self.writer.open(MANIFEST)
-
-    def publish(self, version: int) -> WeightsAvailable:
-        slot = version % 2
-        self.writer.overwrite(slot, version)
-        self._slots[slot].view(torch.float32).fill_(float(version))
-        fingerprints = fingerprints_of(self._slots[slot].numpy().data, bucket_ends(MANIFEST))
-        fingerprint = version_fingerprint(fingerprints)
-        location = self.writer.commit(slot, version, fingerprint)
-        return WeightsAvailable(version, "zeromq", location, MANIFEST, fingerprint, 0.0, bucket_fingerprints=fingerprints)
+def make_learner(keys: CurveKeys | None = None) -> SlotLearner:
+    return SlotLearner(ZeroMQWriter(MEDIUM, keys), MANIFEST)
 
 
 @pytest.fixture
-def learner() -> Iterator[Learner]:
-    learner = Learner()
+def learner() -> Iterator[SlotLearner]:
+    learner = make_learner()
     yield learner
     learner.writer.close()
 
@@ -116,85 +103,26 @@ class Fetch:
         return set(np.unique(self._into.view(np.float32)).tolist())
 
 
-class Uplink:
-    """A TCP proxy in front of the learner that passes so many bytes on and then no more, or goes slowly from the start."""
-
-    def __init__(self, location: str, stop_after_bytes: int = 1 << 60, bytes_per_s: float = 0.0) -> None:
-        self._target = ("127.0.0.1", int(location.rsplit(":", 1)[1]))
-        self._left = stop_after_bytes
-        self._bytes_per_s = bytes_per_s
-        self._closing = threading.Event()
-        self._resumed = threading.Event()
-        self._sockets: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.location = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._start(self._accept)
-
-    def break_off(self) -> None:
-        """Break the connections that stand; later ones go through unhindered."""
-        self._left = 1 << 60
-        self._hang_up()
-        self._resumed.set()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._resumed.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._hang_up()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-        for opened in (*self._sockets, self._listener):
-            opened.close()
-
-    def _start(self, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments))
-        self._threads[-1].start()
-
-    def _hang_up(self) -> None:
-        for opened in list(self._sockets):
-            with contextlib.suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            learner = socket.create_connection(self._target)
-            self._sockets += [client, learner]
-            self._start(self._pass, client, learner, False)
-            self._start(self._pass, learner, client, True)
-
-    def _pass(self, source: socket.socket, target: socket.socket, is_limited: bool) -> None:
-        with contextlib.suppress(OSError):
-            while chunk := source.recv(16384):
-                if is_limited:
-                    self._left -= len(chunk)
-                    if self._left < 0:
-                        self._resumed.wait(TIMEOUT_S)
-                    if self._bytes_per_s:
-                        self._closing.wait(len(chunk) / self._bytes_per_s)
-                target.sendall(chunk)
-            target.shutdown(socket.SHUT_RDWR)
+@pytest.fixture
+def relay() -> Iterator[ZeroMQReader]:
+    """A generator's end, which feeds others."""
+    with contextlib.closing(ZeroMQReader(MEDIUM)) as reader:
+        yield reader
 
 
-@contextlib.contextmanager
-def uplink(*arguments: object, **options: object) -> Iterator[Uplink]:
-    opened = Uplink(*arguments, **options)
-    try:
-        yield opened
-    finally:
-        opened.close()
+@pytest.fixture
+def asker(relay) -> Iterator[Asker]:
+    """Who asks the relay."""
+    with contextlib.closing(Asker(relay.server.location)) as asker:
+        yield asker
 
 
-def order_of(run_folder: Path, available: WeightsAvailable, medium: ZeroMQMedium = MEDIUM) -> Order:
-    return Order(BroadcastConfig(medium=medium), str(run_folder), available)
+def order_of(run_folder: Path, available: WeightsAvailable) -> Order:
+    return Order(BroadcastConfig(medium=MEDIUM), str(run_folder), available)
 
 
-def through(link: Uplink, available: WeightsAvailable) -> WeightsAvailable:
-    return msgspec.structs.replace(available, location=link.location)
+def through(proxy: TcpProxy, available: WeightsAvailable) -> WeightsAvailable:
+    return msgspec.structs.replace(available, location=proxy.address)
 
 
 def test_four_generators_get_everything_while_the_learner_sends_it_about_once(learner, generators, tmp_path):
@@ -209,15 +137,15 @@ def test_four_generators_get_everything_while_the_learner_sends_it_about_once(le
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_part_twice(learner, generators, tmp_path, how):
+def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_part_twice(
+    learner, generators, relay, asker, tmp_path, how
+):
     (lost,) = generators.take(1)
     available = learner.publish(1)
-    other = ZeroMQReader(MEDIUM)
-    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+    with tcp_proxy(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
         lost.tell(order_of(tmp_path, through(link, available)))
         wait_until_served(learner, MODEL_BYTES // 2)
-        fetch = Fetch(other, available)
-        asker = Asker(other.server.location)
+        fetch = Fetch(relay, available)
         while (answer := asker.ask(available, offset=MODEL_BYTES // 4))[0].gone:
             pass  # it has not begun yet
         # It passes on what it has while the rest is still to come.
@@ -227,11 +155,9 @@ def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_p
         lost.kill()
     sent_to_lost = MODEL_BYTES // 2 + 2 * WINDOW_BYTES
     assert learner.writer.server.served_bytes <= sent_to_lost + MODEL_BYTES * 3 // 4 + 2 * WINDOW_BYTES
-    asker.close()
-    other.close()
 
 
-def wait_until_served(learner: Learner, num_bytes: int) -> None:
+def wait_until_served(learner: SlotLearner, num_bytes: int) -> None:
     """Look at the learner's count until it is there."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while learner.writer.server.served_bytes < num_bytes:
@@ -243,7 +169,7 @@ def test_a_slow_generator_does_not_hold_the_others(learner, generators, tmp_path
     (relay,) = generators.take(1)
     available = learner.publish(1)
     children = [ZeroMQReader(MEDIUM) for _ in range(2)]
-    with uplink(available.location, bytes_per_s=200_000) as link:
+    with tcp_proxy(available.location, bytes_per_s=200_000) as link:
         relay.tell(order_of(tmp_path, through(link, available)))
         wait_until_served(learner, CHUNK_BYTES)
         fetches = [Fetch(child, available) for child in children]
@@ -253,29 +179,21 @@ def test_a_slow_generator_does_not_hold_the_others(learner, generators, tmp_path
         child.close()
 
 
-def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner):
-    reader = ZeroMQReader(MEDIUM)
+def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner, relay, asker):
     into = np.zeros(MODEL_BYTES, np.uint8)
-    asker = Asker(reader.server.location)
     first, second = learner.publish(1), learner.publish(2)
     assert asker.ask(first)[0].gone
-    reader.fetch(first, into.data, threading.Event())
+    relay.fetch(first, into.data, threading.Event())
     assert asker.ask(first)[0].num_bytes == CHUNK_BYTES
-    reader.fetch(second, into.data, threading.Event())
+    relay.fetch(second, into.data, threading.Event())
     assert "[2]" in asker.ask(first)[0].gone
     assert np.frombuffer(asker.ask(second)[1], np.float32)[0] == 2.0
-    assert reader.server.served_bytes == 2 * CHUNK_BYTES
-    asker.close()
-    reader.close()
+    assert relay.server.served_bytes == 2 * CHUNK_BYTES
 
 
-def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
-    reader = ZeroMQReader(MEDIUM)
+def test_a_relay_that_moves_on_never_sends_a_mixture(learner, relay, asker):
     into = np.zeros(MODEL_BYTES, np.uint8)
-    asker = Asker(reader.server.location)
     available = learner.publish(1)
-    done = threading.Event()
-
     num_parts = 0
 
     def move_on() -> None:
@@ -283,40 +201,32 @@ def test_a_relay_that_moves_on_never_sends_a_mixture(learner):
         nonlocal available
         version = 2
         while version < (12 if num_parts else 1000):
-            reader.fetch(available, into.data, threading.Event())
+            relay.fetch(available, into.data, threading.Event())
             available = learner.publish(version)
             version += 1
-        done.set()
 
     thread = threading.Thread(target=move_on)
     thread.start()
-    while not done.is_set():
+    while thread.is_alive():
         asked = available
         for offset in range(0, MODEL_BYTES, MODEL_BYTES // 8):
             reply, part = asker.ask(asked, offset)
             if not reply.gone:
                 assert set(np.frombuffer(part, np.float32).tolist()) == {float(asked.version)}
                 num_parts += 1
-    thread.join()
     assert num_parts
-    asker.close()
-    reader.close()
 
 
-def test_damage_on_a_relay_is_not_passed_on_twice(learner):
+def test_damage_on_a_relay_is_not_passed_on_twice(learner, relay, asker):
     """Who got damaged bytes fetches them again, from somebody else, and does not serve them meanwhile."""
-    relay, child = ZeroMQReader(MEDIUM), ZeroMQReader(MEDIUM)
     available = learner.publish(1)
-    relay_into, child_into = np.zeros(MODEL_BYTES, np.uint8), np.zeros(MODEL_BYTES, np.uint8)
-    relay.fetch(available, relay_into.data, threading.Event())
-    relay_into[1000] ^= 1
-    assert child.fetch(available, child_into.data, threading.Event()) != available.bucket_fingerprints
-    asker = Asker(child.server.location)
-    assert asker.ask(available)[0].gone
-    assert child.fetch(available, child_into.data, threading.Event()) == available.bucket_fingerprints
-    asker.close()
-    relay.close()
-    child.close()
+    feeder_into, relay_into = np.zeros(MODEL_BYTES, np.uint8), np.zeros(MODEL_BYTES, np.uint8)
+    with contextlib.closing(ZeroMQReader(MEDIUM)) as feeder:
+        feeder.fetch(available, feeder_into.data, threading.Event())
+        feeder_into[1000] ^= 1
+        assert relay.fetch(available, relay_into.data, threading.Event()) != available.bucket_fingerprints
+        assert asker.ask(available)[0].gone
+        assert relay.fetch(available, relay_into.data, threading.Event()) == available.bucket_fingerprints
 
 
 def test_a_delta_goes_from_generator_to_generator_too(learner):
@@ -335,7 +245,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
 
 def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
     keys = CurveKeys(*zmq.curve_keypair())
-    learner = Learner(keys=keys)
+    learner = make_learner(keys)
     available = learner.publish(1)
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
     for reader in (relay, child):
@@ -353,11 +263,9 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
         end.close()
 
 
-def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
-    reader = ZeroMQReader(MEDIUM)
+def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner, relay, asker):
     available = learner.publish(1)
-    assert Fetch(reader, available).join() == {1.0}
-    asker = Asker(reader.server.location)
+    assert Fetch(relay, available).join() == {1.0}
     place = FeederRequest(1, available.fingerprint, "me")
     too_far = PartRequest(1, available.fingerprint, MODEL_BYTES, 8)
     too_large = PartRequest(1, available.fingerprint, 0, CHUNK_BYTES + 1)
@@ -366,9 +274,7 @@ def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner):
         asker.socket.send(bad)
     asker.socket.send_multipart([b"two", b"frames"])
     assert asker.ask(available)[0].num_bytes == CHUNK_BYTES
-    assert reader.server.refused == 7
-    asker.close()
-    reader.close()
+    assert relay.server.refused == 7
 
 
 def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(learner):
@@ -391,13 +297,11 @@ def test_who_asks_and_never_reads_costs_a_queue_of_parts_and_holds_nobody_up(lea
     modest.close()
 
 
-def test_a_break_costs_what_was_under_way_and_nothing_else(learner):
+def test_a_break_costs_what_was_under_way_and_nothing_else(learner, relay):
     available = learner.publish(1)
-    reader = ZeroMQReader(MEDIUM)
-    with uplink(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
-        fetch = Fetch(reader, through(link, available))
+    with tcp_proxy(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:
+        fetch = Fetch(relay, through(link, available))
         wait_until_served(learner, MODEL_BYTES // 2)
         link.break_off()
         assert fetch.join() == {1.0}
     assert learner.writer.server.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
-    reader.close()

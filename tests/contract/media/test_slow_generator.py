@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
 import signal
 import statistics
 import threading
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
-from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.publisher import Publisher
+from asyncrl.config.broadcast import BroadcastConfig
 from tests.contract.line_process import LineProcess
-from tests.contract.media.medium_peer import Fetched, Order, tensors_of
+from tests.contract.media.learners import MEDIA, Learner, tensors_of
+from tests.contract.media.medium_peer import Fetched, Order
 
 pytestmark = pytest.mark.timed
 
@@ -31,36 +28,21 @@ RUNS_S, STANDS_STILL_S = 0.02, 0.18
 MOST_SLOWER = 1.05
 MOST_TIMES = 3
 """Others use the machine too, for a second or two: what they cost is not there each time, and what the generator costs is."""
-MEDIA = {
-    "shared_memory": SharedMemoryMedium(),
-    "files": FilesMedium(),
-    "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
-    "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
-}
 
 
-class Learner:
+class TimedLearner(Learner):
     """Trains: the device computes, then the weights are published."""
 
-    def __init__(self, config: BroadcastConfig, run_folder: Path) -> None:
-        self.announced: queue.SimpleQueue[WeightsAvailable] = queue.SimpleQueue()
-        self.publisher = Publisher(config, run_folder, self.announced.put, SystemClock())
-        self._version = 0
+    version = 0
 
     def step(self) -> float:
         """Return the seconds it took."""
-        self._version += 1
-        tensors = tensors_of(self._version, NUM_VALUES)
+        self.version += 1
+        tensors = tensors_of(self.version, NUM_VALUES)
         started_s = time.perf_counter()
         threading.Event().wait(STEP_S)
-        self.publisher.publish(self._version, tensors)
+        self.publisher.publish(self.version, tensors)
         return time.perf_counter() - started_s
-
-    def newest(self) -> WeightsAvailable:
-        available = self.announced.get(timeout=30)
-        while not self.announced.empty():
-            available = self.announced.get()
-        return available
 
 
 @contextlib.contextmanager
@@ -84,7 +66,9 @@ def slowed(generator: LineProcess) -> Iterator[None]:
         thread.join()
 
 
-def steps_with(learner: Learner, generator: LineProcess, config: BroadcastConfig, run_folder: Path) -> tuple[list[float], int]:
+def steps_with(
+    learner: TimedLearner, generator: LineProcess, config: BroadcastConfig, run_folder: Path
+) -> tuple[list[float], int]:
     """Return what steps took while a slow generator fetched the newest version again and again, and how often it had one."""
     took_s: list[float] = []
     num_whole = 0
@@ -98,7 +82,7 @@ def steps_with(learner: Learner, generator: LineProcess, config: BroadcastConfig
     return took_s, num_whole + (not generator.hear(Fetched).error)
 
 
-def how_much_slower(learner: Learner, generator: LineProcess, config: BroadcastConfig, run_folder: Path) -> float:
+def how_much_slower(learner: TimedLearner, generator: LineProcess, config: BroadcastConfig, run_folder: Path) -> float:
     """Return the median of steps with the generator over that of steps without."""
     alone_s: list[float] = []
     accompanied_s: list[float] = []
@@ -115,7 +99,7 @@ def how_much_slower(learner: Learner, generator: LineProcess, config: BroadcastC
 @pytest.mark.parametrize("medium", MEDIA)
 def test_a_slow_generator_does_not_make_the_learners_steps_longer(medium, tmp_path):
     config = BroadcastConfig(medium=MEDIA[medium], bucket_bytes=1 << 20)
-    learner = Learner(config, tmp_path)
+    learner = TimedLearner(config, tmp_path)
     generator = LineProcess("tests.contract.media.medium_peer", "subscribe")
     learner.step()
     generator.tell(Order(config, str(tmp_path), learner.newest()))
@@ -124,5 +108,5 @@ def test_a_slow_generator_does_not_make_the_learners_steps_longer(medium, tmp_pa
     while len(measured) < MOST_TIMES and min(measured, default=math.inf) > MOST_SLOWER:
         measured.append(how_much_slower(learner, generator, config, tmp_path))
     generator.close()
-    learner.publisher.close()
+    learner.close()
     assert min(measured) <= MOST_SLOWER, measured

@@ -13,7 +13,6 @@ import pytest
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep
-from asyncrl.clock import VirtualClock
 from asyncrl.config.load import parse_config
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
@@ -35,9 +34,10 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.tasks.sampler import PromptSequence
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
+from tests.in_process import InProcessListener
+from tests.virtual_clock import VirtualClock
 
 B, G, ETA, NUM_STEPS = 2, 2, 1, 4
 

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.control.stall_detector import Wait
@@ -16,6 +15,7 @@ from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, SecondReport, Tail,
 from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.weights import VersionLive
 from tests.builders import score_of
+from tests.virtual_clock import VirtualClock
 
 
 class Destination:

@@ -7,7 +7,6 @@ import dataclasses
 import msgspec
 import pytest
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied
 from asyncrl.generate.doubles.fake import FakeEngine
@@ -24,6 +23,7 @@ from asyncrl.schema.samples import (
     ids_from_bytes,
     logprobs_from_bytes,
 )
+from tests.virtual_clock import VirtualClock
 
 
 class Asked(FakeEngine):

@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.clock import SystemClock
 from asyncrl.errors import GenerationError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello, Pause, Resume, Shutdown
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
 from asyncrl.transport.stage import IdleMeter, Stage
+from tests.in_process import InProcessListener
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@ import queue
 import pytest
 import torch
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shm_segments import remove_leftover_segments
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.control.launch.process_main import EXIT_FAULT, PARENT_GONE_EXIT_CODE, run_to_exit_code
 from asyncrl.errors import ConfigError, LearnerError, ResidencyError
 from asyncrl.schema.control import PROTOCOL, Fault, Hello
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
+from tests.in_process import InProcessListener
 
 WATCH = "from asyncrl.control.launch.process_main import watch_parent, ignore_interrupts\nimport os, signal, time\n"
 

@@ -13,7 +13,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,19 +27,18 @@ class OwnedFolder:
         False
     """
 
-    def __init__(self, prefix: str, parent: Path | None = None, clear: Callable[[Path], None] = lambda _: None) -> None:
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """Make it, after removing what others left.
 
         Args:
             prefix: Its name begins so, and nothing else's in `parent` does.
             parent: Where; by default where temporary files go.
-            clear: Called with each folder that was left, before it is removed.
 
         Raises:
             OSError: It cannot be made.
         """
         parent = parent or Path(tempfile.gettempdir())
-        sweep(prefix, parent, clear)
+        sweep(prefix, parent)
         self.path, self._lock = _make(prefix, parent)
 
     def close(self) -> None:
@@ -57,11 +55,16 @@ class OwnedFolder:
         self.close()
 
 
-def sweep(prefix: str, parent: Path, clear: Callable[[Path], None] = lambda _: None) -> None:
+def sweep(prefix: str, parent: Path) -> None:
     """Remove folders in `parent` whose names begin with `prefix` and whose owners are gone."""
     for path in parent.glob(f"{prefix}*"):
         with suppress(OSError):  # in use, another user's, or gone in this moment
-            _remove_left(path, clear)
+            lock = lock_folder(path)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def lock_folder(path: Path) -> int:
@@ -93,16 +96,6 @@ def write_whole(path: Path, content: str) -> None:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-
-
-def _remove_left(path: Path, clear: Callable[[Path], None]) -> None:
-    lock = lock_folder(path)
-    try:
-        if os.fstat(lock).st_uid == os.geteuid():
-            clear(path)
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:

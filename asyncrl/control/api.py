@@ -90,9 +90,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def serve_api(
-    control: RunApi, run_folder: Path, *, host: str = "127.0.0.1", read_timeout_s: float = READ_TIMEOUT_S
-) -> AsyncIterator[ApiEndpoint]:
+async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = READ_TIMEOUT_S) -> AsyncIterator[ApiEndpoint]:
     """Serve the API while the context is open, on a free port; `api.json` exists exactly that long."""
     token = secrets.token_urlsafe(32)
     app = web.Application(middlewares=[_guard(token)], client_max_size=MOST_GROUP_BYTES)
@@ -104,10 +102,8 @@ async def serve_api(
     )  # fmt: skip
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        endpoint = ApiEndpoint(url=f"http://{host}:{port}", token=token, pid=os.getpid())
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint = ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
         _write_private(run_folder / "api.json", msgspec.json.encode(endpoint))
         yield endpoint
     finally:

@@ -115,11 +115,6 @@ class RewardPool:
         """Samples that are worth handing in at once."""
         return self._config.concurrency * (MOST_TOGETHER if self._most_together > 1 else MAX_BATCH)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the scoring processes now alive."""
-        return tuple(process.pid for process in self._processes)
-
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
 

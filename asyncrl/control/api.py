@@ -25,6 +25,7 @@ from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, EvalReport, StepReport, Tail
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
@@ -104,7 +105,7 @@ async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = R
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         endpoint = ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
-        _write_private(run_folder / "api.json", msgspec.json.encode(endpoint))
+        write_whole(run_folder / "api.json", msgspec.json.encode(endpoint), private=True, onto_disk=False)
         yield endpoint
     finally:
         (run_folder / "api.json").unlink(missing_ok=True)
@@ -202,15 +203,6 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
             return web.Response(status=400, text=str(error))
 
     return guard
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    partial.replace(path)
 
 
 MOST_JUDGED = 64

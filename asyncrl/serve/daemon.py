@@ -30,6 +30,7 @@ from asyncrl.client import is_live
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.folders import write_whole
 from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import Guard, new_token
@@ -72,7 +73,8 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
     """
     context, clock = _check(options), clock or SystemClock()
     with own_records(options.folder) as records:
-        _first_token(records, options.folder, clock)
+        if not records.tokens:
+            write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)
         keeper = Keeper(records, machine(), clock)
         host = f"[{options.host}]" if ":" in options.host else options.host
         names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
@@ -87,9 +89,7 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
             _many_descriptors()
             await listen(runner, options.host, options.port, context)
             url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
-            aside = options.folder / f"{URL_FILE}.partial"
-            aside.write_text(url, encoding="utf-8")
-            aside.replace(options.folder / URL_FILE)  # whoever waits for it reads all of it
+            write_whole(options.folder / URL_FILE, url, onto_disk=False)  # whoever waits for it reads all of it
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(keeper.run(), name="keeper")
@@ -244,21 +244,9 @@ def own_records(folder: Path) -> Iterator[Records]:
             yield records
 
 
-def _first_token(records: Records, folder: Path, clock: Clock) -> None:
-    """Make the admin's token where there is none; it lies in the folder, readable by its owner only."""
-    if records.tokens:
-        return
-    _write_secret(folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n")
-
-
 def _session_key(folder: Path) -> bytes:
     """Return what signs the page's cookies; it outlives the daemon, and so do they."""
     path = folder / SESSION_KEY_FILE
     if not path.exists():
-        _write_secret(path, secrets.token_hex(32))
+        write_whole(path, secrets.token_hex(32), private=True)
     return path.read_bytes()
-
-
-def _write_secret(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)

@@ -29,7 +29,7 @@ RECORD_FILE = "served.json"
 """In a run's folder: its record."""
 SUBMITTED_FILE = "submitted.toml"
 """In a run's folder: its config as it was accepted."""
-PRIVATE = frozenset({"keys", "api.json", "api.partial", "endpoint", "owner.sock"})
+PRIVATE = frozenset({"keys", "api.json", "api.json.partial", "endpoint", "owner.sock"})
 """In a run's folder: what nobody reads over HTTP."""
 MOST_EVENTS = 100_000
 

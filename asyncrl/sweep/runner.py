@@ -23,6 +23,7 @@ from asyncrl.client import CONTROLLER_END_S, Run, is_live
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
+from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
 from asyncrl.sweep.grid import SIGNIFICANT, Cell, Sweep
 from asyncrl.sweep.results import CellResult, Code, Outcome, code_now, machine_now, measure_external, measure_run, read_results
@@ -126,9 +127,7 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
         await _until_gone(folder, clock)
         begun = msgspec.structs.replace(begun, starts_s=(*begun.starts_s, clock.now()))
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f"{CELL_FILE}.partial"
-        aside.write_bytes(msgspec.json.encode(begun))
-        aside.replace(folder / CELL_FILE)
+        write_whole(folder / CELL_FILE, msgspec.json.encode(begun), onto_disk=False)
         if cell.command:
             outcome = await _run_command(cell, folder, sweep, lock)
         else:

@@ -12,7 +12,6 @@ requests (ZAP), and lets in exactly the keys it names.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import zmq
 import zmq.utils.z85
 
 from asyncrl.errors import ConfigError
+from asyncrl.folders import write_whole
 
 KEYS_FOLDER = "keys"
 LISTENER_FILE = "listener.key"
@@ -157,12 +157,7 @@ def _new_pair() -> tuple[str, str]:
 
 
 def _write_private(path: Path, keys: ListenerKeys | ClientKeys) -> None:
-    """Write a file that no one else can read at any moment."""
-    draft = path.with_suffix(".new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(keys))
-    draft.replace(path)
+    write_whole(path, msgspec.json.encode(keys), private=True, onto_disk=False)
 
 
 def _read_keys(path: Path, kind: type[_Keys], what: str) -> _Keys:

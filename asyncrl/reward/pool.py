@@ -24,7 +24,7 @@ from typing import Self
 
 from asyncrl.clock import Clock
 from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, ScoringProcess
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
@@ -295,11 +295,6 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
         process.send(together)
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first of asyncrl's own errors in a group, or what was given."""
-    if isinstance(error, BaseExceptionGroup):
-        ours, _ = error.split(AsyncRLError)
-        while isinstance(ours, BaseExceptionGroup):
-            ours = ours.exceptions[0]  # type: ignore[assignment]
-        return ours or error
-    return error
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first of asyncrl's own errors in a group, or the group."""
+    return next((each for each in leaves(group) if isinstance(each, AsyncRLError)), group)

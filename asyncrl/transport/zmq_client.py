@@ -138,8 +138,7 @@ class ZmqConnector:
             socket.reconnect_ivl = _RECONNECT_MS
             socket.reconnect_ivl_max = _RECONNECT_MAX_MS
             if self._keys:
-                keys = self._keys
-                secure_client(socket, keys.public.encode(), keys.secret.encode(), keys.listener_public.encode())
+                secure_client(socket, self._keys, self._keys.listener_public)
             loop_socket = LoopSocket(socket, self._on_message)
             undo.callback(loop_socket.close, 0)
             watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)

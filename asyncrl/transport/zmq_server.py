@@ -185,7 +185,7 @@ class ZmqListener:
             if self._keys:
                 self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
                 undo.callback(self._zap.close, 0)
-                secure_server(socket, self._keys.public.encode(), self._keys.secret.encode())
+                secure_server(socket, self._keys)
             self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
             undo.callback(self._watch.close)
             self._socket = LoopSocket(socket, self._on_message)
@@ -197,7 +197,7 @@ class ZmqListener:
     def _answer_zap(self, frames: list[zmq.Frame]) -> None:
         assert self._zap is not None
         assert self._keys is not None
-        allowed = {self._keys.own_public.encode(): OWN, self._keys.client_public.encode(): GUEST}
+        allowed = {self._keys.own_public: OWN, self._keys.client_public: GUEST}
         self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
     def _note_failed_handshake(self, _event: int) -> None:

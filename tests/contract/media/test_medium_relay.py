@@ -21,10 +21,11 @@ from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
-from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
+from asyncrl.weights.sockets import SEND_QUEUE, WINDOW
 from tests.contract.line_process import LineProcesses
 from tests.contract.media.medium_peer import Fetched, Order
 
@@ -39,7 +40,7 @@ WINDOW_BYTES = WINDOW * CHUNK_BYTES
 class Learner:
     """A writer that holds what it is told to."""
 
-    def __init__(self, medium: ZeroMQMedium = MEDIUM, keys: CurveKeys | None = None) -> None:
+    def __init__(self, medium: ZeroMQMedium = MEDIUM, keys: ClientKeys | None = None) -> None:
         self.writer = ZeroMQWriter(medium, keys)
         self._slots = self.writer.open(MANIFEST)
 
@@ -334,7 +335,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
 
 
 def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
-    keys = CurveKeys(*zmq.curve_keypair())
+    keys = ClientKeys(*(part.decode() for part in zmq.curve_keypair()), "")
     learner = Learner(keys=keys)
     available = learner.publish(1)
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
@@ -342,7 +343,7 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
         assert Fetch(reader, available).join() == {1.0}
     assert MODEL_BYTES <= learner.writer.server.served_bytes < 2 * MODEL_BYTES
     assert (served_bytes := relay.server.served_bytes) > 0
-    stranger = Asker(relay.server.location, keys.public)
+    stranger = Asker(relay.server.location, keys.public.encode())
     with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
         stranger.socket.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
     assert stranger.news.poll(TIMEOUT_S * 1000)

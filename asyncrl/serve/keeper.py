@@ -18,7 +18,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +202,6 @@ class Keeper:
         self._changed.set()
         return record
 
-    @contextlib.asynccontextmanager
-    async def _connected(self, run: str) -> AsyncIterator[RunClient]:
-        async with connect(self.records.run_folder(run)) as client:
-            yield client
-
     async def ask(self, run: str, what: str, asker: str, **given: Any) -> Any:  # noqa: ANN401 - what the run's client takes and returns
         """Ask a live run: pause, resume, checkpoint, drain, stop, change. One that is starting ends as soon as it has started.
 
@@ -230,7 +225,7 @@ class Keeper:
         await self.tell("asked", run, what, asker)
         if what in {"drain", "stop"}:
             self.records.put_run(replace(record, drains=True))
-        async with self._connected(run) as client:
+        async with connect(self.records.run_folder(run)) as client:
             return await getattr(client, what)(**given)
 
     def status(self, run: str) -> RunStatus:
@@ -278,7 +273,7 @@ class Keeper:
     async def _drain(self, run: str) -> None:
         while self.records.runs[run].state in {"starting", "live"}:
             with contextlib.suppress(AsyncRLError):
-                async with self._connected(run) as client:
+                async with connect(self.records.run_folder(run)) as client:
                     await client.drain()
             await asyncio.wait([self._tasks[run]], timeout=LOOK_S)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from asyncrl.control.launch.processes import num_threads, plan_processes
 from asyncrl.control.placement.gpu_share import usable_cores
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
+from asyncrl.models.number_format import ask_driver
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import Demand
 
@@ -26,7 +26,7 @@ IMPORTED_BYTES = 300 << 20
 
 def machine() -> Machine:
     """Return what this machine has."""
-    return Machine(_gpus(), len(usable_cores()), psutil.virtual_memory().total)
+    return Machine(tuple(ask_driver("uuid").split()), len(usable_cores()), psutil.virtual_memory().total)
 
 
 def disk_fault(folder: Path) -> str:
@@ -62,12 +62,3 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
 
 def _sum(parts: tuple[Part, ...]) -> int:
     return sum(part.num_bytes for part in parts)
-
-
-def _gpus() -> tuple[str, ...]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, "--query-gpu=uuid", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
-    return tuple(told.stdout.split()) if told.returncode == 0 else ()

@@ -26,7 +26,7 @@ from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequest
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
-from asyncrl.observe.steps import EVENTS_FILE, EvalReport, StepReport, Tail
+from asyncrl.observe.steps import EVENTS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.schema.status import (
@@ -129,30 +129,26 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    async def steps(request: web.Request) -> web.StreamResponse:
-        first = int(request.query.get("first", "0"))
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        async for report in control.steps_from(first):
-            await response.write(msgspec.json.encode(report) + b"\n")
-        await response.write_eof()
-        return response
+    def streams(lines: Callable[[int], AsyncIterator[bytes]], place: str) -> Handler:
+        """Return the handler of a stream, which begins where the query's field says."""
 
-    async def events(request: web.Request) -> web.StreamResponse:
-        after = int(request.query.get("after", "0"))
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        async for line in control.events_after(after):
-            await response.write(line + b"\n")
-        await response.write_eof()
-        return response
+        async def handler(request: web.Request) -> web.StreamResponse:
+            begin = int(request.query.get(place, "0"))
+            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            await response.prepare(request)
+            async for line in lines(begin):
+                await response.write(line + b"\n")
+            await response.write_eof()
+            return response
+
+        return handler
 
     return [
         web.get("/status", answers(control.status)),
         web.get("/evaluations", answers(control.evaluations)),
         web.get("/metrics", metrics),
-        web.get("/steps", steps),
-        web.get("/events", events),
+        web.get("/steps", streams(control.steps_from, "first")),
+        web.get("/events", streams(control.events_after, "after")),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
         web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
@@ -278,14 +274,14 @@ class RunApi:
         """Return the newest metrics in Prometheus' text form."""
         return self._run.reporter.sinks.prometheus_text()
 
-    async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
-        """Yield reports from step `first` until the run has ended."""
+    async def steps_from(self, first: int) -> AsyncIterator[bytes]:
+        """Yield reports from step `first`, as JSON, until the run has ended."""
         reports, over, sent = self._run.reporter.steps, self._run.over, 0
         while sent < len(reports) or not over.is_set():
             for report in reports[sent:]:
                 sent += 1
                 if report.step >= first:
-                    yield report
+                    yield msgspec.json.encode(report)
             seen = sent
             await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
 

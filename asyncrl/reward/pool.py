@@ -8,7 +8,7 @@ Invariants:
 - What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
   not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
-Processes are warm and reused. Cheap rewards are sent several at a time (`_batch_size`): at most about 20 ms of work waits behind
+Processes are warm and reused. Cheap rewards are sent several at a time: at most about 20 ms of work waits behind
 one process while others are idle.
 """
 
@@ -175,7 +175,9 @@ class RewardPool:
         mean_s = _BATCH_WORK_S
         while True:
             jobs.append(await self._waiting.get())
-            room = min(self._most_together, MOST_TOGETHER) if self._most_together > 1 else _batch_size(mean_s)
+            room = min(self._most_together, MOST_TOGETHER)
+            if self._most_together <= 1:
+                room = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
             while len(jobs) < room and not self._waiting.empty():
                 jobs.append(self._waiting.get_nowait())
             _send(process, jobs)
@@ -272,10 +274,6 @@ class RewardPool:
         for process in tuple(self._processes):
             await self._stop(process)
         self._output.close()
-
-
-def _batch_size(mean_s: float) -> int:
-    return max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
 
 
 def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import uuid
@@ -271,14 +270,11 @@ class ZmqListener:
             self._changed.set()
         self._by_route[route] = peer
         self._tell(route, wire.Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes))
-        peer.session.wire = functools.partial(self._carry, peer)
+        peer.session.wire = lambda parcel: self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
         peer.session.resend_all()
 
     def _tell(self, route: bytes, packet: wire.Packet) -> None:
         self._socket.send([route, wire.build(packet)])
-
-    def _carry(self, peer: _Peer, parcel: wire.Parcel) -> bool:
-        return self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
 
     async def _dismiss(self, session: Connection, reason: str) -> None:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""

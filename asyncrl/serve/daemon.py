@@ -20,7 +20,7 @@ import signal
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         LaunchError: Another daemon has the folder, or the port is taken.
     """
     context, clock = _check(options), clock or SystemClock()
-    with own_records(options.folder) as records:
+    with own_records(options.folder) as records, contextlib.ExitStack() as undo:
         if not records.tokens:
             write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)
         keeper = Keeper(records, machine(), clock)
@@ -80,15 +80,11 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
         names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
         service = Service(records, keeper, Guard(records, names, clock, _session_key(options.folder)), clock, options.code_roots)
         service.show_samples = options.show_samples
-        ending, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ending.set)
-        runner = service.runner()
-        await runner.setup()
-        try:
-            _many_descriptors()
-            await listen(runner, options.host, options.port, context)
-            url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each reader of a stream has a descriptor, and each run some
+        undo.callback((options.folder / URL_FILE).unlink, missing_ok=True)
+        async with _answering(service, options.host, options.port, context) as (port, ending):
+            url = f"{'https' if context else 'http'}://{host}:{port}"
             write_whole(options.folder / URL_FILE, url, onto_disk=False)  # whoever waits for it reads all of it
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
             async with asyncio.TaskGroup() as group:
@@ -102,9 +98,6 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
                     await keeper.drain_all()
                 keeping.cancel()
                 notifying.cancel()
-        finally:
-            await runner.cleanup()
-            (options.folder / URL_FILE).unlink(missing_ok=True)
 
 
 async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
@@ -117,29 +110,21 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
     names = [folder.resolve().name for folder in folders]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"runs are told apart by the names of their folders, and two are {', '.join(sorted(twice))}")
-    ending, loop, clock = asyncio.Event(), asyncio.get_running_loop(), SystemClock()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, ending.set)
+    clock = SystemClock()
     with tempfile.TemporaryDirectory() as aside, contextlib.closing(Records(Path(aside))) as records:
         records.elsewhere = {name: folder.resolve() for name, folder in zip(names, folders, strict=True)}
         keeper = Keeper(records, Machine(), clock)
         for number, name in enumerate(names):
             _look(keeper, name, number)
         service = Service(records, keeper, Guard(records, {"127.0.0.1"}, clock), clock, read_only=True)
-        runner = service.runner()
-        await runner.setup()
-        try:
-            await listen(runner, "127.0.0.1", port)
-            token = new_token(records, "you", "operator", clock)
-            say(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={token}")
+        async with _answering(service, "127.0.0.1", port) as (taken, ending):
+            say(f"http://127.0.0.1:{taken}/#token={new_token(records, 'you', 'operator', clock)}")
             while not ending.is_set():
                 for record in [record for record in records.runs.values() if record.state == "live"]:
                     await asyncio.to_thread(_look, keeper, record.id, record.number)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), VIEW_LOOK_S)
             service.draining = True
-        finally:
-            await runner.cleanup()
 
 
 def _look(keeper: Keeper, name: str, number: int) -> None:
@@ -209,22 +194,27 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
     return context
 
 
-def _many_descriptors() -> None:
-    """Take as many descriptors as the system gives: each reader of a stream has one, and each run some."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
-    """Listen.
+@contextlib.asynccontextmanager
+async def _answering(
+    service: Service, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """Answer requests for a while; yield the port, and what SIGTERM and SIGINT set.
 
     Raises:
         LaunchError: The port is taken, or the address is not this machine's.
     """
+    ending, loop, runner = asyncio.Event(), asyncio.get_running_loop(), service.runner()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; `--port 0` takes a free one") from error
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; `--port 0` takes a free one") from error
+        yield runner.addresses[0][1], ending
+    finally:
+        await runner.cleanup()
 
 
 @contextlib.contextmanager

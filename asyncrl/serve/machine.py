@@ -50,15 +50,12 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
         gpus.add(one)
     threads = sum(num_threads(config, item.kind) * (config.learner.ranks if item.kind == "learner" else 1)
                   for item in planned if item.kind != "reward")  # fmt: skip
-    held_bytes = IMPORTED_BYTES * len(planned)
+    held: list[Part] = []
     if gpu_of(config.learner.device) is None and config.learner.kind == "builtin":
-        held_bytes += sum(_sum(parts) for parts in learner_parts(config).values())
+        held += [part for parts in learner_parts(config).values() for part in parts]
     if not places_of(config).engine_gpus:
-        held_bytes += config.generate.num_workers * _sum(generator_parts(config))
+        held += generator_parts(config) * config.generate.num_workers
     if gpu_of(config.inference.device) is None and config.needs_inference:
-        held_bytes += config.inference.num_workers * _sum(inference_parts(config))
+        held += inference_parts(config) * config.inference.num_workers
+    held_bytes = IMPORTED_BYTES * len(planned) + sum(part.num_bytes for part in held)
     return Demand(max(gpus) + 1 if gpus else 0, min(max(threads, 1), there.cores), held_bytes)
-
-
-def _sum(parts: tuple[Part, ...]) -> int:
-    return sum(part.num_bytes for part in parts)

@@ -27,7 +27,7 @@ from pathlib import Path
 from aiohttp import web
 
 from asyncrl.client import is_live
-from asyncrl.clock import Clock, SystemClock
+from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
@@ -64,14 +64,14 @@ class ServeOptions:
     show_samples: bool = False
 
 
-async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
+async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: The options do not go together.
         LaunchError: Another daemon has the folder, or the port is taken.
     """
-    context, clock = _check(options), clock or SystemClock()
+    context, clock = _check(options), SystemClock()
     with own_records(options.folder) as records, contextlib.ExitStack() as undo:
         if not records.tokens:
             write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)

@@ -187,11 +187,11 @@ class Records:
             self._put("tokens", "name", record.name, record)
         self.tokens[record.name] = record
 
-    def forget_token(self, name: str) -> bool:
-        """Forget a token; return whether there was one."""
+    def forget_token(self, name: str) -> None:
+        """Forget a token."""
         with self._db:
             self._db.execute("DELETE FROM tokens WHERE name = ?", (name,))
-        return self.tokens.pop(name, None) is not None
+        self.tokens.pop(name, None)
 
     def answer(self, key: str) -> Answered | None:
         """Return what an idempotency key stands for."""

@@ -415,7 +415,7 @@ class Keeper:
 async def _until_answers(folder: Path) -> None:
     """Wait for a controller that a daemon which is gone was starting; one that does not answer in time is killed."""
     until_s = time.monotonic() + START_TIMEOUT_S
-    while not live_controller(folder) and await asyncio.to_thread(find_controllers, folder):
+    while not live_controller(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
         if time.monotonic() > until_s:
             kill_controllers(folder)
         await asyncio.sleep(0.1)

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -179,7 +178,8 @@ def resume(
 
 def _resumed_where_it_lives(folder: Path) -> bool:
     """Have a paused run go on; False once the controller of one that has ended, or is about to, is gone."""
-    from asyncrl.client import CONTROLLER_END_S, is_live
+    from asyncrl.client import CONTROLLER_END_S
+    from asyncrl.control.launch.controller_process import until_gone
 
     try:
         live = _ask(folder, "status")
@@ -189,11 +189,8 @@ def _resumed_where_it_lives(folder: Path) -> bool:
     except (LaunchError, RunLostError):
         pass  # it ended as it was asked
     print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
-    until_s = time.monotonic() + CONTROLLER_END_S
-    while is_live(folder):
-        if time.monotonic() > until_s:
-            raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
-        time.sleep(0.1)
+    if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
+        raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     return False
 
 

@@ -75,12 +75,19 @@ class RunLostError(RunError):
     """The run does not answer any more: its controller is gone, or not to be reached."""
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors inside nested task groups' exceptions, in order; of any other error itself."""
+    return [each for inner in error.exceptions for each in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
 def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
     """Return the first exception in a task group's that is not a connection's end, or None."""
-    faults: BaseException | None = group.split(ConnectionClosed)[1]
-    while isinstance(faults, BaseExceptionGroup):
-        faults = faults.exceptions[0]
-    return faults
+    return next((each for each in leaves(group) if not isinstance(each, ConnectionClosed)), None)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def kind_of(error: BaseException) -> str:

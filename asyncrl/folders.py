@@ -13,9 +13,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 
 class OwnedFolder:
@@ -28,19 +29,18 @@ class OwnedFolder:
         False
     """
 
-    def __init__(self, prefix: str, parent: Path | None = None, clear: Callable[[Path], None] = lambda _: None) -> None:
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """Make it, after removing what others left.
 
         Args:
             prefix: Its name begins so, and nothing else's in `parent` does.
             parent: Where; by default where temporary files go.
-            clear: Called with each folder that was left, before it is removed.
 
         Raises:
             OSError: It cannot be made.
         """
         parent = parent or Path(tempfile.gettempdir())
-        sweep(prefix, parent, clear)
+        sweep(prefix, parent)
         self.path, self._lock = _make(prefix, parent)
 
     def close(self) -> None:
@@ -57,11 +57,16 @@ class OwnedFolder:
         self.close()
 
 
-def sweep(prefix: str, parent: Path, clear: Callable[[Path], None] = lambda _: None) -> None:
+def sweep(prefix: str, parent: Path) -> None:
     """Remove folders in `parent` whose names begin with `prefix` and whose owners are gone."""
     for path in parent.glob(f"{prefix}*"):
         with suppress(OSError):  # in use, another user's, or gone in this moment
-            _remove_left(path, clear)
+            lock = lock_folder(path)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def lock_folder(path: Path) -> int:
@@ -80,29 +85,34 @@ def lock_folder(path: Path) -> int:
     return handle
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a file whole and onto the disk; where that fails, or the power does, it is as it was."""
+@contextmanager
+def replacing(path: Path, *, private: bool = False, onto_disk: bool = False) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` at the end of the context; after an error `path` is as it was.
+
+    Args:
+        path: Of a file, or of nothing yet.
+        private: Nobody else can read it, at any moment.
+        onto_disk: Wait for the disk, so that it is whole after a power cut, too.
+    """
     aside = path.with_name(f"{path.name}.partial")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        aside.unlink(missing_ok=True)  # it would keep its mode
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666), "wb") as file:
+            yield file
+            if onto_disk:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
 
 
-def _remove_left(path: Path, clear: Callable[[Path], None]) -> None:
-    lock = lock_folder(path)
-    try:
-        if os.fstat(lock).st_uid == os.geteuid():
-            clear(path)
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(lock)
+def write_whole(path: Path, content: str | bytes, *, private: bool = False, onto_disk: bool = True) -> None:
+    """Write a file whole or not at all; see `replacing`."""
+    with replacing(path, private=private, onto_disk=onto_disk) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:

@@ -229,9 +229,12 @@ async def _announcements(connection: Connection) -> AsyncIterator[Callable[[Weig
             while True:
                 await connection.send(await published.get(), Lane.CONTROL)
 
+    def announce(available: WeightsAvailable) -> None:
+        loop.call_soon_threadsafe(published.put_nowait, available)
+
     async with asyncio.TaskGroup() as group:
         telling = group.create_task(tell_controller(), name="announcements")
-        yield lambda available: loop.call_soon_threadsafe(published.put_nowait, available)
+        yield announce
         telling.cancel()
 
 

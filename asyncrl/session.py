@@ -391,10 +391,7 @@ class Session:
                 raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
         _ = self._ready
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
-        return StreamTerms(n or 0, max_new_tokens or 0, window, self._is_over)
-
-    def _is_over(self) -> bool:
-        return self.version >= self.config.num_steps
+        return StreamTerms(n or 0, max_new_tokens or 0, window, lambda: self.version >= self.config.num_steps)
 
     async def _backward(
         self,

@@ -17,8 +17,8 @@ from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.codec import Message
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import GroupWork, Sample, Samples, Score, Scores, ids_to_bytes, logprobs_to_bytes
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
+from tests.in_process import InProcessListener
 
 T = TypeVar("T", bound=Message)
 

@@ -49,7 +49,7 @@ def choose_oldest(ready: Sequence[Aged], groups_per_step: int) -> Choice:
     """Take the oldest B groups (policies `drop` and `mask`)."""
     if len(ready) < groups_per_step:
         return Choice()
-    return Choice(take=_first(ready, groups_per_step))
+    return Choice(take=tuple(sorted(group_id for _, group_id in sorted(ready)[:groups_per_step])))
 
 
 def choose_by_deadline(
@@ -86,10 +86,6 @@ def _count_by_slack(groups: Sequence[Aged], version_of_last_chance: int) -> dict
         if slack >= 0:
             counts[slack] = counts.get(slack, 0) + 1
     return counts
-
-
-def _first(ready: Sequence[Aged], count: int) -> tuple[int, ...]:
-    return tuple(sorted(group_id for _, group_id in sorted(ready)[:count]))
 
 
 class ReadyGroups:

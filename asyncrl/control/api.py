@@ -25,7 +25,8 @@ from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.observe.steps import EVENTS_FILE, EvalReport, StepReport, Tail
+from asyncrl.folders import write_whole
+from asyncrl.observe.steps import EVENTS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.schema.status import (
@@ -90,9 +91,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def serve_api(
-    control: RunApi, run_folder: Path, *, host: str = "127.0.0.1", read_timeout_s: float = READ_TIMEOUT_S
-) -> AsyncIterator[ApiEndpoint]:
+async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = READ_TIMEOUT_S) -> AsyncIterator[ApiEndpoint]:
     """Serve the API while the context is open, on a free port; `api.json` exists exactly that long."""
     token = secrets.token_urlsafe(32)
     app = web.Application(middlewares=[_guard(token)], client_max_size=MOST_GROUP_BYTES)
@@ -104,11 +103,9 @@ async def serve_api(
     )  # fmt: skip
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        endpoint = ApiEndpoint(url=f"http://{host}:{port}", token=token, pid=os.getpid())
-        _write_private(run_folder / "api.json", msgspec.json.encode(endpoint))
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint = ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
+        write_whole(run_folder / "api.json", msgspec.json.encode(endpoint), private=True, onto_disk=False)
         yield endpoint
     finally:
         (run_folder / "api.json").unlink(missing_ok=True)
@@ -132,30 +129,26 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    async def steps(request: web.Request) -> web.StreamResponse:
-        first = int(request.query.get("first", "0"))
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        async for report in control.steps_from(first):
-            await response.write(msgspec.json.encode(report) + b"\n")
-        await response.write_eof()
-        return response
+    def streams(lines: Callable[[int], AsyncIterator[bytes]], place: str) -> Handler:
+        """Return the handler of a stream, which begins where the query's field says."""
 
-    async def events(request: web.Request) -> web.StreamResponse:
-        after = int(request.query.get("after", "0"))
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        async for line in control.events_after(after):
-            await response.write(line + b"\n")
-        await response.write_eof()
-        return response
+        async def handler(request: web.Request) -> web.StreamResponse:
+            begin = int(request.query.get(place, "0"))
+            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            await response.prepare(request)
+            async for line in lines(begin):
+                await response.write(line + b"\n")
+            await response.write_eof()
+            return response
+
+        return handler
 
     return [
         web.get("/status", answers(control.status)),
         web.get("/evaluations", answers(control.evaluations)),
         web.get("/metrics", metrics),
-        web.get("/steps", steps),
-        web.get("/events", events),
+        web.get("/steps", streams(control.steps_from, "first")),
+        web.get("/events", streams(control.events_after, "after")),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
         web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
@@ -206,15 +199,6 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
             return web.Response(status=400, text=str(error))
 
     return guard
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    partial.replace(path)
 
 
 MOST_JUDGED = 64
@@ -290,14 +274,14 @@ class RunApi:
         """Return the newest metrics in Prometheus' text form."""
         return self._run.reporter.sinks.prometheus_text()
 
-    async def steps_from(self, first: int) -> AsyncIterator[StepReport]:
-        """Yield reports from step `first` until the run has ended."""
+    async def steps_from(self, first: int) -> AsyncIterator[bytes]:
+        """Yield reports from step `first`, as JSON, until the run has ended."""
         reports, over, sent = self._run.reporter.steps, self._run.over, 0
         while sent < len(reports) or not over.is_set():
             for report in reports[sent:]:
                 sent += 1
                 if report.step >= first:
-                    yield report
+                    yield msgspec.json.encode(report)
             seen = sent
             await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
 

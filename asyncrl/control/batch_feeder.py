@@ -27,6 +27,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.control.peers import Peers
 from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.folders import write_whole
 from asyncrl.observe.decisions.journal import STEPS_FOLDER
 from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
@@ -268,11 +269,9 @@ class RecordedStep(msgspec.Struct, frozen=True):
     def write(self, folder: Path) -> None:
         """Keep it, in place of one of that number that was taken before and never trained."""
         path = self.path(folder, self.step)
-        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.write_bytes(zstandard.compress(msgspec.msgpack.encode(self), 3))
-            partial.replace(path)
+            write_whole(path, zstandard.compress(msgspec.msgpack.encode(self), 3), onto_disk=False)
         except OSError as error:
             log.error("step %d is not recorded, and the run goes on: %s", self.step, error)  # noqa: TRY400
 

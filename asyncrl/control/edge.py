@@ -217,16 +217,12 @@ def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__struct_fields__}
 
     def of(*types: type) -> tuple[str, ...]:
-        return tuple(name for name, hint in hints.items() if _plain(hint) in types)
+        return tuple(name for name, hint in hints.items() if (typing.get_origin(hint) or hint) in types)
 
     speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
     parts = tuple(name for name in of(tuple) if hasattr(typing.get_args(hints[name])[0], "__struct_fields__"))
     numbers = tuple(name for name in of(int, float, bool) if name not in CHECKED_ELSEWHERE)
     return _Fields(speaker, _getter(numbers), _getter(of(str)), of(dict), parts)
-
-
-def _plain(hint: object) -> object:
-    return typing.get_origin(hint) or hint
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:

@@ -83,9 +83,9 @@ class ModelShape:
         return self.layers * lora.rank * sum(adapted)
 
     @property
-    def cache_bytes_per_token(self) -> int:
-        """The KV cache of one token, 2 bytes a value: keys and values of every layer."""
-        return 4 * self.layers * self.kv_heads * self.head_size
+    def cached_values(self) -> int:
+        """Numbers that the KV cache has of one token: keys and values of every layer."""
+        return 2 * self.layers * self.kv_heads * self.head_size
 
     def forward_flops(self, context_tokens: float) -> float:
         """Operations of one token's forward with `context_tokens` before it.

@@ -23,11 +23,16 @@ def hardware_format(device: str) -> tuple[str, str]:
     if gpu is None:
         cpuinfo = Path("/proc/cpuinfo")
         return format_of_cpu(cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "")
-    tool, told = shutil.which("nvidia-smi"), ""
-    if tool is not None:
-        command = [tool, f"--id={gpu}", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()  # noqa: S603
-    return format_of_gpu(told)
+    return format_of_gpu(ask_driver("compute_cap", gpu))
+
+
+def ask_driver(query: str, gpu: int | None = None) -> str:
+    """Return what nvidia-smi says of a GPU, or of all of them, a line each; nothing where there is none."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return ""
+    command = [tool, *([] if gpu is None else [f"--id={gpu}"]), f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
+    return "" if done.returncode else done.stdout.strip()
 
 
 def format_of_cpu(cpuinfo: str) -> tuple[str, str]:

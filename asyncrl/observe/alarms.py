@@ -181,12 +181,11 @@ class Alarms:
 
     Args:
         groups_per_step: Of the run.
-        switched_off: Names of rules that are not looked at.
     """
 
-    def __init__(self, groups_per_step: int, switched_off: Iterable[str] = ()) -> None:
+    def __init__(self, groups_per_step: int) -> None:
         self.standing: dict[str, Alarm] = {}
-        self._off = frozenset(switched_off)
+        self._off: frozenset[str] = frozenset()
         self._groups_per_step = groups_per_step
         self._met: dict[str, deque[bool]] = {rule.name: deque(maxlen=rule.of) for rule in RULES}
         self._steps: deque[StepReport] = deque(maxlen=REMEMBERED)

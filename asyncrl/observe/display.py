@@ -22,7 +22,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError, first_fault
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
@@ -167,9 +166,7 @@ class Followed(Protocol):
         ...
 
 
-async def follow_run(
-    run: Followed, *, plain: bool, first: int = 0, console: Console | None = None, clock: Clock | None = None
-) -> RunStatus | None:
+async def follow_run(run: Followed, *, plain: bool, first: int = 0, console: Console | None = None) -> RunStatus | None:
     """Show a run until it has ended, then what came of it.
 
     Args:
@@ -177,7 +174,6 @@ async def follow_run(
         plain: One line a step and an event, for pipes and logs.
         first: Steps before this one are not shown.
         console: Where to; standard output by default.
-        clock: Paces the looks at the status; the system's by default.
 
     Returns:
         Its last status; None where it never answered.
@@ -186,8 +182,7 @@ async def follow_run(
         RunError: The run failed; the message is its reason.
         OSError: What is said cannot be written.
     """
-    console, clock = console or _Output(highlight=False), clock or SystemClock()
-    view, failure = RunView(), None
+    console, view, failure = console or _Output(highlight=False), RunView(), None
     live = None if plain else Live(Text("starting"), console=console, auto_refresh=False)
     say = partial(console.print, markup=False, soft_wrap=True)  # text as it is
 
@@ -211,7 +206,7 @@ async def follow_run(
         with contextlib.suppress(RunError):  # it does not answer any more
             while True:
                 await look()
-                await clock.sleep(REFRESH_S)
+                await asyncio.sleep(REFRESH_S)
 
     with _as_first_fault(), live or contextlib.nullcontext():
         async with asyncio.TaskGroup() as group:

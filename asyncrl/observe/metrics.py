@@ -240,9 +240,3 @@ def unknown_names(names: Iterable[str]) -> list[str]:
 def finite(values: Mapping[str, float]) -> dict[str, float]:
     """Return the values that JSON has a word for: neither infinite nor NaN."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def metric_table() -> str:
-    """Return the table as Markdown, for docs/observability.md."""
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS.values()]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])

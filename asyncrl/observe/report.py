@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
+from asyncrl.folders import replacing
 from asyncrl.observe.spans import CHECKPOINT, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
 from asyncrl.observe.steps import EvalReport, StepReport, read_evals, read_steps
 
@@ -252,9 +253,8 @@ def _plain_axes(axes: Axes, *, grid: bool = True) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     """Replace the picture at once: somebody may be looking at it."""
-    aside = path.with_name(f".{path.name}.tmp")
-    figure.savefig(aside, dpi=130, format="png", facecolor="white")
-    aside.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=130, format="png", facecolor="white")
 
 
 LaneKind = Literal["generator", "reward", "learner"]

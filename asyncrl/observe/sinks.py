@@ -166,6 +166,11 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     return MetricSinks(run_folder, others)
 
 
+def label_text(value: str) -> str:
+    """Return a label's value as Prometheus reads it between quotation marks."""
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
     """Return metrics as exposition text, members of a family under one header.
 
@@ -180,8 +185,7 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
         family = metric is not None and metric.name.endswith("/*")
         stem, _, key = name.rpartition("/") if family else (name, "", "")
         exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
-        escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        label = ",".join([labels] * bool(labels) + [f'key="{escaped}"'] * family)
+        label = ",".join([labels] * bool(labels) + [f'key="{label_text(key)}"'] * family)
         label = f"{{{label}}}" if label else ""
         shown = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))
         meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""

@@ -55,12 +55,11 @@ def span(name: str, start: float, end: float, process: str, **attributes: float 
     return Span(name, start, max(start, end), process, attributes)
 
 
-def spans_of(message: object, process: str = "learner") -> list[Span]:
+def spans_of(message: object) -> list[Span]:
     """Return the work that a message tells of, in order; nothing where it tells of none.
 
     Args:
         message: Samples, Scores, InferResult, StepDone, WeightsAvailable, VersionLive or PhaseReached.
-        process: Who sent it, where it does not say so itself.
     """
     match message:
         case Samples():
@@ -81,11 +80,11 @@ def spans_of(message: object, process: str = "learner") -> list[Span]:
             return [span(SCORE, message.started_s, message.finished_s, message.worker, **attributes)]
         case StepDone(step, version):
             begin, waited_s = message.started_s, message.waited_s
-            waits = [span(WAIT, begin - waited_s, begin, process, step=step)] if waited_s > 0 else []
-            return [*waits, span(STEP, begin, message.finished_s, process, step=step, version=version)]
+            waits = [span(WAIT, begin - waited_s, begin, "learner", step=step)] if waited_s > 0 else []
+            return [*waits, span(STEP, begin, message.finished_s, "learner", step=step, version=version)]
         case WeightsAvailable(version):  # the learner stood still; it ends when the version can be fetched
             start = message.published_s - message.blocked_ms / 1000
-            return [span(PUBLISH, start, message.published_s, process, version=version)]
+            return [span(PUBLISH, start, message.published_s, "learner", version=version)]
         case VersionLive(version):  # fetched and swapped in; it ends when the version was live
             start, took = message.live_s - (message.fetch_ms + message.swap_ms) / 1000, message.fetch_ms
             return [span(SWAP, start, message.live_s, message.generator, version=version, fetch_ms=took, swap_ms=message.swap_ms)]

@@ -74,7 +74,7 @@ def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components,
     """Return an engine's components on one GPU, with the least useful cache, and the bytes left there for all of its cache."""
     model, device = question.model, question.cluster.accelerator
     weights = (model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel
-    least = MIN_CACHED_SEQUENCES * question.max_sequence_tokens * model.cache_bytes_per_token / tensor_parallel
+    least = MIN_CACHED_SEQUENCES * question.max_sequence_tokens * 2 * model.cached_values / tensor_parallel
     parts: Components = {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, "KV cache (least)": least}
     return parts, device.memory_bytes * question.memory_share - weights - ENGINE_OVERHEAD_BYTES
 

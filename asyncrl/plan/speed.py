@@ -39,7 +39,7 @@ def engine_speed(question: Question, tensor_parallel: int, most_sequences: float
     model, device = question.model, question.cluster.accelerator
     _, cache_bytes = engine_memory(question, tensor_parallel)
     context = question.prompt_tokens + question.response_tokens / 2
-    per_sequence = context * model.cache_bytes_per_token / tensor_parallel
+    per_sequence = context * 2 * model.cached_values / tensor_parallel
     batch = max(1, int(min(cache_bytes / per_sequence, MAX_SEQUENCES, most_sequences)))
     weights: float = model.active_parameters
     if model.num_experts:  # those that no token of the batch meets are not read

@@ -9,7 +9,7 @@ weights are those of the run as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class LearnerReplay:
     def run(self, until: int | None = None, on_step: Callable[[int], None] = lambda _: None) -> LearnerReplayed:
         """Train the recorded steps, those up to `until` alone where it is given; call back behind each."""
         num_equal, fault = 0, ""
-        for batch, config in self._steps(until):
+        for step in self.steps(until)[self.version :]:
+            batch, config = self._step(step)
             self._state.follow(config)
             train_step(self._state, batch, config)
             self.version = batch.step + 1
@@ -130,10 +131,6 @@ class LearnerReplay:
         """Return the steps that the run trained, up to `until`; a batch behind the newest version was sent and never trained."""
         last = max(self._recorded, default=0) - 1
         return range((last if until is None else min(until, last)) + 1)
-
-    def _steps(self, until: int | None) -> Iterator[tuple[StepBatch, RunConfig]]:
-        for step in self.steps(until)[self.version :]:
-            yield self._step(step)
 
     def recorded(self, step: int) -> RecordedStep:
         """Return what a step was trained with.

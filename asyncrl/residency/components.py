@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import ResidencyError
+from asyncrl.folders import replacing
 from asyncrl.models.layout import ALIGNMENT_BYTES
 from asyncrl.residency.device import Device
 from asyncrl.schema.control import Residence
@@ -248,17 +249,13 @@ def write_spill(path: Path, contents: Iterable[torch.Tensor]) -> None:
     Raises:
         ResidencyError: The disk would not take it; nothing is left behind.
     """
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with replacing(path) as file:
             for tensor in contents:
                 file.write(tensor.numpy().data)
                 file.write(bytes(-tensor.nbytes % ALIGNMENT_BYTES))
-        partial.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ResidencyError(
             f"cannot write to {path}: {error.strerror or error}; make room there, or keep what is offloaded in host memory "
             '(placement.offload_to = "host")'

@@ -8,7 +8,7 @@ Invariants:
 - What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
   not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
-Processes are warm and reused. Cheap rewards are sent several at a time (`_batch_size`): at most about 20 ms of work waits behind
+Processes are warm and reused. Cheap rewards are sent several at a time: at most about 20 ms of work waits behind
 one process while others are idle.
 """
 
@@ -24,7 +24,7 @@ from typing import Self
 
 from asyncrl.clock import Clock
 from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, ScoringProcess
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
@@ -115,11 +115,6 @@ class RewardPool:
         """Samples that are worth handing in at once."""
         return self._config.concurrency * (MOST_TOGETHER if self._most_together > 1 else MAX_BATCH)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the scoring processes now alive."""
-        return tuple(process.pid for process in self._processes)
-
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
 
@@ -180,7 +175,9 @@ class RewardPool:
         mean_s = _BATCH_WORK_S
         while True:
             jobs.append(await self._waiting.get())
-            room = min(self._most_together, MOST_TOGETHER) if self._most_together > 1 else _batch_size(mean_s)
+            room = min(self._most_together, MOST_TOGETHER)
+            if self._most_together <= 1:
+                room = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
             while len(jobs) < room and not self._waiting.empty():
                 jobs.append(self._waiting.get_nowait())
             _send(process, jobs)
@@ -279,10 +276,6 @@ class RewardPool:
         self._output.close()
 
 
-def _batch_size(mean_s: float) -> int:
-    return max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
-
-
 def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
     """Send jobs, together but for those that go alone."""
     together: list[Item] = []
@@ -300,11 +293,6 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
         process.send(together)
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first of asyncrl's own errors in a group, or what was given."""
-    if isinstance(error, BaseExceptionGroup):
-        ours, _ = error.split(AsyncRLError)
-        while isinstance(ours, BaseExceptionGroup):
-            ours = ours.exceptions[0]  # type: ignore[assignment]
-        return ours or error
-    return error
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first of asyncrl's own errors in a group, or the group."""
+    return next((each for each in leaves(group) if isinstance(each, AsyncRLError)), group)

@@ -20,16 +20,17 @@ import signal
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
 from asyncrl.client import is_live
-from asyncrl.clock import Clock, SystemClock
+from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.folders import write_whole
 from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import Guard, new_token
@@ -63,33 +64,28 @@ class ServeOptions:
     show_samples: bool = False
 
 
-async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
+async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: The options do not go together.
         LaunchError: Another daemon has the folder, or the port is taken.
     """
-    context, clock = _check(options), clock or SystemClock()
-    with own_records(options.folder) as records:
-        _first_token(records, options.folder, clock)
+    context, clock = _check(options), SystemClock()
+    with own_records(options.folder) as records, contextlib.ExitStack() as undo:
+        if not records.tokens:
+            write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)
         keeper = Keeper(records, machine(), clock)
         host = f"[{options.host}]" if ":" in options.host else options.host
         names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
         service = Service(records, keeper, Guard(records, names, clock, _session_key(options.folder)), clock, options.code_roots)
         service.show_samples = options.show_samples
-        ending, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ending.set)
-        runner = service.runner()
-        await runner.setup()
-        try:
-            _many_descriptors()
-            await listen(runner, options.host, options.port, context)
-            url = f"{'https' if context else 'http'}://{host}:{runner.addresses[0][1]}"
-            aside = options.folder / f"{URL_FILE}.partial"
-            aside.write_text(url, encoding="utf-8")
-            aside.replace(options.folder / URL_FILE)  # whoever waits for it reads all of it
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each reader of a stream has a descriptor, and each run some
+        undo.callback((options.folder / URL_FILE).unlink, missing_ok=True)
+        async with _answering(service, options.host, options.port, context) as (port, ending):
+            url = f"{'https' if context else 'http'}://{host}:{port}"
+            write_whole(options.folder / URL_FILE, url, onto_disk=False)  # whoever waits for it reads all of it
             log.info("serving %s; the admin token is in %s", url, options.folder / TOKEN_FILE)
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(keeper.run(), name="keeper")
@@ -102,9 +98,6 @@ async def serve(options: ServeOptions, clock: Clock | None = None) -> None:
                     await keeper.drain_all()
                 keeping.cancel()
                 notifying.cancel()
-        finally:
-            await runner.cleanup()
-            (options.folder / URL_FILE).unlink(missing_ok=True)
 
 
 async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
@@ -117,29 +110,21 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
     names = [folder.resolve().name for folder in folders]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"runs are told apart by the names of their folders, and two are {', '.join(sorted(twice))}")
-    ending, loop, clock = asyncio.Event(), asyncio.get_running_loop(), SystemClock()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, ending.set)
+    clock = SystemClock()
     with tempfile.TemporaryDirectory() as aside, contextlib.closing(Records(Path(aside))) as records:
         records.elsewhere = {name: folder.resolve() for name, folder in zip(names, folders, strict=True)}
         keeper = Keeper(records, Machine(), clock)
         for number, name in enumerate(names):
             _look(keeper, name, number)
         service = Service(records, keeper, Guard(records, {"127.0.0.1"}, clock), clock, read_only=True)
-        runner = service.runner()
-        await runner.setup()
-        try:
-            await listen(runner, "127.0.0.1", port)
-            token = new_token(records, "you", "operator", clock)
-            say(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={token}")
+        async with _answering(service, "127.0.0.1", port) as (taken, ending):
+            say(f"http://127.0.0.1:{taken}/#token={new_token(records, 'you', 'operator', clock)}")
             while not ending.is_set():
                 for record in [record for record in records.runs.values() if record.state == "live"]:
                     await asyncio.to_thread(_look, keeper, record.id, record.number)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), VIEW_LOOK_S)
             service.draining = True
-        finally:
-            await runner.cleanup()
 
 
 def _look(keeper: Keeper, name: str, number: int) -> None:
@@ -209,22 +194,27 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
     return context
 
 
-def _many_descriptors() -> None:
-    """Take as many descriptors as the system gives: each reader of a stream has one, and each run some."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def listen(runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
-    """Listen.
+@contextlib.asynccontextmanager
+async def _answering(
+    service: Service, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """Answer requests for a while; yield the port, and what SIGTERM and SIGINT set.
 
     Raises:
         LaunchError: The port is taken, or the address is not this machine's.
     """
+    ending, loop, runner = asyncio.Event(), asyncio.get_running_loop(), service.runner()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+    await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; `--port 0` takes a free one") from error
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; `--port 0` takes a free one") from error
+        yield runner.addresses[0][1], ending
+    finally:
+        await runner.cleanup()
 
 
 @contextlib.contextmanager
@@ -244,21 +234,9 @@ def own_records(folder: Path) -> Iterator[Records]:
             yield records
 
 
-def _first_token(records: Records, folder: Path, clock: Clock) -> None:
-    """Make the admin's token where there is none; it lies in the folder, readable by its owner only."""
-    if records.tokens:
-        return
-    _write_secret(folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n")
-
-
 def _session_key(folder: Path) -> bytes:
     """Return what signs the page's cookies; it outlives the daemon, and so do they."""
     path = folder / SESSION_KEY_FILE
     if not path.exists():
-        _write_secret(path, secrets.token_hex(32))
+        write_whole(path, secrets.token_hex(32), private=True)
     return path.read_bytes()
-
-
-def _write_secret(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)

@@ -15,22 +15,21 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.client import START_TIMEOUT_S, Run, RunClient, connect, is_live
+from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, is_live
 from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import find_controllers, live_controller
+from asyncrl.control.launch.controller_process import find_controllers, kill_controllers, live_controller, until_gone
 from asyncrl.control.lifecycle.pid_file import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent, Tail, read_evals, read_events, read_steps
@@ -48,8 +47,6 @@ BACKOFF_S = 1.0
 AGAIN_S = 5.0
 START = "start"
 """In a fork's folder: what it begins with, as hard links: its parent may remove that checkpoint before the fork's turn comes."""
-GONE_S = 60.0
-"""For the controller of a run that has ended to be gone."""
 
 
 class Keeper:
@@ -202,11 +199,6 @@ class Keeper:
         self._changed.set()
         return record
 
-    @contextlib.asynccontextmanager
-    async def _connected(self, run: str) -> AsyncIterator[RunClient]:
-        async with connect(self.records.run_folder(run)) as client:
-            yield client
-
     async def ask(self, run: str, what: str, asker: str, **given: Any) -> Any:  # noqa: ANN401 - what the run's client takes and returns
         """Ask a live run: pause, resume, checkpoint, drain, stop, change. One that is starting ends as soon as it has started.
 
@@ -230,7 +222,7 @@ class Keeper:
         await self.tell("asked", run, what, asker)
         if what in {"drain", "stop"}:
             self.records.put_run(replace(record, drains=True))
-        async with self._connected(run) as client:
+        async with connect(self.records.run_folder(run)) as client:
             return await getattr(client, what)(**given)
 
     def status(self, run: str) -> RunStatus:
@@ -278,7 +270,7 @@ class Keeper:
     async def _drain(self, run: str) -> None:
         while self.records.runs[run].state in {"starting", "live"}:
             with contextlib.suppress(AsyncRLError):
-                async with self._connected(run) as client:
+                async with connect(self.records.run_folder(run)) as client:
                     await client.drain()
             await asyncio.wait([self._tasks[run]], timeout=LOOK_S)
 
@@ -379,9 +371,9 @@ class Keeper:
         except AsyncRLError as error:
             lost = str(error)
         else:
-            await self._until_gone(folder)
+            await until_gone(folder, CONTROLLER_END_S)
             return status.phase, status.reason
-        await self._until_gone(folder)
+        await until_gone(folder, CONTROLLER_END_S)
         await self._pass_on(run, events)
         last = _last_phase(folder, self.records.runs[run].events_before)
         return last if last is not None and last[0] in ENDED else ("", lost)
@@ -403,12 +395,6 @@ class Keeper:
             if event.kind != "swap":  # one a step; the run's own file has them
                 await self.tell(event.kind, run, f"{event.subject} {event.text}".strip())
 
-    async def _until_gone(self, folder: Path) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GONE_S):
-                while live_controller(folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
-                    await asyncio.sleep(0.05)
-
     async def _conclude(self, record: RunRecord, phase: str, reason: str) -> None:
         """Note the end that a run itself has told."""
         folder = self.records.run_folder(record.id)
@@ -429,11 +415,9 @@ class Keeper:
 async def _until_answers(folder: Path) -> None:
     """Wait for a controller that a daemon which is gone was starting; one that does not answer in time is killed."""
     until_s = time.monotonic() + START_TIMEOUT_S
-    while not live_controller(folder) and (pids := await asyncio.to_thread(find_controllers, folder)):
+    while not live_controller(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
         if time.monotonic() > until_s:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_controllers(folder)
         await asyncio.sleep(0.1)
 
 

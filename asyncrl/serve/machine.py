@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from asyncrl.control.launch.processes import num_threads, plan_processes
 from asyncrl.control.placement.gpu_share import usable_cores
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
+from asyncrl.models.number_format import ask_driver
 from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import Demand
 
@@ -26,7 +26,7 @@ IMPORTED_BYTES = 300 << 20
 
 def machine() -> Machine:
     """Return what this machine has."""
-    return Machine(_gpus(), len(usable_cores()), psutil.virtual_memory().total)
+    return Machine(tuple(ask_driver("uuid").split()), len(usable_cores()), psutil.virtual_memory().total)
 
 
 def disk_fault(folder: Path) -> str:
@@ -50,24 +50,12 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
         gpus.add(one)
     threads = sum(num_threads(config, item.kind) * (config.learner.ranks if item.kind == "learner" else 1)
                   for item in planned if item.kind != "reward")  # fmt: skip
-    held_bytes = IMPORTED_BYTES * len(planned)
+    held: list[Part] = []
     if gpu_of(config.learner.device) is None and config.learner.kind == "builtin":
-        held_bytes += sum(_sum(parts) for parts in learner_parts(config).values())
+        held += [part for parts in learner_parts(config).values() for part in parts]
     if not places_of(config).engine_gpus:
-        held_bytes += config.generate.num_workers * _sum(generator_parts(config))
+        held += generator_parts(config) * config.generate.num_workers
     if gpu_of(config.inference.device) is None and config.needs_inference:
-        held_bytes += config.inference.num_workers * _sum(inference_parts(config))
+        held += inference_parts(config) * config.inference.num_workers
+    held_bytes = IMPORTED_BYTES * len(planned) + sum(part.num_bytes for part in held)
     return Demand(max(gpus) + 1 if gpus else 0, min(max(threads, 1), there.cores), held_bytes)
-
-
-def _sum(parts: tuple[Part, ...]) -> int:
-    return sum(part.num_bytes for part in parts)
-
-
-def _gpus() -> tuple[str, ...]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, "--query-gpu=uuid", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
-    return tuple(told.stdout.split()) if told.returncode == 0 else ()

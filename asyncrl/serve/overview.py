@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.load import load_config
-from asyncrl.observe.sinks import render_prometheus
+from asyncrl.observe.sinks import label_text, render_prometheus
 from asyncrl.observe.steps import read_steps
 from asyncrl.serve.records import Records, RunRecord
 
@@ -37,7 +37,7 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
         if run.state == "live":
             values = sorted(_newest_metrics(records.run_folder(run.id)).items())
             own = {"version": run.version, "serve_metrics_left_out": max(0, len(values) - MOST_SERIES)}
-            newest[f'run="{_escaped(run.id)}",project="{_escaped(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
+            newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
     return "\n".join(lines) + "\n" + render_prometheus(newest)
 
 
@@ -79,10 +79,6 @@ def _newest_metrics(folder: Path) -> dict[str, float]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return {}
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:

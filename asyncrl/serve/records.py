@@ -29,7 +29,7 @@ RECORD_FILE = "served.json"
 """In a run's folder: its record."""
 SUBMITTED_FILE = "submitted.toml"
 """In a run's folder: its config as it was accepted."""
-PRIVATE = frozenset({"keys", "api.json", "api.partial", "endpoint", "owner.sock"})
+PRIVATE = frozenset({"keys", "api.json", "api.json.partial", "endpoint", "owner.sock"})
 """In a run's folder: what nobody reads over HTTP."""
 MOST_EVENTS = 100_000
 
@@ -187,11 +187,11 @@ class Records:
             self._put("tokens", "name", record.name, record)
         self.tokens[record.name] = record
 
-    def forget_token(self, name: str) -> bool:
-        """Forget a token; return whether there was one."""
+    def forget_token(self, name: str) -> None:
+        """Forget a token."""
         with self._db:
             self._db.execute("DELETE FROM tokens WHERE name = ?", (name,))
-        return self.tokens.pop(name, None) is not None
+        self.tokens.pop(name, None)
 
     def answer(self, key: str) -> Answered | None:
         """Return what an idempotency key stands for."""

@@ -218,8 +218,7 @@ class Service:
 
     async def readyz(self, _: web.Request) -> web.StreamResponse:
         """Answer 200 where work is taken, else 503 with the reason."""
-        reason = "" if self.keeper.settled.is_set() else "runs of before are being looked at"
-        reason = reason or ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder(""))
+        reason = self._refusal() if self.keeper.settled.is_set() else "runs of before are being looked at"
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     def openapi(self, _request: web.Request) -> dict[str, Any]:
@@ -343,8 +342,12 @@ class Service:
         name = request.match_info["name"]
         return await send_tar(request, self._checkpoint(request.match_info["run"], "" if name == "newest" else name))
 
+    def _refusal(self) -> str:
+        """Return why no work is taken; empty: it is."""
+        return "the daemon is ending" if self.draining else disk_fault(self.records.run_folder(""))
+
     def _takes_work(self) -> None:
-        if reason := ("the daemon is ending" if self.draining else "") or disk_fault(self.records.run_folder("")):
+        if reason := self._refusal():
             raise ForbiddenError(503, reason)
 
     def status(self, request: web.Request) -> RunStatus:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.folders import replacing
 from asyncrl.sweep.grid import RESULTS_FILE, SIGNIFICANT, Metric
 from asyncrl.sweep.results import Outcome, read_results, value_of
 from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
@@ -180,9 +181,8 @@ def write_picture(given: Path) -> Path:
     by_arm.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize=8)
     by_arm.set_ylabel(results.title(metric))
     picture = results.path.with_suffix(".png")
-    aside = picture.with_name(f".{picture.name}.tmp")
-    figure.savefig(aside, dpi=110, format="png", facecolor="white", metadata={"Software": None})
-    aside.replace(picture)
+    with replacing(picture) as file:
+        figure.savefig(file, dpi=110, format="png", facecolor="white", metadata={"Software": None})
     return picture
 
 

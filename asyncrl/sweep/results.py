@@ -7,7 +7,6 @@ first one's end), without the time in which an interrupted cell did not run. A l
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncrl.config.run import RunConfig
+from asyncrl.control.placement.gpu_share import usable_cores
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_evals, read_lines, read_steps
 from asyncrl.sweep.grid import OUTCOMES, Metric, Plan
@@ -125,8 +125,7 @@ def machine_now() -> str:
     with contextlib.suppress(OSError):
         named = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
         model = named[0].partition(":")[2].strip() if named else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{model}, {cores} cores"
+    return f"{model}, {len(usable_cores())} cores"
 
 
 def read_results(path: Path) -> list[CellResult]:

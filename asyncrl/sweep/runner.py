@@ -19,10 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.client import CONTROLLER_END_S, Run, is_live
+from asyncrl.client import CONTROLLER_END_S, Run
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
+from asyncrl.control.launch.controller_process import until_gone
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
+from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
 from asyncrl.sweep.grid import SIGNIFICANT, Cell, Sweep
 from asyncrl.sweep.results import (
@@ -38,7 +40,6 @@ from asyncrl.sweep.results import (
 )
 
 CELL_FILE = "cell.json"
-LOOK_S = 0.2
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -133,12 +134,11 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
     if not cell.command and _has_ended(cell, folder):
         outcome = measure_run(folder, cell.config, sweep.plan, begun.starts_s)
     else:
-        await _until_gone(folder, clock)
+        if not await until_gone(folder, CONTROLLER_END_S):  # of a run whose owner was killed: it ends by itself
+            raise LaunchError(f"{folder} runs; `asyncrl drain {folder}` ends it")
         begun = msgspec.structs.replace(begun, starts_s=(*begun.starts_s, clock.now()))
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f"{CELL_FILE}.partial"
-        aside.write_bytes(msgspec.json.encode(begun))
-        aside.replace(folder / CELL_FILE)
+        write_whole(folder / CELL_FILE, msgspec.json.encode(begun), onto_disk=False)
         if cell.command:
             outcome = await _run_command(cell, folder, sweep, lock)
         else:
@@ -199,15 +199,6 @@ def _has_ended(cell: Cell, folder: Path) -> bool:
     steps, evals = read_steps(folder), read_evals(folder)
     judged = not cell.config.eval.at_end or (bool(evals) and evals[-1].version >= cell.config.num_steps)
     return bool(steps) and steps[-1].version >= cell.config.num_steps and judged
-
-
-async def _until_gone(folder: Path, clock: Clock) -> None:
-    """Wait for the controller of a run whose owner was killed: it ends by itself."""
-    until_s = clock.now() + CONTROLLER_END_S
-    while is_live(folder):
-        if clock.now() > until_s:
-            raise LaunchError(f"{folder} runs; `asyncrl drain {folder}` ends it")
-        await clock.sleep(LOOK_S)
 
 
 @contextlib.contextmanager

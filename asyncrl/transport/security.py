@@ -12,7 +12,6 @@ requests (ZAP), and lets in exactly the keys it names.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import zmq
 import zmq.utils.z85
 
 from asyncrl.errors import ConfigError
+from asyncrl.folders import write_whole
 
 KEYS_FOLDER = "keys"
 LISTENER_FILE = "listener.key"
@@ -112,19 +112,17 @@ def bring_client_keys(file: Path, folder: Path) -> None:
     _write_private(folder / KEYS_FOLDER / CLIENT_FILE, keys)
 
 
-def secure_server(socket: zmq.SyncSocket, public: bytes, secret: bytes) -> None:
+def secure_server(socket: zmq.SyncSocket, keys: ListenerKeys | ClientKeys) -> None:
     """Make a socket speak CURVE only, as the end that others connect to; call before it binds, with `open_zap_socket` open."""
     socket.curve_server = True
-    socket.curve_publickey = public
-    socket.curve_secretkey = secret
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
     socket.zap_domain = b"asyncrl"
 
 
-def secure_client(socket: zmq.SyncSocket, public: bytes, secret: bytes, server_public: bytes) -> None:
+def secure_client(socket: zmq.SyncSocket, keys: ClientKeys, server_public: str) -> None:
     """Make a socket speak CURVE only, to this one server; call before it connects."""
-    socket.curve_publickey = public
-    socket.curve_secretkey = secret
-    socket.curve_serverkey = server_public
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    socket.curve_serverkey = server_public.encode()
 
 
 def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
@@ -138,7 +136,7 @@ def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
     return socket
 
 
-def zap_reply(request: Sequence[bytes], allowed: Mapping[bytes, bytes]) -> list[bytes]:
+def zap_reply(request: Sequence[bytes], allowed: Mapping[str, bytes]) -> list[bytes]:
     """Return the answer to one question: 200 to a bearer of an allowed key, 400 to every other (ZeroMQ RFC 27).
 
     Args:
@@ -157,12 +155,7 @@ def _new_pair() -> tuple[str, str]:
 
 
 def _write_private(path: Path, keys: ListenerKeys | ClientKeys) -> None:
-    """Write a file that no one else can read at any moment."""
-    draft = path.with_suffix(".new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(keys))
-    draft.replace(path)
+    write_whole(path, msgspec.json.encode(keys), private=True, onto_disk=False)
 
 
 def _read_keys(path: Path, kind: type[_Keys], what: str) -> _Keys:

@@ -138,8 +138,7 @@ class ZmqConnector:
             socket.reconnect_ivl = _RECONNECT_MS
             socket.reconnect_ivl_max = _RECONNECT_MAX_MS
             if self._keys:
-                keys = self._keys
-                secure_client(socket, keys.public.encode(), keys.secret.encode(), keys.listener_public.encode())
+                secure_client(socket, self._keys, self._keys.listener_public)
             loop_socket = LoopSocket(socket, self._on_message)
             undo.callback(loop_socket.close, 0)
             watch = SocketWatch(socket, _LINK_EVENTS, self._on_link_event)
@@ -213,7 +212,7 @@ class ZmqConnector:
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._enter("open")
         self._session.adopt(welcome.window, welcome.max_message_bytes)
-        self._session.wire = self._carry
+        self._session.wire = lambda parcel: self._socket.send(wire.build_parcel(self._session_id, parcel))
         if welcome.session == self._session_id:
             self._session.resend_all()
         else:
@@ -221,9 +220,6 @@ class ZmqConnector:
             self._session.start_over(welcome.hello)
         if not self._welcomed.done():
             self._welcomed.set_result(None)
-
-    def _carry(self, parcel: wire.Parcel) -> bool:
-        return self._socket.send(wire.build_parcel(self._session_id, parcel))
 
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import uuid
@@ -185,7 +184,7 @@ class ZmqListener:
             if self._keys:
                 self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
                 undo.callback(self._zap.close, 0)
-                secure_server(socket, self._keys.public.encode(), self._keys.secret.encode())
+                secure_server(socket, self._keys)
             self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
             undo.callback(self._watch.close)
             self._socket = LoopSocket(socket, self._on_message)
@@ -197,7 +196,7 @@ class ZmqListener:
     def _answer_zap(self, frames: list[zmq.Frame]) -> None:
         assert self._zap is not None
         assert self._keys is not None
-        allowed = {self._keys.own_public.encode(): OWN, self._keys.client_public.encode(): GUEST}
+        allowed = {self._keys.own_public: OWN, self._keys.client_public: GUEST}
         self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
     def _note_failed_handshake(self, _event: int) -> None:
@@ -271,14 +270,11 @@ class ZmqListener:
             self._changed.set()
         self._by_route[route] = peer
         self._tell(route, wire.Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes))
-        peer.session.wire = functools.partial(self._carry, peer)
+        peer.session.wire = lambda parcel: self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
         peer.session.resend_all()
 
     def _tell(self, route: bytes, packet: wire.Packet) -> None:
         self._socket.send([route, wire.build(packet)])
-
-    def _carry(self, peer: _Peer, parcel: wire.Parcel) -> bool:
-        return self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
 
     async def _dismiss(self, session: Connection, reason: str) -> None:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""

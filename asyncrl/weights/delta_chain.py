@@ -111,22 +111,6 @@ class DeltaChain:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """What a generator's staging buffer holds, verified."""
-
-    version: int
-    fingerprint: str
-    bucket_fingerprints: bytes
-    total_bytes: int
-
-
-def held_version(available: WeightsAvailable) -> HeldVersion:
-    """Return what is held once the announced version is."""
-    total_bytes = available.manifest.total_bytes
-    return HeldVersion(available.version, available.fingerprint, available.bucket_fingerprints, total_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class FetchPlan:
     """How to get from what is held to the announced version."""
 
@@ -136,18 +120,18 @@ class FetchPlan:
     """To apply then, in order."""
 
 
-def plan_fetch(available: WeightsAvailable, held: HeldVersion | None) -> FetchPlan:
+def plan_fetch(available: WeightsAvailable, held: WeightsAvailable | None) -> FetchPlan:
     """Return the way of fewest bytes to the announced version.
 
     Args:
         available: What was announced.
-        held: What is there already; None: nothing of value.
+        held: What is there already, verified; None: nothing of value.
 
     Raises:
         BroadcastError: The announcement contradicts itself: nothing leads from its whole version to the announced one.
     """
     from_whole = plan_whole(available)
-    if held is None or held.total_bytes != available.manifest.total_bytes:
+    if held is None or held.manifest.total_bytes != available.manifest.total_bytes:
         return from_whole
     if held.fingerprint == available.fingerprint:
         return FetchPlan(None, ())

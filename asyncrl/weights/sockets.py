@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from asyncrl.transport.security import (
     CLIENT_FILE,
     GUEST,
     KEYS_FOLDER,
+    ClientKeys,
     load_client_keys,
     open_zap_socket,
     secure_client,
@@ -29,20 +29,12 @@ HEARTBEAT_MS = 2000
 FAREWELL_MS = 500
 
 
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """The CURVE pair of a run, Z85 (40 bytes each): every process of it shows this one and believes no other."""
+def keys_of_run(run_folder: Path) -> ClientKeys | None:
+    """Return the guests' pair of a run whose channels are encrypted, None for one without keys.
 
-    public: bytes
-    secret: bytes
-
-
-def keys_of_run(run_folder: Path) -> CurveKeys | None:
-    """Return the client pair (transport/security.py) of a run whose channels are encrypted, None for one without keys."""
-    if not (run_folder / KEYS_FOLDER / CLIENT_FILE).exists():
-        return None
-    keys = load_client_keys(run_folder)
-    return CurveKeys(keys.public.encode(), keys.secret.encode())
+    Of weights both ends show this pair, and believe no other.
+    """
+    return load_client_keys(run_folder) if (run_folder / KEYS_FOLDER / CLIENT_FILE).exists() else None
 
 
 class Router:
@@ -58,7 +50,7 @@ class Router:
         BroadcastError: It cannot be listened at.
     """
 
-    def __init__(self, keys: CurveKeys | None, max_bytes: int, bind: str, knob: str) -> None:
+    def __init__(self, keys: ClientKeys | None, max_bytes: int, bind: str, knob: str) -> None:
         self._allowed = {keys.public: GUEST} if keys else {}
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -71,7 +63,7 @@ class Router:
         self.socket.router_handover = True
         self.socket.heartbeat_ivl = HEARTBEAT_MS
         if keys is not None:
-            secure_server(self.socket, keys.public, keys.secret)
+            secure_server(self.socket, keys)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
@@ -120,7 +112,7 @@ def ask(dealer: zmq.Socket[bytes], message: msgspec.Struct) -> bool:
 
 
 def open_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None, max_bytes: int = -1, name: bytes = b""
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, max_bytes: int = -1, name: bytes = b""
 ) -> zmq.Socket[bytes]:
     """Return a DEALER that connects to `address`, now or whenever it can be reached.
 
@@ -135,7 +127,7 @@ def open_dealer(
         dealer.routing_id = name
     dealer.heartbeat_ivl = HEARTBEAT_MS
     if keys is not None:
-        secure_client(dealer, keys.public, keys.secret, keys.public)
+        secure_client(dealer, keys, keys.public)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:

@@ -35,7 +35,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, blob_fingerprint
-from asyncrl.weights.delta_chain import FetchPlan, HeldVersion, held_version, plan_fetch, plan_whole
+from asyncrl.weights.delta_chain import FetchPlan, plan_fetch, plan_whole
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
@@ -146,7 +146,8 @@ class Staging:
         self._reader = reader
         self._flat: torch.Tensor | None = None
         self._file = -1
-        self._held: HeldVersion | None = None
+        self._held: WeightsAvailable | None = None
+        """As it was announced; verified."""
 
     def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> torch.Tensor:
         """Fetch what is missing of the version and verify it; blocking.
@@ -199,7 +200,7 @@ class Staging:
         if plan.whole is not None:
             self._held = None
             refuse_damaged(plan.whole, self._reader.fetch(plan.whole, flat, cancelled))
-            self._held = held_version(plan.whole)
+            self._held = plan.whole
         assert self._held is not None
         before, self._held, touched = self._held.bucket_fingerprints, None, set[int]()
         for delta in plan.deltas:
@@ -214,4 +215,4 @@ class Staging:
         for place, bucket in enumerate(changed):
             digests[bucket] = found[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
         refuse_damaged(available, b"".join(digests))
-        self._held = held_version(available)
+        self._held = available

@@ -14,11 +14,11 @@ from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello
 from asyncrl.schema.samples import Prompt, SampleFailure, ScoredGroup
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import GOODBYE, Connection, Lane, LinkLimits, Listener, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
 from tests.builders import score_of
+from tests.in_process import InProcessListener
 
 WINDOW = 4
 LIMITS = LinkLimits(

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
-from asyncrl.weights.delta_chain import DeltaChain, HeldVersion, WholeVersion, is_path, num_bytes, plan_fetch
+from asyncrl.weights.delta_chain import DeltaChain, WholeVersion, is_path, num_bytes, plan_fetch
 
 TOTAL_BYTES = 100
 MANIFEST = WeightsManifest((), TOTAL_BYTES)
@@ -90,7 +90,7 @@ def test_whoever_follows_the_plan_holds_the_announced_bytes_however_many_version
             assert carried_out(plan, held[index], wholes, blobs) == available.fingerprint
             cost = num_bytes(plan.deltas) + (TOTAL_BYTES if plan.whole else 0)
             assert cost <= TOTAL_BYTES + num_bytes(available.deltas)
-            held[index] = HeldVersion(version, available.fingerprint, b"", TOTAL_BYTES)
+            held[index] = available
 
 
 @settings(max_examples=100)
@@ -101,4 +101,4 @@ def test_who_follows_every_version_fetches_deltas_alone(full_every, always_whole
         available = learner.publish(version, "delta", delta_bytes, wholes, blobs)
         plan = plan_fetch(available, held)
         assert (plan.whole is None) == (held is not None)
-        held = HeldVersion(version, available.fingerprint, b"", TOTAL_BYTES)
+        held = available

@@ -146,10 +146,6 @@ class LedgerReader:
     def __exit__(self, *_: object) -> None:
         """Release nothing: every question opens and closes the file itself."""
 
-    def meta(self) -> dict[str, str]:
-        """Return what the ledger was made with."""
-        return dict(self._rows("SELECT name, value FROM meta"))
-
     def counts(self) -> list[StateCount]:
         """Return groups per state and reason."""
         rows = self._rows("SELECT state, reason, count(*) FROM groups GROUP BY state, reason ORDER BY state, reason")

@@ -89,9 +89,8 @@ class ControllerProcess:
         if self._waiting is None:
             return
         if self._process is None:
-            for pid in find_controllers(self._run_folder) if late else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # its processes end as their standard input does
+            if late:
+                kill_controllers(self._run_folder)
             self._waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._waiting
@@ -160,6 +159,23 @@ def find_controllers(run_folder: Path) -> list[int]:
     """Return the pids of this run's controllers on this machine, also of one that does not answer yet."""
     table = psutil.process_iter(["pid", "cmdline"])
     return [process.pid for process in table if _is_controller(process.info["cmdline"] or [], run_folder)]
+
+
+def kill_controllers(run_folder: Path) -> None:
+    """Kill this run's controllers on this machine; their processes end as their standard input does."""
+    for pid in find_controllers(run_folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def until_gone(run_folder: Path, timeout_s: float) -> bool:
+    """Wait until no controller of the run answers and lives; False where one still does after `timeout_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while live_controller(run_folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
+                await asyncio.sleep(0.05)
+            return True
+    return False
 
 
 def _is_controller(command: list[str], run_folder: Path) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.errors import MOST_TRACE_CHARS, ConfigError, ConnectionClosed, LearnerError
+from asyncrl.errors import MOST_TRACE_CHARS, ConfigError, ConnectionClosed, LearnerError, leaves
 from asyncrl.schema.control import Fault
 from asyncrl.transport.protocol import Connection, Lane
 
@@ -99,7 +99,7 @@ async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connect
     try:
         await work
     except Exception as error:  # the boundary of a process: whatever it was is told, logged, and ends it
-        causes = list(_leaves(error))
+        causes = leaves(error)
         if not all(isinstance(cause, ConnectionClosed) for cause in causes):
             log.exception("%s cannot go on", name)
             reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)[:MOST_TRACE_CHARS]
@@ -124,12 +124,3 @@ def _comes_again(cause: BaseException) -> bool:
     """Return whether a restart would meet the same error."""
     names = {kind.__name__ for kind in type(cause).__mro__}
     return isinstance(cause, _FATAL) or bool(names & _FATAL_NAMES) or any(words in str(cause) for words in _FATAL_WORDS)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors inside nested task groups' exceptions."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

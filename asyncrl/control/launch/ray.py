@@ -46,7 +46,7 @@ from asyncrl.config.load import NODE_ADDRESS
 from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
-from asyncrl.errors import LaunchError
+from asyncrl.errors import LaunchError, first_line
 from asyncrl.schema.control import ProcessKind
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class RayProcess:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             except RayError as error:
-                log.warning("%s on node %s is lost: %s", self._name, self.node, _first_line(error))
+                log.warning("%s on node %s is lost: %s", self._name, self.node, first_line(error))
                 code = LOST
             if self._code is None:  # several callers may wait
                 self._code = code
@@ -253,7 +253,7 @@ async def connect(address: str, environment: RayEnvironment | None = None) -> No
         await asyncio.to_thread(_connect, address, asked)
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"no Ray cluster at launch.address {address!r} ({_first_line(error)}): run on a node of one "
+            f"no Ray cluster at launch.address {address!r} ({first_line(error)}): run on a node of one "
             "(`ray start --head`, or `ray job submit`), or give HOST:PORT"
         ) from error
     # Ray's native code takes these signals for itself, from a thread too; set again they are Python's.
@@ -291,7 +291,7 @@ async def _check_nodes(run_folder: Path) -> None:
             async with asyncio.timeout(PROBE_S):
                 refusals.append(await _answer(answer))
         except (RayError, TimeoutError) as error:
-            log.warning("node %s does not say whether it sees the run's folder: %s", address, _first_line(error))
+            log.warning("node %s does not say whether it sees the run's folder: %s", address, first_line(error))
     if blind := [refusal for refusal in refusals if refusal]:
         raise LaunchError("; ".join(blind))
 
@@ -331,7 +331,7 @@ async def _start_in(
         started = await answer
     except RayError as error:
         end()
-        raise LaunchError(f"cannot start {spec.name}: {_first_line(error)}") from error
+        raise LaunchError(f"cannot start {spec.name}: {first_line(error)}") from error
     except BaseException:
         end()
         raise
@@ -369,7 +369,3 @@ def why_not_shared(run_folder: str, digest: str, address: str) -> str:
 
 async def _answer(reference: Any) -> Any:  # noqa: ANN401 - Ray's
     return await asyncio.wrap_future(reference.future())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from asyncrl.folders import write_whole
 from asyncrl.schema.control import ProcessKind
 
 PIDS_FILE = "pids.jsonl"
@@ -56,9 +57,8 @@ def end_left(run_folder: Path) -> None:
 
 def begin_pids(run_folder: Path, now: float) -> None:
     """Begin the file anew with this process, the controller."""
-    aside = (run_folder / PIDS_FILE).with_suffix(".tmp")
-    aside.write_bytes(msgspec.json.encode(PidRecord("controller", "controller", os.getpid(), 0, now)) + b"\n")
-    aside.replace(run_folder / PIDS_FILE)
+    first = msgspec.json.encode(PidRecord("controller", "controller", os.getpid(), 0, now)) + b"\n"
+    write_whole(run_folder / PIDS_FILE, first, onto_disk=False)
 
 
 def note_pid(run_folder: Path, record: PidRecord) -> None:

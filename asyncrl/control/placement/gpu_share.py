@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import subprocess
 from collections.abc import Collection
 from math import ceil, floor
 
@@ -35,6 +33,7 @@ from asyncrl.config.run import LocalLaunch, RunConfig
 from asyncrl.control.tools import memory
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES, Part
+from asyncrl.models.number_format import ask_driver
 from asyncrl.residency.plan import GIB, check_phases
 from asyncrl.schema.control import Phase
 
@@ -210,17 +209,14 @@ def least_parts(config: RunConfig) -> tuple[Part, ...]:
     if not isinstance(engine, VLLMEngineConfig):
         return memory.generator_parts(config)
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
-    one = 2 * shape.layers * shape.kv_heads * shape.head_size * engine.max_sequence_tokens * held
+    one = shape.cached_values * engine.max_sequence_tokens * held
     return Part("weights", _weights_bytes(config)), Part("KV cache of one sample", one)
 
 
 def gpu_memory_bytes(config: RunConfig) -> int:
     """Return the memory of the learner's GPU as its driver says; 0 where there is none, or nobody says."""
-    tool, gpu = shutil.which("nvidia-smi"), places_of(config).learner_gpu
-    if tool is None or gpu is None:
-        return 0
-    command = [tool, f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()  # noqa: S603
+    gpu = places_of(config).learner_gpu
+    told = "" if gpu is None else ask_driver("memory.total", gpu)
     return int(told) << 20 if told.isdigit() else 0
 
 

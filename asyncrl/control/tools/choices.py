@@ -62,7 +62,7 @@ def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, st
         shape = policy_shape(config.model)
     except ConfigError:  # said where the model is opened
         return wanted, why
-    slot_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * engine.max_sequence_tokens * BYTES[engine.dtype]
+    slot_bytes = shape.cached_values * engine.max_sequence_tokens * BYTES[engine.dtype]
     memory_bytes = gpu_memory_bytes(config) if gpu_of(engine.device) is not None else psutil.virtual_memory().total
     most = max(1, int(KV_CACHE_SHARE * memory_bytes / num_workers / slot_bytes)) if memory_bytes else wanted
     if most >= wanted:

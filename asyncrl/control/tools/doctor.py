@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from asyncrl.control.placement.gpu_share import usable_cores
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
 from asyncrl.models.number_format import hardware_format
@@ -76,7 +76,7 @@ def diagnose() -> list[Finding]:
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
+    cores = float(len(usable_cores()))
     quota, period = _control_group_number("cpu.max", 0), _control_group_number("cpu.max", 1)
     cores = min(cores, quota / period) if quota and period else cores
     memory_bytes, limit_bytes = psutil.virtual_memory().available, _control_group_number("memory.max")

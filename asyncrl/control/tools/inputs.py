@@ -25,7 +25,7 @@ from asyncrl.config.load import parse_config
 from asyncrl.config.reward import PythonReward
 from asyncrl.config.run import RunConfig, has_own_environment
 from asyncrl.config.tasks import PythonTask
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.tokenizer import TokenizerCodec
 from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.tasks.json_lines import missing_files
@@ -203,7 +203,7 @@ def device_faults(config: RunConfig) -> list[str]:
         try:
             torch.empty(1, device=device)
         except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
-            faults.append(f"{field} {device!r} cannot be used here: {str(error).splitlines()[0]}")
+            faults.append(f"{field} {device!r} cannot be used here: {first_line(error)}")
     return faults
 
 

@@ -38,11 +38,7 @@ def policy_shape(model: ModelConfig) -> ModelShape:
             model.hidden_size, model.num_layers, heads, model.num_kv_heads or heads, head_size,
             model.intermediate_size or 4 * model.hidden_size, CHARACTER_VOCABULARY, model.tie_embeddings,
         )  # fmt: skip
-    return _shape_of(_model_json(model.path, "model.path"))
-
-
-def _shape_of(raw: dict[str, Any]) -> ModelShape:
-    return shape_of_json(raw, "the model's config.json")
+    return _shape_in(model.path, "model.path")
 
 
 def training_row_parts(config: RunConfig) -> dict[str, int]:
@@ -88,7 +84,7 @@ def _on_device(parts: Iterable[Part], word: str) -> int:
 
 def _reference_shape(config: RunConfig) -> ModelShape:
     path = config.algorithm.reference.path
-    return _shape_of(_model_json(path, "algorithm.reference.path")) if path else policy_shape(config.model)
+    return _shape_in(path, "algorithm.reference.path") if path else policy_shape(config.model)
 
 
 def judging_forward_bytes(config: RunConfig) -> int:
@@ -97,7 +93,7 @@ def judging_forward_bytes(config: RunConfig) -> int:
     longest = config.most_samples_in_flight * config.generate.engine.max_sequence_tokens
     tokens = min(inference.tokens_per_batch, longest)
     sizes = [
-        forward_row(_shape_of(_model_json(model.path, "inference.reward_models.path")), tokens, BYTES[model.dtype], 0)
+        forward_row(_shape_in(model.path, "inference.reward_models.path"), tokens, BYTES[model.dtype], 0)
         for model in inference.reward_models
     ]
     if config.has_reference_worker:
@@ -138,10 +134,9 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
         return Part("weights", whole), Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
     if not isinstance(engine, TransformersEngineConfig):
         return ()
-    held, width = BYTES[engine.dtype], shape.kv_heads * shape.head_size
+    held = BYTES[engine.dtype]
     weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
-    cache = 2 * shape.layers * width * engine.max_sequence_tokens * engine.slots * held
-    return Part("weights", weights), Part("KV cache", cache)
+    return Part("weights", weights), Part("KV cache", shape.cached_values * engine.max_sequence_tokens * engine.slots * held)
 
 
 def inference_parts(config: RunConfig) -> tuple[Part, ...]:
@@ -188,11 +183,11 @@ def _reference_elements(config: RunConfig) -> int:
     return stored_elements(path, "algorithm.reference.path") if path else policy_shape(config.model).parameters
 
 
-def _model_json(path: str, field: str) -> dict[str, Any]:
+def _shape_in(path: str, field: str) -> ModelShape:
     try:
         content: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{field} {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
         ) from error
-    return content
+    return shape_of_json(content, "the model's config.json")

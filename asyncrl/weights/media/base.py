@@ -26,14 +26,13 @@ import msgspec
 
 from asyncrl.config.broadcast import MediumConfig
 from asyncrl.errors import BroadcastError
+from asyncrl.folders import write_whole
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 if TYPE_CHECKING:
     import torch
 
 NUM_SLOTS = 2
-WRITING = ".writing"
-"""Ends the name of a delta's file that is being written."""
 
 
 class ReceiverArguments(msgspec.Struct, frozen=True):
@@ -156,13 +155,9 @@ def write_blob(path: Path, blob: bytes) -> None:
     Raises:
         BroadcastError: There is no room for it.
     """
-    writing = path.with_name(f"{path.name}{WRITING}")
     try:
-        writing.touch(0o600, exist_ok=True)
-        writing.write_bytes(blob)
-        writing.replace(path)
+        write_whole(path, blob, private=True, onto_disk=False)
     except OSError as error:
-        writing.unlink(missing_ok=True)
         raise BroadcastError(f"delta {path.name} ({len(blob)} bytes) could not be written: {error}") from error
 
 

@@ -35,10 +35,11 @@ from asyncrl.config.broadcast import GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsManifest
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, open_store, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, side_stream
-from asyncrl.weights.sockets import CurveKeys, Router, decode
+from asyncrl.weights.sockets import Router, decode
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class CollectiveWriter(MediumWriter):
     keeps_slots = True
 
     def __init__(
-        self, config: GlooMedium | NCCLMedium, keys: CurveKeys | None = None, through: Callable[[], torch.device] | None = None
+        self, config: GlooMedium | NCCLMedium, keys: ClientKeys | None = None, through: Callable[[], torch.device] | None = None
     ) -> None:
         self._config = config
         self._keys = keys

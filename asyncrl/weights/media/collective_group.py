@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, first_line
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.001
@@ -95,7 +95,7 @@ class Group:
         try:
             work = self._group.broadcast([bucket], _from_rank_0())
         except RuntimeError as error:
-            raise GroupBrokenError(_first_line(error)) from error
+            raise GroupBrokenError(first_line(error)) from error
         self._works = [*(work for work in self._works if not work.is_completed()), work]
         return work
 
@@ -108,7 +108,7 @@ class Group:
         try:
             self._group = self._open()
         except (RuntimeError, ValueError) as error:
-            self._failure = _first_line(error)
+            self._failure = first_line(error)
         self._opened.set()
         while not self._left.wait(_OWNER_CHECK_S) and threading.main_thread().is_alive():
             pass
@@ -165,7 +165,7 @@ def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN4
     try:
         work.wait()
     except RuntimeError as error:
-        raise GroupBrokenError(_first_line(error)) from error
+        raise GroupBrokenError(first_line(error)) from error
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
@@ -206,7 +206,3 @@ def _from_rank_0() -> Any:  # noqa: ANN401
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     return options
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [repr(error)])[0][:300]

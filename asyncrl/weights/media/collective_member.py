@@ -30,12 +30,13 @@ from asyncrl.config.broadcast import GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of
 from asyncrl.weights.media.base import MediumReader, ReceiverArguments, VersionUnavailableError
 from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Ready, Refused
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
 from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, gpu_for
-from asyncrl.weights.sockets import CurveKeys, ask, decode, keys_of_run, open_dealer
+from asyncrl.weights.sockets import ask, decode, keys_of_run, open_dealer
 from asyncrl.weights.tensors import bucket_views
 
 MAX_ATTEMPTS = 4
@@ -52,7 +53,7 @@ class Member:
         keys: Of the run; None: the learner asks for none.
     """
 
-    def __init__(self, backend: Backend, timeout_s: float, keys: CurveKeys | None = None) -> None:
+    def __init__(self, backend: Backend, timeout_s: float, keys: ClientKeys | None = None) -> None:
         self._backend = backend
         self._timeout_s = timeout_s
         self._keys = keys
@@ -202,7 +203,7 @@ class Member:
 class CollectiveReader(MediumReader):
     """A generator's end of `gloo`, into host memory."""
 
-    def __init__(self, config: GlooMedium, keys: CurveKeys | None = None) -> None:
+    def __init__(self, config: GlooMedium, keys: ClientKeys | None = None) -> None:
         self._member = Member("gloo", config.timeout_s, keys)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
@@ -221,7 +222,7 @@ class CollectiveReader(MediumReader):
 class CollectiveReceiver:
     """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there."""
 
-    def __init__(self, backend: Backend, timeout_s: float, keys: CurveKeys | None = None) -> None:
+    def __init__(self, backend: Backend, timeout_s: float, keys: ClientKeys | None = None) -> None:
         self._backend = backend
         self._member = Member(backend, timeout_s, keys)
         self._in_use = threading.Lock()

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.errors import BroadcastError
+from asyncrl.errors import BroadcastError, first_line
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import DIGEST_BYTES
@@ -151,9 +151,7 @@ def open_ticket(
             opened[key] = torch.UntypedStorage._new_shared_cuda(index, *ticket.shared)  # noqa: SLF001
         except RuntimeError as error:
             takes = "one IPC namespace for both processes, and no expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
-            raise BroadcastError(
-                f"the learner's GPU memory is not opened: {str(error).splitlines()[0]}; it takes {takes}"
-            ) from error
+            raise BroadcastError(f"the learner's GPU memory is not opened: {first_line(error)}; it takes {takes}") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(opened[key], 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 

@@ -26,6 +26,7 @@ from asyncrl.config.broadcast import (
     ZeroMQMedium,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.media.base import MediumReader, MediumWriter, ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReader
@@ -35,9 +36,9 @@ from asyncrl.weights.media.files import FilesReader, FilesWriter
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter, proves_whole_versions
 from asyncrl.weights.media.zeromq import ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
-from asyncrl.weights.sockets import CurveKeys, keys_of_run
+from asyncrl.weights.sockets import keys_of_run
 
-Open = Callable[[Any, Path, CurveKeys | None], Any]
+Open = Callable[[Any, Path, ClientKeys | None], Any]
 """From the medium's config, the run folder and keys to one of its ends."""
 
 

@@ -42,8 +42,9 @@ from msgspec import Meta
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.schema.weights import WeightsManifest
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
-from asyncrl.weights.sockets import WINDOW, CurveKeys, Router, decode
+from asyncrl.weights.sockets import WINDOW, Router, decode
 
 MAX_REQUEST_BYTES = 1024
 LEARNER = ""
@@ -137,7 +138,7 @@ class PartServer:
         self,
         bind: str,
         chunk_bytes: int,
-        keys: CurveKeys | None,
+        keys: ClientKeys | None,
         find_feeder: Callable[[FeederRequest], FeederReply] | None = None,
     ) -> None:
         self._chunk_bytes = chunk_bytes
@@ -316,7 +317,7 @@ class ZeroMQWriter(MediumWriter):
 
     keeps_slots = True
 
-    def __init__(self, config: ZeroMQMedium, keys: CurveKeys | None = None) -> None:
+    def __init__(self, config: ZeroMQMedium, keys: ClientKeys | None = None) -> None:
         self._config = config
         self._keys = keys
         self._slots: tuple[memoryview, ...] = ()

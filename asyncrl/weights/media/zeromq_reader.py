@@ -15,6 +15,7 @@ from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.delta import blob_fingerprint
 from asyncrl.weights.fingerprint import fingerprints_of
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
@@ -30,7 +31,7 @@ from asyncrl.weights.media.zeromq import (
     PartRequest,
     PartServer,
 )
-from asyncrl.weights.sockets import WINDOW, CurveKeys, ask, decode, open_dealer
+from asyncrl.weights.sockets import WINDOW, ask, decode, open_dealer
 
 STALLED_AFTER_S = 20.0
 SLOW_BYTES_PER_S = 4 << 20
@@ -50,7 +51,7 @@ class ZeroMQReader(MediumReader):
         BroadcastError: `relay_bind` cannot be listened at.
     """
 
-    def __init__(self, config: ZeroMQMedium, keys: CurveKeys | None = None, stalled_after_s: float = STALLED_AFTER_S) -> None:
+    def __init__(self, config: ZeroMQMedium, keys: ClientKeys | None = None, stalled_after_s: float = STALLED_AFTER_S) -> None:
         # Looks like nothing, and is worth half the time of a fetch: until glibc has once seen something this large freed, it
         # gives freed memory back to the system at once, and the pages of every message of libzmq are faulted in anew.
         np.empty(_KEPT_BY_ALLOCATOR_BYTES, np.uint8)

@@ -20,14 +20,13 @@ from asyncrl.config.broadcast import BroadcastConfig, DeltaConfig, FilesMedium, 
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable
-from asyncrl.transport.security import make_keys
+from asyncrl.transport.security import ClientKeys, make_keys
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.media.shared_memory import HEADER_BYTES, SharedMemoryReader
 from asyncrl.weights.media.zeromq import FeederRequest, PartRequest
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
-from asyncrl.weights.sockets import CurveKeys
 from asyncrl.weights.subscriber import Subscriber
 from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.learners import MEDIA, NUM_VALUES, Learner, tensors_of
@@ -315,7 +314,7 @@ async def test_weights_over_zeromq_come_through_with_the_keys_of_the_run_only(co
     available = learner.publish(1)
     assert_bit_identical(await welcome.fetch(available), tensors_of(1))
     welcome.close()
-    for keys in (None, CurveKeys(*zmq.curve_keypair())):
+    for keys in (None, ClientKeys(*(part.decode() for part in zmq.curve_keypair()), "")):
         refused = ZeroMQReader(config.medium, keys, stalled_after_s=0.5)
         into = memoryview(bytearray(available.manifest.total_bytes))
         with pytest.raises(BroadcastError, match="do the keys match"):

@@ -20,9 +20,10 @@ from asyncrl.config.broadcast import BroadcastConfig, ZeroMQMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.media.zeromq import FeederRequest, PartReply, PartRequest, ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
-from asyncrl.weights.sockets import SEND_QUEUE, WINDOW, CurveKeys
+from asyncrl.weights.sockets import SEND_QUEUE, WINDOW
 from tests.contract.line_process import LineProcesses
 from tests.contract.media.learners import SlotLearner
 from tests.contract.media.medium_peer import Fetched, Order
@@ -36,7 +37,7 @@ MANIFEST = make_manifest({"layer.0": torch.zeros(MODEL_BYTES // 4)})
 WINDOW_BYTES = WINDOW * CHUNK_BYTES
 
 
-def make_learner(keys: CurveKeys | None = None) -> SlotLearner:
+def make_learner(keys: ClientKeys | None = None) -> SlotLearner:
     return SlotLearner(ZeroMQWriter(MEDIUM, keys), MANIFEST)
 
 
@@ -244,7 +245,7 @@ def test_a_delta_goes_from_generator_to_generator_too(learner):
 
 
 def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
-    keys = CurveKeys(*zmq.curve_keypair())
+    keys = ClientKeys(*(part.decode() for part in zmq.curve_keypair()), "")
     learner = make_learner(keys)
     available = learner.publish(1)
     relay, child = ZeroMQReader(MEDIUM, keys), ZeroMQReader(MEDIUM, keys)
@@ -252,7 +253,7 @@ def test_a_relay_serves_those_with_the_keys_of_the_run_and_nobody_else():
         assert Fetch(reader, available).join() == {1.0}
     assert MODEL_BYTES <= learner.writer.server.served_bytes < 2 * MODEL_BYTES
     assert (served_bytes := relay.server.served_bytes) > 0
-    stranger = Asker(relay.server.location, keys.public)
+    stranger = Asker(relay.server.location, keys.public.encode())
     with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
         stranger.socket.send(msgspec.msgpack.encode(PartRequest(1, available.fingerprint, 0, CHUNK_BYTES)), zmq.NOBLOCK)
     assert stranger.news.poll(TIMEOUT_S * 1000)

@@ -23,10 +23,10 @@ from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, Join
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Connection, Lane
 from tests.builders import answer_to, hello, receive, score_of
 from tests.fake_launcher import FakeLauncher
+from tests.in_process import InProcessListener
 
 B = G = 2
 ETA = 1

@@ -10,7 +10,6 @@ from typing import Any
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
-from asyncrl.clock import VirtualClock
 from asyncrl.config.load import parse_config
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
@@ -27,9 +26,10 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.tasks.sampler import PromptSequence
-from asyncrl.transport.local import InProcessListener
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
+from tests.in_process import InProcessListener
+from tests.virtual_clock import VirtualClock
 
 B = G = 2
 

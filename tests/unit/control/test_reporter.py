@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.control.stall_detector import Wait
@@ -15,6 +14,7 @@ from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
 from asyncrl.schema.control import Heartbeat
 from tests.builders import score_of
+from tests.virtual_clock import VirtualClock
 
 
 async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):

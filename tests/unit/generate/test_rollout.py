@@ -8,7 +8,6 @@ import dataclasses
 import msgspec
 import pytest
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.doubles.fake import FakeEngine
@@ -26,6 +25,7 @@ from asyncrl.schema.samples import (
     ids_from_bytes,
     logprobs_from_bytes,
 )
+from tests.virtual_clock import VirtualClock
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 

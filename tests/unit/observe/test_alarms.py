@@ -30,8 +30,9 @@ def report(step, reward=0.5, *, idle=0.1, ready=0, lost=0, **metrics):
     )  # fmt: skip
 
 
-def raised(reports, **more):
-    alarms = Alarms(groups_per_step=8, **more)
+def raised(reports, switched_off=()):
+    alarms = Alarms(groups_per_step=8)
+    alarms.switch_off(switched_off)
     return [alarm for one in reports for alarm in alarms.take(one)]
 
 

@@ -22,7 +22,7 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from yarl import URL
 
-from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.errors import RunError
 from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, SecondReport, set_behind
@@ -34,6 +34,7 @@ from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
 from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE, json_response, stream
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture

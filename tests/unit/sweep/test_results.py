@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.steps import EvalReport, StepReport
+from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
 from asyncrl.sweep.grid import Plan
 from asyncrl.sweep.results import measure_external, measure_run
 from tests.builders import write_rows

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.clock import VirtualClock
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import code_now, read_results
 from asyncrl.sweep.runner import CELL_FILE, Begun, run_sweep, status_text
 from tests.builders import write_rows
+from tests.virtual_clock import VirtualClock
 
 COMMAND = '[[external]]\nname = "shell"\ncommand = ["sh", "-c", "test ! -e broken && cp given.json $0/result.json", "{out}"]\n'
 

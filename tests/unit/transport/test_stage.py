@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from asyncrl.clock import SystemClock, VirtualClock
+from asyncrl.clock import SystemClock
 from asyncrl.errors import GenerationError
 from asyncrl.transport.stage import IdleMeter, Stage
 from tests.builders import channel_of
+from tests.virtual_clock import VirtualClock
 
 
 async def test_an_error_of_a_loop_ends_the_others_and_comes_out_by_itself():

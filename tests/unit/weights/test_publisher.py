@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shm_segments import remove_leftover_segments
+from tests.virtual_clock import VirtualClock
 
 
 def test_weights_that_do_not_fit_the_run_are_refused_and_the_next_are_taken(tmp_path):

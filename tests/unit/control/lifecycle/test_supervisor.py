@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.clock import VirtualClock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle import events as ev
@@ -17,6 +16,7 @@ from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 from tests.fake_launcher import FakeLauncher
+from tests.virtual_clock import VirtualClock
 
 PLAN = [ev.ProcessPlan("learner", "learner"), ev.ProcessPlan("generator-0", "generator")]
 CONFIG = SupervisionConfig(backoff_s=2.0, max_deaths=2, heartbeat_s=1.0, heartbeat_timeout_s=10.0, start_timeout_s=30.0)

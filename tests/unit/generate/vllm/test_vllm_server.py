@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from asyncrl.clock import Clock, SystemClock, VirtualClock
+from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
 from asyncrl.generate.vllm.server import LOOK_INTERVAL_S, GenerateReply, VLLMServer, read_gauges
 from tests.contract.engine_cases import collect, make_request
+from tests.virtual_clock import VirtualClock
 
 
 class StubServer:

@@ -1,4 +1,4 @@
-"""Channels within one event loop: the contract without a socket, for tests, simulations and embedded runs.
+"""Channels within one event loop: the contract without a socket.
 
 Messages still go through the codec, so what would not travel between processes does not travel here either.
 """

@@ -12,8 +12,9 @@ def test_lines_name_process_and_module_and_debug_stays_out(tmp_path: Path) -> No
         "import logging, pathlib\n"
         "from asyncrl.observe.log import set_up_logging\n"
         f"set_up_logging('generator-0', file=pathlib.Path({str(tmp_path / 'logs' / 'x.log')!r}))\n"
-        "log, other = logging.getLogger('asyncrl.generate'), logging.getLogger('other')\n"
-        "log.info('up'); log.debug('detail'); other.info('chatter'); other.warning('ours too')"
+        "log = logging.getLogger('asyncrl.generate')\n"
+        "log.info('up'); log.debug('detail')\n"
+        "logging.getLogger('other').info('chatter'); logging.getLogger('other').warning('ours too')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
     lines = done.stderr.splitlines()

@@ -16,8 +16,6 @@ from asyncrl.errors import ConfigError, TransportError
 from asyncrl.pipeline import ENDPOINT_FILE, run_controller
 from tests.fake_launcher import FakeLauncher
 
-FAKE = {"generate": {"engine": {"kind": "fake"}}}
-
 
 @pytest.fixture
 def folders(monkeypatch):
@@ -32,7 +30,7 @@ def folders(monkeypatch):
     ({"observe": {"wandb": "offline"}}, ConfigError),
 ])  # fmt: skip
 async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(tmp_path, monkeypatch, folders, settings, error):
-    config = parse_config({**FAKE, **settings})
+    config = parse_config({"generate": {"engine": {"kind": "fake"}}, **settings})
     if error is IsADirectoryError:
         (tmp_path / ENDPOINT_FILE).mkdir()
     monkeypatch.setitem(sys.modules, "wandb", None)

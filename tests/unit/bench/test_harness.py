@@ -20,17 +20,9 @@ def test_a_result_has_the_agreed_form_and_a_ratio_holds_at_its_goal_in_either_di
 
 
 def test_sides_are_measured_in_turns_after_a_warm_up_and_medians_taken():
-    order = []
-
-    def side(name, figures):
-        def measure():
-            order.append(name)
-            return figures.pop(0)
-
-        return measure
-
-    medians = interleaved({"a": side("a", [99.0, 1.0, 5.0, 2.0]), "b": side("b", [99.0, 10.0, 30.0, 20.0])}, rounds=3, warmup=1)
-    assert medians == {"a": 2.0, "b": 20.0}
+    order, figures = [], {"a": iter([99.0, 1.0, 5.0, 2.0]), "b": iter([99.0, 10.0, 30.0, 20.0])}
+    sides = {name: lambda name=name: order.append(name) or next(figures[name]) for name in figures}
+    assert interleaved(sides, rounds=3, warmup=1) == {"a": 2.0, "b": 20.0}
     assert order == ["a", "b"] * 4
 
 

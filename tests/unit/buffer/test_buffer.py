@@ -60,9 +60,8 @@ def reopen(tmp_path):
 
 
 def _issue(buffer, version=0, name="p"):
-    return buffer.issue(
-        Prompt(name, text="1+1="), "g0", version=version, group_size=2, now=0.0, cursor=buffer.cursor + 1
-    ).group_id
+    prompt = Prompt(name, text="1+1=")
+    return buffer.issue(prompt, "g0", version=version, group_size=2, now=0.0, cursor=buffer.cursor + 1).group_id
 
 
 def _finish(buffer, group_id, version=0):

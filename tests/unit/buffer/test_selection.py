@@ -2,7 +2,11 @@
 
 import pytest
 
-from asyncrl.buffer.selection import choose_by_deadline
+from asyncrl.buffer.selection import choose_by_deadline, choose_oldest
+
+
+def test_oldest_version_first_then_order_of_issue_and_ids_ascend():
+    assert choose_oldest([(2, 5), (1, 9), (2, 4)], 2).take == (4, 9)
 
 
 @pytest.mark.timeout(20)

@@ -41,8 +41,7 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
 
 
 async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_of(tmp_path):
-    clock = VirtualClock()
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
     beat = Heartbeat("generator-0", 2.0, "a group", 1.5)
     groups = [Wait("generator-0", "a group", 1.5), Wait("learner", "the batch of step 3", 1.0)]
     reporter.tick([*groups, Wait("admission", "the staleness bound: 12 groups hold a place", 0.0)], [beat])

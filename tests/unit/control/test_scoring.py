@@ -104,9 +104,7 @@ def test_an_answer_about_other_members_than_were_asked_for_is_refused():
     assert desk.refusal(_score(0, 1), "reward-0") == ""
 
 
-@pytest.mark.parametrize(
-    ("rules", "models"), [("it raised", ""), ("", "too long"), ("it raised", "too long"), (None, "too long")]
-)
+@pytest.mark.parametrize(("rules", "models"), [("raised", ""), ("", "too long"), ("raised", "too long"), (None, "too long")])
 def test_an_error_of_either_half_fails_the_sample_with_both_reasons(rules, models):
     desk = ScoreDispatcher(WEIGHTS)
     desk.ask(*([] if rules is None else [_rules()]), _models(), now=0.0)

@@ -156,6 +156,7 @@ async def test_repeats_with_one_key_are_one_run_also_at_once_and_keys_are_of_one
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(client.post("/v1/runs", headers=keyed, json=body)) for _ in range(4)]
     assert sorted(task.result().status for task in asked) == [200, 200, 200, 201]
+    assert (await client.post("/v1/runs", headers=keyed, json=body)).status == 200
     for path, headers, given in (
         ("/v1/runs", keyed, {**body, "name": "two"}),
         ("/v1/runs/one/fork", keyed, {"name": "one"}),

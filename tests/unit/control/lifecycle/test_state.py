@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.state import LONGEST_BACKOFF_S, Lifecycle
+from asyncrl.control.lifecycle.state import LONGEST_BACKOFF_S, IllegalTransitionError, Lifecycle
 from asyncrl.schema.status import Phase
 
 PLAN = [ev.ProcessPlan("learner", "learner"), *(ev.ProcessPlan(f"generator-{number}", "generator") for number in range(2))]
@@ -101,6 +103,12 @@ def test_time_in_which_the_controller_stood_still_is_no_silence() -> None:
     told.now += 90.0
     assert beating(told, 3) == []
     assert len(beating(told, 20)) == len(PLAN)
+
+
+@pytest.mark.parametrize("event", [ev.Drained(), ev.EvaluationDone(), ev.Begin(), ev.ProcessReady("nobody")])
+def test_what_cannot_come_is_refused_with_the_recent_story(event: ev.Event) -> None:
+    with pytest.raises(IllegalTransitionError, match=r"recent story:\n.*Begin"):
+        Told().up()(event)
 
 
 def test_user_learns_beforehand_why_a_request_cannot_be_met() -> None:

@@ -40,12 +40,8 @@ def config(kind: str, gib: float, **settings: Any) -> Any:
 
 @pytest.fixture
 def judge(tmp_path: Path) -> dict[str, Any]:
-    LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, num_labels=1,
-            pad_token_id=0,
-        )
-    ).save_pretrained(tmp_path)  # fmt: skip
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1, pad_token_id=0)).save_pretrained(tmp_path)
     return {"reward_models": [{"name": "taste", "path": str(tmp_path)}]}
 
 

@@ -99,6 +99,12 @@ def test_a_dry_run_looks_into_the_model_s_folder(tmp_path, files, said):
     assert [said in fault for fault in faults_of(model={"kind": "pretrained", "path": str(folder)})] == [True]
 
 
+def test_a_dry_run_finds_folders_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    (fault,) = faults_of(folder=str(tmp_path / "file" / "runs"))
+    assert fault == f"folder: {tmp_path / 'file'} is no folder that can be written"
+
+
 def test_a_dry_run_names_devices_that_are_not_here_and_says_where_held_out_prompts_are_few(tmp_path):
     text, faults = describe(
         parse_config({

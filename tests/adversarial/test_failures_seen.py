@@ -46,9 +46,12 @@ def asyncrl(
 
     command = [sys.executable, "-P", "-m", "asyncrl", *map(str, arguments)]
     paths = [str(each) for each in (first_path, os.environ.get("PYTHONPATH")) if each]
+    more = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    if file_bytes != resource.RLIM_INFINITY:
+        more["PYTHONDONTWRITEBYTECODE"] = "1"  # Python would leave compiled modules that end at the limit
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, preexec_fn=limit,
-        env=os.environ | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
+        env=os.environ | more,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import { ask, askText, h, notice, Stream, table, time, visible } from "./dom.js"
 
 const MOST_EVENTS = 2000;
 const LOG_BYTES = 65536;
-const FOLLOW_MS = 2000;
 export const pathOf = (name) => `/v1/runs/${encodeURIComponent(name)}`;
 export const titled = (name, what, ...children) => h("div", {}, h("h1", {}, `${name}: ${what}`), ...children);
 
@@ -97,15 +96,11 @@ export async function logs(name) {
     text.textContent = visible(lines.map(([process, line]) => `${process}: ${line}`).join("\n")) || "No line has that.";
     toEnd();
   };
-  let last = load;
-  const show = (what) => { last = what; return what().catch((error) => { text.textContent = visible(error.message); }); };
-  const follow = h("input", { id: "follow", type: "checkbox" });
-  const timer = setInterval(() => { if (follow.checked && !document.hidden) show(last); }, FOLLOW_MS);
+  const show = (what) => what().catch((error) => { text.textContent = visible(error.message); });
   pick.addEventListener("change", () => show(load));
   await load();
-  return { shown: toEnd, leave: () => clearInterval(timer), node: titled(name, "logs",
-    h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick, h("button", { type: "button", onclick: () => show(load) }, "Newest lines"),
-      follow, h("label", { for: "follow" }, "Again every 2 seconds")),
+  return { shown: toEnd, node: titled(name, "logs",
+    h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick, h("button", { type: "button", onclick: () => show(load) }, "Newest lines")),
     h("form", { class: "bar", onsubmit: (event) => { event.preventDefault(); show(search); } },
       h("label", { for: "wanted" }, "Lines of all processes with"), wanted, pattern, h("label", { for: "pattern" }, "as a regular expression"), h("button", {}, "Search")), text) };
 }

@@ -385,10 +385,6 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         await page.get_by_label("Lines of all processes with").fill("^b.g")
         await page.keyboard.press("Enter")
         await expect(page.locator("pre")).to_have_text("learner: begun")
-        await page.get_by_label("Again every 2 seconds").check()
-        with (recorded / "logs" / "learner.log").open("a") as log:
-            log.write("begins again\n")
-        await expect(page.locator("pre")).to_have_text("learner: begun\nlearner: begins again")
         await go(page, "/")
         for name in ("tiny", "copied"):
             await page.get_by_label(f"Compare {name}").check()

@@ -394,10 +394,10 @@ class Controller:
     async def end_without_owner(self, owner: Ownership) -> None:
         """End the run once nobody wants it."""
         await owner.gone.wait()
-        drain = ev.DrainRequested("nobody was attached to the run")
+        drain = ev.DrainRequested(owner.why)
         drains = owner.then == "drain" and not self.lifecycle.refusal(drain)
         log.warning("nobody holds this run: %s", "draining" if drains else "stopping")
-        self.post(drain if drains else ev.StopRequested("the process that started the run is gone"))
+        self.post(drain if drains else ev.StopRequested(owner.why))
 
     # -- messages --------------------------------------------------------------------------------------------------------
 

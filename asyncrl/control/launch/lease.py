@@ -34,6 +34,7 @@ class Ownership:
     """Set once the run is to end because nobody wants it any more, or SIGTERM says so."""
     then: Literal["drain", "stop"] = "stop"
     """How."""
+    why: str = "the process that started the run is gone"
     nobody: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nobody holds the run: nobody will ask for its last status."""
 
@@ -61,7 +62,7 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
 
     def absent() -> None:
         if config.absent != "go_on":
-            owner.then = config.absent
+            owner.then, owner.why = config.absent, "nobody was attached to the run"
             owner.gone.set()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +126,7 @@ def _stop_by_signal(owner: Ownership) -> None:
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        owner.then = "stop"
+        owner.then, owner.why = "stop", "the controller was told to end by SIGTERM"
         owner.gone.set()
         owner.nobody.set()
 

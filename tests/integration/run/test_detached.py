@@ -16,6 +16,7 @@ import asyncrl
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config
 from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import ENDED
 from tests.integration.conftest import NO_MODEL, NO_MODELS
 
@@ -77,16 +78,18 @@ async def test_a_program_leaves_a_run_and_comes_back(tiny):
     await gone(folder)
 
 
-async def test_a_run_that_nobody_is_attached_to_drains_where_its_config_says_so(tiny):
-    config = tiny(**SLOW, owner__absent="drain", owner__grace_s=5.0)
+@pytest.mark.parametrize("then", ["drain", "stop"])
+async def test_a_run_that_nobody_is_attached_to_ends_as_its_config_says(tiny, then):
+    config = tiny(**SLOW, owner__absent=then, owner__grace_s=5.0)
     async with asyncrl.Run(config, detached=True) as run:
         async for step in run.steps():
             if step.version >= 1:
                 break
         assert (await run.status()).phase not in ENDED
     await gone(run.run_folder)
-    assert list((run.run_folder / "checkpoints").glob("step-*"))
-    assert "nobody was attached" in (run.run_folder / "logs" / "controller.log").read_text()
+    events = [event.text for event in read_events(run.run_folder) if event.kind == "phase"]
+    assert any("nobody was attached" in text for text in events), events
+    assert ("draining" in (run.run_folder / "logs" / "controller.log").read_text()) == (then == "drain")
 
 
 async def test_a_detached_run_that_cannot_start_says_why(tiny):

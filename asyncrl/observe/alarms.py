@@ -97,10 +97,14 @@ RULES: tuple[Rule, ...] = (
          "in 3 evaluations one after the other the reward is higher than at the best held-out accuracy, which lost a tenth",
          "marin #8955: reward went up while finished and right answers went down",
          "read samples of high reward: score only finished answers, add an overlong penalty, mend the reward"),
-    Rule("entropy.collapse", "warning", 10, 10, "entropy below best", lt, 0.1,
+    Rule("entropy.collapse", "warning", 10, 10, "entropy over first", lt, 0.1,
          "`policy/entropy` < 0.1 of its start, and the reward not within a tenth of its best",
          "own, relative: arXiv 2505.22617 gives no absolute number",
          "raise the upper clip, add algorithm.entropy_coefficient, or raise the temperature"),
+    Rule("entropy.grows", "warning", 3, 5, "entropy over first", gt, 1.25,
+         "`policy/entropy` > 1.25 times its start, and the reward not within a tenth of its best",
+         "own, relative, from experiments/alarms: a policy that learns becomes surer",
+         "lower algorithm.entropy_coefficient, learner.learning_rate or the temperature"),
     Rule("length.truncated", "warning", 5, 10, "data/truncated_fraction", gt, 0.25, "`data/truncated_fraction` > 0.25",
          "Miles: 0.25",
          "raise generate.sampling.max_new_tokens, add an overlong penalty, or algorithm.mask_truncated"),
@@ -319,7 +323,7 @@ class Alarms:
             found["gain kept"] = min(kept)
         first = median(self._entropies) if len(self._entropies) == FIRST else 0.0
         if first and "policy/entropy" in now and self._most - reward > 0.1 * span:
-            found["entropy below best"] = now["policy/entropy"] / first
+            found["entropy over first"] = now["policy/entropy"] / first
         return found
 
     def _of_pace(self, last: StepReport) -> dict[str, float]:

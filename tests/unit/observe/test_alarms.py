@@ -63,6 +63,7 @@ BY_METRICS = {
     "off_policy.drift": {"kl/k1": -0.2}, "off_policy.ess": {"ratio/ess": 0.2}, "off_policy.lost": {"ratio/ess": 0.05},
     "off_policy.ratio": {"ratio/mean": 3.0}, "kl.reference": {"kl/reference_mean": 4.0},
     "gradient.spike": {"policy/grad_norm": 50.0}, "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01},
+    "entropy.grows": {"reward": 0.4, "policy/entropy": 1.5},
     "length.grows": {"data/response_tokens_mean": 9.0}, "length.truncated": {"data/truncated_fraction": 0.5},
     "score.slow": {"time/score_mean_s": 0.2, "idle/learner": 0.3}, "generation.slow": {"idle/learner": 0.7},
     "reward.equal": {"reward": 0.0, "reward/max": 0.0}, "reward.dead": {"reward": 0.1, "reward/zero_spread_fraction": 0.8},

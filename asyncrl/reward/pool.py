@@ -9,12 +9,14 @@ Invariants:
   not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
 Processes are warm and reused. Cheap rewards are sent several at a time: at most about 20 ms of work waits behind
-one process while others are idle.
+one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER` samples at the same time, and none waits
+for another: where one runs past `timeout_s`, its process goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, ScoringProcess
+from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, Ready, ScoringProcess
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,9 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 32
 """Cheap samples that are sent at a time."""
 MOST_TOGETHER = 128
-"""Samples that one process has at a time, where its functions judge several at once."""
+"""Samples that one process has at a time, where its functions judge several at once or are async."""
+LATE_S = 1.0
+"""A process that holds up its own time limits for so long is killed."""
 MAX_ERROR_CHARS = 2000
 """Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
@@ -106,14 +110,15 @@ class RewardPool:
         self._config, self._clock, self._name = config, clock, name
         self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
         self._processes: set[ScoringProcess] = set()
-        self._most_together = 1
+        self._ready = Ready()
         self._tasks = asyncio.TaskGroup()
         self._slots: list[asyncio.Task[None]] = []
 
     @property
     def capacity(self) -> int:
         """Samples that are worth handing in at once."""
-        return self._config.concurrency * (MOST_TOGETHER if self._most_together > 1 else MAX_BATCH)
+        several = self._ready.takes_several or self._ready.is_concurrent
+        return self._config.concurrency * (MOST_TOGETHER if several else MAX_BATCH)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
@@ -171,15 +176,15 @@ class RewardPool:
 
     async def _serve(self, process: ScoringProcess) -> None:
         """Keep one scoring process busy, and replace it when it is lost."""
-        jobs: deque[_Job] = deque()
         mean_s = _BATCH_WORK_S
         while True:
-            jobs.append(await self._waiting.get())
-            room = min(self._most_together, MOST_TOGETHER)
-            if self._most_together <= 1:
-                room = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
-            while len(jobs) < room and not self._waiting.empty():
-                jobs.append(self._waiting.get_nowait())
+            if self._ready.is_concurrent:
+                jobs = await self._keep_full(process)
+                process = await self._replace(process)
+            else:
+                jobs = deque([await self._waiting.get()])
+                by_time = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
+                self._take_waiting(jobs, MAX_BATCH if self._ready.takes_several else by_time)
             _send(process, jobs)
             while jobs:
                 stopped, judgements = "", tuple[Judgement, ...]()
@@ -204,9 +209,53 @@ class RewardPool:
                     jobs.rotate(-at.index(process.mark.sample))  # what was said of those before did not get out: judged again
                 if (failure := self._blame(process, jobs, stopped)) is not None:
                     self._finish(jobs.popleft(), failure)
-                self.counts.replaced += 1
-                process = await self._start()
+                process = await self._replace(process)
                 _send(process, jobs)
+
+    async def _keep_full(self, process: ScoringProcess) -> deque[_Job]:
+        """Have samples scored as they come, at the same time, until the process is lost; return those that it still had.
+
+        Nobody knows which of them it was lost over, so that they go alone from here on.
+        """
+        sent, clock, has_room = dict[int, tuple[_Job, float]](), asyncio.get_running_loop().time, asyncio.Event()
+
+        async def feed() -> None:
+            while True:
+                jobs = deque([await self._waiting.get()])
+                self._take_waiting(jobs, MOST_TOGETHER - len(sent))
+                _send(process, jobs)
+                sent.update({job.number: (job, clock()) for job in jobs})
+                while len(sent) >= MOST_TOGETHER:
+                    has_room.clear()
+                    await has_room.wait()
+
+        async def watch() -> None:
+            limit_s = self._config.timeout_s + LATE_S
+            while True:
+                oldest_s = next((since_s for _, since_s in sent.values()), clock())
+                if clock() - oldest_s >= limit_s:
+                    process.kill()
+                await asyncio.sleep(max(oldest_s + limit_s - clock(), LATE_S / 10))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(feed()), group.create_task(watch())]
+            with contextlib.suppress(ProcessDied):
+                while True:
+                    judgements = await process.judgements(MOST_TOGETHER)
+                    if any(judgement.out_of_memory or judgement.number not in sent for judgement in judgements):
+                        break
+                    for judgement in judgements:
+                        self._finish(sent.pop(judgement.number)[0], judgement)
+                    has_room.set()
+            for task in tasks:
+                task.cancel()
+        for job, _ in sent.values():
+            job.is_alone = True
+        return deque(job for job, _ in sent.values())
+
+    def _take_waiting(self, jobs: deque[_Job], most: int) -> None:
+        while len(jobs) < most and not self._waiting.empty():
+            jobs.append(self._waiting.get_nowait())
 
     def _blame(self, process: ScoringProcess, jobs: deque[_Job], stopped: str) -> Judgement | None:
         """Note what stopped a process at the first of its jobs; return the judgement that fails that sample, if one does."""
@@ -226,7 +275,7 @@ class RewardPool:
         }.get(stopped, "")
         fails = not limit and isinstance(self._config.functions[mark.function], PythonReward)
         name = reward_names(self._config)[mark.function]
-        self._tell(name, limit or f"ended its process ({stopped})", fails)
+        self._tell(name, limit or f"ended its process ({stopped})", fails=fails)
         if fails:
             self.counts.died += 1
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
@@ -235,7 +284,7 @@ class RewardPool:
         job.over_limit = f"reward {name} {limit or 'ended its process'}"
         return None
 
-    def _tell(self, name: str, what: str, fails: bool) -> None:
+    def _tell(self, name: str, what: str, *, fails: bool) -> None:
         """Log the first, second, fourth, ... time that a function does something."""
         self._stops[name, what] += 1
         count = self._stops[name, what]
@@ -248,6 +297,11 @@ class RewardPool:
         self.counts.scored += not judgement.error
         self.counts.failed += bool(judgement.error)
         self.counts.busy_s += judgement.seconds
+        for function in judgement.late:
+            name, limit = reward_names(self._config)[function], f"ran past reward.timeout_s ({self._config.timeout_s:g} s)"
+            self._tell(name, limit, fails=False)
+            self.counts.over_limit += 1
+            job.over_limit = f"reward {name} {limit}"
         request = job.request
         request.scores[job.place] = Score(
             job.sample.index, judgement.reward, judgement.parts, judgement.error[:MAX_ERROR_CHARS],
@@ -260,8 +314,13 @@ class RewardPool:
     async def _start(self) -> ScoringProcess:
         process = ScoringProcess(self._output)
         self._processes.add(process)
-        self._most_together = await process.begin(self._config)
+        self._ready = await process.begin(self._config)
         return process
+
+    async def _replace(self, process: ScoringProcess) -> ScoringProcess:
+        await self._stop(process)
+        self.counts.replaced += 1
+        return await self._start()
 
     async def _stop(self, process: ScoringProcess) -> None:
         process.kill()
@@ -286,7 +345,7 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
             if together:
                 process.send(together)
                 together = []
-            process.send([item])
+            process.send([item], alone=True)
         else:
             together.append(item)
     if together:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
@@ -35,15 +35,9 @@ from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
-BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float | RewardError]]"]
-BATCH_SIZE = 32
-"""Samples that a function for several is called with, at most."""
-MOST_AWAITED = 128
-"""Samples that an async function is awaited for at the same time, at most."""
-Resolve = Callable[[Awaitable[object]], object]
-"""Runs an awaitable to its end in the scoring process's own event loop."""
-Outcome = tuple[float, dict[str, float]] | RewardError
-"""The weighted sum and every value by name, unweighted; or why there is none."""
+BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
+At = Callable[[int, int, bool], None]
+"""Called before each function with the sample's index, the function's, and whether it has several samples."""
 
 
 class NamedReward(NamedTuple):
@@ -54,8 +48,19 @@ class NamedReward(NamedTuple):
     function: RewardFunction
     batch: BatchFunction | None = None
     """Judges several samples at once; where it is given, `function` does the same for one."""
-    most_together: int = 1
-    """Samples that `batch` is worth calling with."""
+    is_async: bool = False
+    """It waits for somebody else: many samples are scored at the same time."""
+
+
+class Scored(NamedTuple):
+    """What came of one sample."""
+
+    total: float
+    """The weighted sum."""
+    parts: dict[str, float]
+    """Every value by name, unweighted."""
+    late: tuple[int, ...] = ()
+    """Functions that ran out of time, and so score 0."""
 
 
 def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
@@ -72,7 +77,7 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
                 f"else the time limit of a sample ends a slow program's process before its own does"
             )
     named = zip(reward_names(config), config.functions, strict=True)
-    return tuple(NamedReward(name, each.weight, build_reward(each), *_build_batch(name, each)) for name, each in named)
+    return tuple(NamedReward(name, each.weight, build_reward(each), *_build_batch(each)) for name, each in named)
 
 
 def build_reward(config: RewardFunctionConfig) -> RewardFunction:
@@ -84,22 +89,18 @@ def build_reward(config: RewardFunctionConfig) -> RewardFunction:
     return builder(config)
 
 
-def score_together(
-    rewards: Sequence[NamedReward],
-    items: Sequence[tuple[RewardInput, Sequence[int]]],
-    resolve: Resolve,
-    at: Callable[[int, int, bool], None] = lambda *_: None,
-) -> Iterator[Outcome]:
-    """Score samples that came together: functions that take several first, then one sample after the other.
+async def batch_values(
+    rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At
+) -> dict[tuple[int, int], float | RewardError]:
+    """Have the functions that take several samples judge those that came together.
 
     Args:
         rewards: As built by `build_rewards`.
         items: The samples, each with the functions that score 0 for it without being called.
-        resolve: Waits for what an async reward returned.
-        at: Called before each function with the sample's index, the function's, and whether it has several samples.
+        at: See `At`.
 
-    Yields:
-        For each sample its sum and parts, or an error that begins with the name of the function that failed.
+    Returns:
+        By sample and function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
     """
     values: dict[tuple[int, int], float | RewardError] = {}
     for number, reward in enumerate(rewards):
@@ -107,37 +108,65 @@ def score_together(
         if reward.batch is not None and len(wanted) > 1:
             at(wanted[0], number, True)
             try:
-                told = _call(reward.name, lambda: reward.batch([items[index][0] for index in wanted]), resolve)  # type: ignore[misc] # noqa: B023
+                told, _ = await _call(reward.name, lambda: reward.batch([items[index][0] for index in wanted]), None)  # type: ignore[misc] # noqa: B023
                 numbers = _checked_batch(reward.name, told, len(wanted))
             except RewardError:
-                continue  # One of them is at fault, and fails alone below.
+                continue
             values.update(((index, number), value) for index, value in zip(wanted, numbers, strict=True))
-    for index, (sample, skipped) in enumerate(items):
-        total, parts = 0.0, {}
-        try:
-            for number, (name, weight, function, *_) in enumerate(rewards):
-                value = 0.0 if number in skipped else values.get((index, number))
-                if value is None:
-                    at(index, number, False)
-                    value = _checked(name, _call(name, lambda: function(sample), resolve))  # noqa: B023
-                if isinstance(value, RewardError):
-                    raise value
-                parts[name] = value
-                total += weight * value
-        except RewardError as error:
-            yield error
-            continue
-        yield (total, parts) if math.isfinite(total) else RewardError(f"the weighted sum of {parts} is not finite")
+    return values
 
 
-def _call(name: str, function: Callable[[], object], resolve: Resolve) -> object:
+async def score_sample(
+    rewards: Sequence[NamedReward],
+    sample: RewardInput,
+    values: Mapping[int, float | RewardError],
+    at: Callable[[int], None] = lambda _: None,
+    limit_s: float | None = None,
+) -> Scored:
+    """Score one sample.
+
+    Args:
+        rewards: As built by `build_rewards`.
+        sample: Which.
+        values: What is known already, by function.
+        at: Called before each function with its index.
+        limit_s: An async function that takes longer scores 0; None: whoever calls ends the process.
+
+    Raises:
+        RewardError: It begins with the name of the function that failed.
+    """
+    total, parts, late = 0.0, {}, list[int]()
+    for number, (name, weight, function, *_) in enumerate(rewards):
+        value = values.get(number)
+        if value is None:
+            at(number)
+            told, is_late = await _call(name, lambda: function(sample), limit_s)  # noqa: B023
+            value = _checked(name, told)
+            late += [number] * is_late
+        if isinstance(value, RewardError):
+            raise value
+        parts[name] = value
+        total += weight * value
+    if not math.isfinite(total):
+        raise RewardError(f"the weighted sum of {parts} is not finite")
+    return Scored(total, parts, tuple(late))
+
+
+async def _call(name: str, function: Callable[[], object], limit_s: float | None) -> tuple[object, bool]:
+    """Return what a function returned, and whether it is 0 because it ran out of time."""
+    limit = None
     try:
         value = function()
-        return resolve(value) if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            async with asyncio.timeout(limit_s) as limit:
+                value = await value
     except MemoryError:
         raise
     except BaseException as error:  # SystemExit and a CancelledError that nobody asked for are the function's own too
+        if limit is not None and limit.expired():
+            return 0.0, True
         raise RewardError(f"{name}: {type(error).__name__}: {shown(error)}") from error
+    return value, False
 
 
 def _checked(name: str, value: object) -> float:
@@ -178,37 +207,14 @@ def _build_python(config: PythonReward) -> RewardFunction:
     return score_one_of_several
 
 
-def _build_batch(name: str, config: RewardFunctionConfig) -> tuple[BatchFunction | None, int]:
-    """How several samples are judged at once, and how many; an async function is awaited for all of them at the same time."""
+def _build_batch(config: RewardFunctionConfig) -> tuple[BatchFunction | None, bool]:
+    """How several samples are judged at once, and whether they are awaited."""
     if not isinstance(config, PythonReward):
-        return None, 1
+        return None, False
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
     if takes_batches(user_function):
-        return lambda samples: user_function([each.prompt for each in samples], [each.text for each in samples]), BATCH_SIZE
-    if not inspect.iscoroutinefunction(user_function):
-        return None, 1
-
-    async def one(sample: RewardInput) -> float | RewardError:
-        try:
-            return _checked(name, await user_function(sample.prompt, sample.text))
-        except MemoryError:
-            raise
-        except RewardError as said:
-            return said
-        except BaseException as error:  # noqa: BLE001 - the boundary: what a user's function raises fails its sample
-            failure = RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
-            failure.__cause__ = error
-            return failure
-
-    async def all_at_once(samples: Sequence[RewardInput]) -> list[float | RewardError]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(one(sample)) for sample in samples]
-        except* MemoryError as group_error:
-            raise MemoryError from group_error
-        return [task.result() for task in asked]
-
-    return all_at_once, MOST_AWAITED
+        return lambda samples: user_function([each.prompt for each in samples], [each.text for each in samples]), False
+    return None, inspect.iscoroutinefunction(user_function)
 
 
 def _build_format_check(config: FormatCheckReward) -> RewardFunction:

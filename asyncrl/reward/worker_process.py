@@ -1,13 +1,14 @@
 """The scoring process: `python -m asyncrl.reward.worker_process FD MARK_FD`, and the pool's side of it.
 
-The process scores in its main thread, with an event loop of its own for async rewards. Functions that take several samples and
-async functions come first, for all samples that came together; then it goes from one sample to the next. It may hang, run out
-of memory or die: the pool notices and replaces it. It dies with its parent, holds at most `process_memory_bytes` of data, and
-never imports torch unless a user's reward does. Before each function it writes into a shared mark which sample and which
-function it is at, so that the pool knows what to blame.
+The process scores in the event loop of its main thread. Functions that take several samples come first, for all samples that came
+together; then it goes from one sample to the next. Where a function is async, all samples are scored at the same time instead,
+and each is answered as it is done. The process may hang, run out of memory or die: the pool notices and replaces it. It dies
+with its parent, holds at most `process_memory_bytes` of data, and never imports torch unless a user's reward does. Before each
+function it writes into a shared mark which sample and which function it is at, so that the pool knows what to blame.
 
-The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order, as many
-at a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes, little-endian, and the payload.
+The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order (but for
+those scored at the same time), as many at a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes,
+little-endian, and the payload.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
 
 from asyncrl.config.reward import RewardConfig
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, kind_of, trace_of
 from asyncrl.reward.inputs import RewardInput
+
+if TYPE_CHECKING:
+    from asyncrl.reward.registry import NamedReward, Scored
 
 START_TIMEOUT_S = 120.0
 """Importing what rewards need, on a busy machine."""
@@ -62,8 +66,10 @@ class Ready(msgspec.Struct, frozen=True):
 
     error: str = ""
     is_config_error: bool = False
-    most_together: int = 1
-    """Samples that its functions can judge at the same time; 1: one after the other."""
+    takes_several: bool = False
+    """A function takes several samples at once."""
+    is_concurrent: bool = False
+    """A function is async: samples are scored at the same time, and answered in any order."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -78,6 +84,8 @@ class Work(msgspec.Struct, frozen=True):
     """Pool to process: score these."""
 
     items: tuple[Item, ...]
+    alone: bool = False
+    """One after the other, whatever the functions are: one of them may have ended a process."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -85,6 +93,10 @@ class Judgement(msgspec.Struct, frozen=True):
 
     reward: float = 0.0
     parts: dict[str, float] = {}
+    late: tuple[int, ...] = ()
+    """Functions that ran out of time."""
+    number: int = 0
+    """Which of the samples it is that the process was sent, from 1."""
     error: str = ""
     kind: str = ""
     """Type and place of the error (`errors.kind_of`)."""
@@ -196,8 +208,8 @@ class ScoringProcess:
                 raise RewardError(f"cannot start a scoring process: {error}") from error
             ours.pop_all()
 
-    async def begin(self, config: RewardConfig) -> int:
-        """Wait until the child has built its rewards; return how many samples they can judge at the same time.
+    async def begin(self, config: RewardConfig) -> Ready:
+        """Wait until the child has built its rewards; return what it says of them.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
@@ -221,7 +233,7 @@ class ScoringProcess:
             raise RewardError(f"a scoring process could not start: {died}; the worker's log has what it said") from died
         if ready.error:
             raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
-        return ready.most_together
+        return ready
 
     @property
     def pid(self) -> int:
@@ -234,14 +246,14 @@ class ScoringProcess:
         sample, function, in_batch = _MARK.unpack(self._mark[: _MARK.size])
         return Mark(sample, function, bool(in_batch))
 
-    def send(self, items: list[Item]) -> None:
-        """Hand over samples to score together; a dead child is noticed by `judgement`.
+    def send(self, items: list[Item], *, alone: bool = False) -> None:
+        """Hand over samples to score together; a dead child is noticed by `judgements`.
 
-        Does not wait: a hanging child would not read, and its time limit runs in `judgement`. The caller bounds the batch.
+        Does not wait: a hanging child would not read, and its time limit runs in `judgements`. The caller bounds the batch.
         """
         assert self._writer is not None, "begin comes first"
         self.num_sent += len(items)
-        self._writer.write(_message(Work(tuple(items))))
+        self._writer.write(_message(Work(tuple(items), alone)))
 
     async def judgements(self, most: int) -> tuple[Judgement, ...]:
         """Return the judgements of the next samples, at least one and at most so many.
@@ -297,9 +309,9 @@ class ScoringProcess:
 def main() -> None:
     """Serve the pool until it hangs up."""
     # Here, so that the pool, whose process imports this module too, holds no reward.
-    from asyncrl.reward.registry import build_rewards, score_together  # noqa: PLC0415
+    from asyncrl.reward.registry import build_rewards  # noqa: PLC0415
 
-    with socket.socket(fileno=int(sys.argv[1])) as pool, pool.makefile("rb") as stream, asyncio.Runner() as runner:
+    with socket.socket(fileno=int(sys.argv[1])) as pool, pool.makefile("rb") as stream:
         pool.set_inheritable(False)
         mark = mmap.mmap(int(sys.argv[2]), _MARK.size)
         os.close(int(sys.argv[2]))
@@ -312,56 +324,65 @@ def main() -> None:
         except AsyncRLError as error:
             pool.sendall(_message(Ready(str(error), isinstance(error, ConfigError))))
             return
-        pool.sendall(_message(Ready(most_together=max((reward.most_together for reward in rewards), default=1))))
+        asyncio.run(_score_all(pool, stream, rewards, mark, begin.config.timeout_s))
 
-        def resolve(pending: Awaitable[object]) -> object:
-            return runner.run(_await(pending))
 
-        decoder, num_done = msgspec.msgpack.Decoder(Work), 0
-        while payload := _read_message(stream):
-            items = [(item.sample, item.skipped) for item in decoder.decode(payload).items]
-            outcomes = score_together(rewards, items, resolve, partial(_set_mark, mark, num_done + 1))
-            if not _answer(pool, outcomes):
-                return
-            num_done += len(items)
+async def _score_all(
+    pool: socket.socket, stream: BinaryIO, rewards: Sequence[NamedReward], mark: mmap.mmap, limit_s: float
+) -> None:
+    from asyncrl.reward.registry import batch_values, score_sample  # noqa: PLC0415 - as in `main`
+
+    is_concurrent = any(reward.is_async for reward in rewards)
+    pool.sendall(_message(Ready(takes_several=any(reward.batch for reward in rewards), is_concurrent=is_concurrent)))
+    decoder, num_read = msgspec.msgpack.Decoder(Work), 0
+
+    async def tell(judging: Awaitable[Judgement]) -> None:
+        pool.sendall(_message([await judging]))
+
+    async with asyncio.TaskGroup() as scoring:
+        while payload := await asyncio.to_thread(_read_message, stream) if is_concurrent else _read_message(stream):
+            work = decoder.decode(payload)
+            first, num_read = num_read + 1, num_read + len(work.items)
+            together = is_concurrent and not work.alone
+            told_by = await batch_values(
+                rewards, [(item.sample, item.skipped) for item in work.items], partial(_set_mark, mark, first)
+            )
+            judgements, told_s = list[Judgement](), time.monotonic()
+            for index, item in enumerate(work.items):
+                values = dict.fromkeys(item.skipped, 0.0) | {at: told for (which, at), told in told_by.items() if which == index}
+                at = partial(_set_mark, mark, first, index, in_batch=together)
+                judging = _judge(score_sample(rewards, item.sample, values, at, limit_s if together else None), first + index)
+                if together:
+                    scoring.create_task(tell(judging))
+                    continue
+                judgements.append(await judging)
+                if time.monotonic() - told_s > TELL_EVERY_S or judgements[-1].out_of_memory:
+                    pool.sendall(_message(judgements))
+                    judgements, told_s = [], time.monotonic()
+            if judgements:
+                pool.sendall(_message(judgements))
+
+
+async def _judge(scoring: Awaitable[Scored], number: int) -> Judgement:
+    started_s = time.monotonic()
+    try:
+        scored = await scoring
+    except MemoryError:
+        return Judgement(number=number, out_of_memory=True)
+    except RewardError as error:
+        cause, seconds = error.__cause__ or error, time.monotonic() - started_s
+        said = str(error) or "RewardError"
+        return Judgement(number=number, error=said, kind=kind_of(cause), trace=trace_of(cause), seconds=seconds)
+    return Judgement(*scored, number=number, seconds=time.monotonic() - started_s)
 
 
 def _set_mark(mark: mmap.mmap, first: int, index: int, function: int, in_batch: bool) -> None:
     _MARK.pack_into(mark, 0, first + index, function, in_batch)
 
 
-def _answer(pool: socket.socket, outcomes: Iterator[tuple[float, dict[str, float]] | RewardError]) -> bool:
-    """Send a judgement of each sample soon after it is scored; return False where the memory ran out over one."""
-    judgements, is_whole = list[Judgement](), True
-    told_s = started_s = time.monotonic()
-    try:
-        for outcome in outcomes:
-            now_s = time.monotonic()
-            seconds, started_s = now_s - started_s, now_s
-            if isinstance(outcome, RewardError):
-                cause = outcome.__cause__ or outcome
-                told = str(outcome) or "RewardError"
-                judgements.append(Judgement(error=told, kind=kind_of(cause), trace=trace_of(cause), seconds=seconds))
-            else:
-                judgements.append(Judgement(*outcome, seconds=seconds))
-            if now_s - told_s > TELL_EVERY_S:
-                pool.sendall(_message(judgements))
-                judgements, told_s = [], now_s
-    except MemoryError:
-        judgements.append(Judgement(out_of_memory=True))
-        is_whole = False
-    if judgements:
-        pool.sendall(_message(judgements))
-    return is_whole
-
-
-async def _await(pending: Awaitable[object]) -> object:
-    return await pending
-
-
-def _read_message(stream: object) -> bytes:
-    header = stream.read(_LENGTH.size)  # type: ignore[attr-defined]
-    return stream.read(_LENGTH.unpack(header)[0]) if header else b""  # type: ignore[attr-defined,no-any-return]
+def _read_message(stream: BinaryIO) -> bytes:
+    header = stream.read(_LENGTH.size)
+    return stream.read(_LENGTH.unpack(header)[0]) if header else b""
 
 
 def _tie_to_parent(parent_pid: int) -> None:

@@ -83,6 +83,10 @@ def write_everywhere(payload):
 
 
 async def on_demand_later(prompt, text):
+    """As `on_demand`; or wait for as many seconds as the completion says, or for ever."""
+    await asyncio.sleep(float(text) if text.replace(".", "").isdigit() else 0.001)
+    if text == "never":
+        await asyncio.Event().wait()
     return on_demand(prompt, text)
 
 

@@ -23,6 +23,8 @@ from asyncrl.schema.samples import Prompt, Score, ScoreRequest
 from tests.builders import Controller, channel_of
 
 ON_DEMAND = PythonReward(path="scoring_functions:on_demand", name="demand")
+LATER = PythonReward(path="scoring_functions:on_demand_later", name="demand")
+both = pytest.mark.parametrize("function", [ON_DEMAND, LATER], ids=["sync", "async"])
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +73,10 @@ async def test_what_raises_fails_its_sample_with_type_and_message():
         assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("function", ["on_demand", "on_demand_later"])
+@both
 async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function):
     """An error without words, one that is no UTF-8, one of asyncio's own, one of megabytes."""
-    async with pool_of(PythonReward(path=f"scoring_functions:{function}", name="demand")) as pool:
+    async with pool_of(function) as pool:
         acts = ["raise silent", "raise surrogate", "raise cancelled", "exit", "raise at length"]
         scores = await all_scores(pool, [*acts, "fine"])
         assert [score.error.split(":")[1].strip() for score in scores[:-1]] == [
@@ -85,8 +87,9 @@ async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function)
         assert pool.counts.replaced == 0
 
 
-async def test_what_ends_its_process_costs_one_sample_only():
-    async with pool_of(ON_DEMAND) as pool:
+@both
+async def test_what_ends_its_process_costs_one_sample_only(function):
+    async with pool_of(function) as pool:
         before = pids(pool)
         scores = await all_scores(pool, ["fine", "die", "fine", "kill", "fine", "exit", "fine"])
         assert [score.reward for score in scores if not score.error] == [1.0] * 4
@@ -97,28 +100,32 @@ async def test_what_ends_its_process_costs_one_sample_only():
         assert pids(pool) != before
 
 
+@both
 @pytest.mark.parametrize("how", ["write junk", "write a length", "write judgements"])
-async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(how):
-    async with pool_of(ON_DEMAND, timeout_s=1.0) as pool:
+async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(how, function):
+    async with pool_of(function, timeout_s=1.0) as pool:
         assert (await all_scores(pool, [how]))[0].reward == 0.0
         assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3
 
 
+@both
 @pytest.mark.parametrize("how", ["hang", "backtrack"])
 @pytest.mark.timed
-async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counted(how):
-    async with pool_of(ON_DEMAND, timeout_s=3.0) as pool:
+async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counted(how, function):
+    async with pool_of(function, timeout_s=3.0) as pool:
         hung, fine = await all_scores(pool, [how, "fine"])
         assert (hung.error, hung.reward, hung.parts) == ("", 0.0, {"demand": 0.0})
         assert fine.reward == 1.0
-        assert (pool.counts.replaced, pool.counts.over_limit, pool.counts.failed) == (1, 1, 0)
+        # An async one has all its samples' time limits in its hands: lost, its samples go alone, and it is lost again.
+        assert (pool.counts.replaced, pool.counts.over_limit, pool.counts.failed) == (2 if function is LATER else 1, 1, 0)
 
 
-async def test_a_sample_that_fills_the_memory_scores_0_and_its_process_is_replaced():
-    async with pool_of(ON_DEMAND, process_memory_bytes=512 << 20) as pool:
+@both
+async def test_a_sample_that_fills_the_memory_scores_0_and_its_process_is_replaced(function):
+    async with pool_of(function, process_memory_bytes=512 << 20) as pool:
         hog, fine = await all_scores(pool, ["hog", "fine"])
         assert (hog.error, hog.reward, fine.reward) == ("", 0.0, 1.0)
-        assert (pool.counts.replaced, pool.counts.over_limit) == (1, 1)
+        assert (pool.counts.replaced, pool.counts.over_limit) == (2 if function is LATER else 1, 1)
 
 
 @pytest.mark.timed
@@ -191,6 +198,18 @@ async def test_an_async_function_is_awaited_for_many_samples_at_once_and_what_ra
     assert max(score.reward for score in scores[1:]) > 20
     assert scores[0].error == "mine: ValueError: raise"
     assert not any(score.error for score in scores[1:])
+
+
+async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_without_its_process_being_replaced():
+    async with pool_of(LATER, timeout_s=3.0) as pool, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        slow = [group.create_task(pool.score(request(text))) for text in ("never", "1.5")]
+        for _ in range(5):
+            assert [score.reward for score in await all_scores(pool, ["0.01"] * 40)] == [1.0] * 40
+        assert not any(task.done() for task in slow)
+        (never,), (late,) = [(await task).scores for task in slow]
+        assert (never.reward, never.error, late.reward) == (0.0, "", 1.0)
+        assert never.over_limit == "reward demand ran past reward.timeout_s (3 s)"
+        assert (pool.counts.replaced, pool.counts.over_limit) == (0, 1)
 
 
 async def test_a_process_that_dies_is_said_in_the_log(caplog):

@@ -5,24 +5,21 @@ import pytest
 from asyncrl.config.reward import CodeExecReward, FormatCheckReward, OverlongPenalty, PreferenceReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, build_reward, build_rewards, score_together
+from asyncrl.reward.registry import NamedReward, batch_values, build_reward, build_rewards, score_sample
 from asyncrl.schema.samples import Prompt
 
 SAMPLE = RewardInput(Prompt("p", answer="46"), "46", "stop", 2)
 
 
-def resolve(pending):
-    async def awaited():
-        return await pending
+def score(rewards, *items):
+    """What came of samples that came together."""
 
-    return asyncio.run(awaited())
+    async def scored():
+        values = await batch_values(rewards, [(item, ()) for item in items], lambda *_: None)
+        known = [{number: value for (at, number), value in values.items() if at == index} for index in range(len(items))]
+        return [await score_sample(rewards, item, told) for item, told in zip(items, known, strict=True)]
 
-
-def score(rewards, sample=SAMPLE, skipped=()):
-    (outcome,) = score_together(rewards, [(sample, skipped)], resolve)
-    if isinstance(outcome, RewardError):
-        raise outcome
-    return outcome
+    return [(one.total, one.parts) for one in asyncio.run(scored())]
 
 
 async def half(_sample):
@@ -32,8 +29,16 @@ async def half(_sample):
 
 def test_weighted_sum_of_sync_and_async_parts():
     rewards = (NamedReward("one", 2.0, lambda _: True), NamedReward("half", -1.0, half))
-    assert score(rewards) == (1.5, {"one": 1.0, "half": 0.5})
-    assert score(rewards, skipped=(0,)) == (-0.5, {"one": 0.0, "half": 0.5})
+    assert score(rewards, SAMPLE) == [(1.5, {"one": 1.0, "half": 0.5})]
+    assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.0})).total == -0.5
+
+
+def test_an_async_part_that_runs_out_of_time_scores_0_and_is_named():
+    async def never(_sample):
+        await asyncio.Event().wait()
+
+    rewards = (NamedReward("one", 1.0, lambda _: 1.0), NamedReward("never", 3.0, never))
+    assert asyncio.run(score_sample(rewards, SAMPLE, {}, limit_s=0.01)) == (1.0, {"one": 1.0, "never": 0.0}, (1,))
 
 
 class Divides:
@@ -52,12 +57,12 @@ class Divides:
 )  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
-        score((NamedReward("bad", 1.0, lambda _: value),))
+        score((NamedReward("bad", 1.0, lambda _: value),), SAMPLE)
 
 
 def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
-    rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples), 32),)
-    assert list(score_together(rewards, [(SAMPLE, ())] * 2, resolve)) == [(0.5, {"bad": 0.5})] * 2
+    rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples)),)
+    assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
 
 
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):
@@ -65,10 +70,8 @@ def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path,
     (tmp_path / "rewards_of_columns.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     rewards = build_rewards(RewardConfig(functions=(PythonReward(path="rewards_of_columns:score_batch"),)))
-    items = [
-        (RewardInput(Prompt("p", reference_json=f'{{"city": "{city}"}}'), "Rome", "stop", 1), ()) for city in ("Rome", "Oslo")
-    ]
-    assert [outcome[0] for outcome in score_together(rewards, items, resolve)] == [1.0, 0.0]
+    items = [RewardInput(Prompt("p", reference_json=f'{{"city": "{city}"}}'), "Rome", "stop", 1) for city in ("Rome", "Oslo")]
+    assert [total for total, _ in score(rewards, *items)] == [1.0, 0.0]
 
 
 def test_program_time_must_fit_into_the_sample_time():

@@ -38,7 +38,7 @@ MAX_BATCH = 32
 MOST_TOGETHER = 128
 """Samples that one process has at a time, where its functions judge several at once or are async."""
 LATE_S = 1.0
-"""A process that holds up its own time limits for so long is killed."""
+"""A process of async functions that says nothing for so much longer than `timeout_s` is held up, and killed."""
 MAX_ERROR_CHARS = 2000
 """Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
@@ -217,25 +217,27 @@ class RewardPool:
 
         Nobody knows which of them it was lost over, so that they go alone from here on.
         """
-        sent, clock, has_room = dict[int, tuple[_Job, float]](), asyncio.get_running_loop().time, asyncio.Event()
+        sent, has_room = dict[int, _Job](), asyncio.Event()
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
 
         async def feed() -> None:
+            nonlocal heard_s
             while True:
                 jobs = deque([await self._waiting.get()])
                 self._take_waiting(jobs, MOST_TOGETHER - len(sent))
+                heard_s = heard_s if sent else clock()
                 _send(process, jobs)
-                sent.update({job.number: (job, clock()) for job in jobs})
+                sent.update({job.number: job for job in jobs})
                 while len(sent) >= MOST_TOGETHER:
                     has_room.clear()
                     await has_room.wait()
 
         async def watch() -> None:
-            limit_s = self._config.timeout_s + LATE_S
             while True:
-                oldest_s = next((since_s for _, since_s in sent.values()), clock())
-                if clock() - oldest_s >= limit_s:
+                if sent and clock() - heard_s > self._config.timeout_s + LATE_S:
                     process.kill()
-                await asyncio.sleep(max(oldest_s + limit_s - clock(), LATE_S / 10))
+                await asyncio.sleep(LATE_S / 4)
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(feed()), group.create_task(watch())]
@@ -244,14 +246,15 @@ class RewardPool:
                     judgements = await process.judgements(MOST_TOGETHER)
                     if any(judgement.out_of_memory or judgement.number not in sent for judgement in judgements):
                         break
+                    heard_s = clock()
                     for judgement in judgements:
-                        self._finish(sent.pop(judgement.number)[0], judgement)
+                        self._finish(sent.pop(judgement.number), judgement)
                     has_room.set()
             for task in tasks:
                 task.cancel()
-        for job, _ in sent.values():
+        for job in sent.values():
             job.is_alone = True
-        return deque(job for job, _ in sent.values())
+        return deque(sent.values())
 
     def _take_waiting(self, jobs: deque[_Job], most: int) -> None:
         while len(jobs) < most and not self._waiting.empty():

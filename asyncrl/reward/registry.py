@@ -154,19 +154,32 @@ async def score_sample(
 
 async def _call(name: str, function: Callable[[], object], limit_s: float | None) -> tuple[object, bool]:
     """Return what a function returned, and whether it is 0 because it ran out of time."""
-    limit = None
+    error: BaseException | None = None
     try:
         value = function()
-        if inspect.isawaitable(value):
-            async with asyncio.timeout(limit_s) as limit:
-                value = await value
-    except MemoryError:
-        raise
-    except BaseException as error:  # SystemExit and a CancelledError that nobody asked for are the function's own too
-        if limit is not None and limit.expired():
-            return 0.0, True
+        if inspect.isawaitable(value) and limit_s is None:
+            value = await value
+        elif inspect.isawaitable(value):
+            waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
+            if not (await asyncio.wait({waiting}, timeout=limit_s))[0]:
+                waiting.cancel()
+                return 0.0, True
+            value, error = waiting.result()
+    except BaseException as raised:  # noqa: BLE001 - SystemExit and a CancelledError that nobody asked for are the function's own too
+        error = raised
+    if isinstance(error, MemoryError):
+        raise error
+    if error is not None:
         raise RewardError(f"{name}: {type(error).__name__}: {shown(error)}") from error
     return value, False
+
+
+async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | None]:
+    """Return what is awaited or what it raises: an exit that is raised in a task of its own would end the loop."""
+    try:
+        return await value, None
+    except BaseException as error:  # noqa: BLE001 - see above
+        return None, error
 
 
 def _checked(name: str, value: object) -> float:

@@ -354,9 +354,13 @@ async def _score_all(
                 judging = _judge(score_sample(rewards, item.sample, values, at, limit_s if together else None), first + index)
                 if together:
                     scoring.create_task(tell(judging))
+                    await asyncio.sleep(0)  # what has been awaited goes on before another one is begun
                     continue
                 judgements.append(await judging)
-                if time.monotonic() - told_s > TELL_EVERY_S or judgements[-1].out_of_memory:
+                if judgements[-1].out_of_memory:
+                    pool.sendall(_message(judgements))
+                    return
+                if time.monotonic() - told_s > TELL_EVERY_S:
                     pool.sendall(_message(judgements))
                     judgements, told_s = [], time.monotonic()
             if judgements:

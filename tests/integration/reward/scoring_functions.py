@@ -21,6 +21,11 @@ async def slowly(prompt, text):
     return 2.0
 
 
+def takes_its_time(prompt, text):
+    time.sleep(0.1)
+    return 1.0
+
+
 num_waiting = 0
 
 
@@ -83,10 +88,11 @@ def write_everywhere(payload):
 
 
 async def on_demand_later(prompt, text):
-    """As `on_demand`; or wait for as many seconds as the completion says, or for ever."""
+    """As `on_demand`; or wait for as many seconds as the completion says, or for ever, also where it is cancelled."""
     await asyncio.sleep(float(text) if text.replace(".", "").isdigit() else 0.001)
-    if text == "never":
-        await asyncio.Event().wait()
+    while text.startswith("never"):
+        with contextlib.suppress(asyncio.CancelledError if text == "never gives up" else ()):
+            await asyncio.Event().wait()
     return on_demand(prompt, text)
 
 

@@ -202,14 +202,23 @@ async def test_an_async_function_is_awaited_for_many_samples_at_once_and_what_ra
 
 async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_without_its_process_being_replaced():
     async with pool_of(LATER, timeout_s=3.0) as pool, asyncio.timeout(60), asyncio.TaskGroup() as group:
-        slow = [group.create_task(pool.score(request(text))) for text in ("never", "1.5")]
+        slow = [group.create_task(pool.score(request(text))) for text in ("never", "never gives up", "1.5")]
         for _ in range(5):
             assert [score.reward for score in await all_scores(pool, ["0.01"] * 40)] == [1.0] * 40
         assert not any(task.done() for task in slow)
-        (never,), (late,) = [(await task).scores for task in slow]
-        assert (never.reward, never.error, late.reward) == (0.0, "", 1.0)
-        assert never.over_limit == "reward demand ran past reward.timeout_s (3 s)"
-        assert (pool.counts.replaced, pool.counts.over_limit) == (0, 1)
+        *never, late = [score for task in slow for score in (await task).scores]
+        limit = "reward demand ran past reward.timeout_s (3 s)"
+        assert [(score.reward, score.error, score.over_limit) for score in never] == [(0.0, "", limit)] * 2
+        assert late.reward == 1.0
+        assert (pool.counts.replaced, pool.counts.over_limit) == (0, 2)
+
+
+async def test_a_slow_function_beside_an_async_one_is_not_taken_for_a_hanging_one():
+    functions = (PythonReward(path="scoring_functions:takes_its_time", name="slow"), LATER)
+    async with pool_of(*functions, timeout_s=1.0) as pool:
+        scores = await all_scores(pool, ["fine"] * 30)
+        assert [score.reward for score in scores] == [2.0] * 30
+        assert pool.counts.replaced == 0
 
 
 async def test_a_process_that_dies_is_said_in_the_log(caplog):

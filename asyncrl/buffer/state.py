@@ -26,7 +26,7 @@ from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
 from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Policy, ReasonCounts, StepRecord
-from asyncrl.buffer.selection import ReadyGroups, Screening
+from asyncrl.buffer.selection import Screening, choose, is_fit
 from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.observe.decisions.machine import Machine
 
@@ -70,7 +70,8 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         """Steps taken so far; the next new one."""
         self._unplaced: set[int] = set()
         """Running groups that no generator has."""
-        self._ready = ReadyGroups(limits)
+        self._ready: dict[int, Group] = {}
+        """Those of `groups` that are ready."""
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
         self._dropped = ReasonCounts()
@@ -114,7 +115,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
                 self.paused = isinstance(event, ev.IssuePaused)
             case ev.BoundsChanged(max_staleness, max_groups):
                 self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
-                self._ready.bound_by(self.limits)
             case GroupsRestored():
                 self._restore(event)
             case _:
@@ -137,7 +137,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
                 self._unplaced.add(group.group_id)
             elif group.state == "ready":
                 group.settle(group.judged, self.limits.screen)
-        self._ready.restore(group for group in self.groups.values() if group.state == "ready")
+        self._ready = {group_id: group for group_id, group in self.groups.items() if group.state == "ready"}
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     def capacity(self, version: int) -> int:
         """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative."""
-        limits, num_running = self.limits, len(self.groups) - self._ready.count
+        limits, num_running = self.limits, len(self.groups) - len(self._ready)
         free = capacity(
             max_running=limits.max_running_groups or _NO_LIMIT,
             running=num_running,
@@ -189,7 +189,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             (newest < 0, "no generator has weights yet"),
             (limits.max_groups is not None and held >= limits.max_groups, "every group the run needs is issued"),
             (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
-            (self.capacity(newest) <= 0, f"{len(self.groups) - self._ready.count} groups are running, the most that may"),
+            (self.capacity(newest) <= 0, f"{len(self.groups) - len(self._ready)} groups are running, the most that may"),
             (self.next_issue() is None, "every generator that may get a group has its slots full"),
         )
         return next((reason for applies, reason in reasons if applies), "")
@@ -243,7 +243,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             assert len(record.group_ids) == self.limits.groups_per_step, f"{record} is not of B groups"
             assert record.max_staleness >= 0, f"{record} trained a version that did not exist"
         assert not self.groups.keys() & set(taken), "a taken group is still live"
-        self._ready.check(self.next_step, self.groups)
+        assert self._ready == {key: group for key, group in self.groups.items() if group.state == "ready"}, "ready is not"
         self.pool.check()
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
@@ -273,7 +273,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         group.version = min(group.version, event.version)
         group.refresh_age()
         self._unplaced.discard(event.group_id)
-        self._ready.look_again(examine_all=False)
         self.pool.change(event.generator, add_members=len(group.pending))
         return []
 
@@ -354,10 +353,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         """Move a group on as far as its members allow, after one of them was generated or failed."""
         if "pending" in group.members:
             return []
-        oldest = group.oldest
         group.refresh_age()
-        if group.oldest != oldest:
-            self._ready.grew_older(group.group_id)
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
         return self._settle(group, now)
@@ -381,7 +377,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._unplaced.discard(group.group_id)  # late samples can complete a group that waits to be handed out again
         if after == "ready":
             group.ready_s = now
-            self._ready.add(group)
+            self._ready[group.group_id] = group
         return GroupMoved(group.group_id, before, after)
 
     def _end(
@@ -389,7 +385,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
-        self._ready.ended(group.group_id)
+        self._ready.pop(group.group_id, None)
         (self._dropped if after == "dropped" else self._failed).add(reason)
         at_work = group.generator if group.pending else ""
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)]
@@ -412,15 +408,15 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
             return [ev.Wait(step, event.group_ids, refusal)]
         instructions: list[BufferInstruction] = []
-        for group in self._ready.unfit(step):
+        for group in [group for group in self._ready.values() if not is_fit(group, step, self.limits)]:
             returns = bool(group.trained)
             instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
-        chosen = event.group_ids or self._ready.choose(step, self.groups)
+        chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
-        groups = self._ready.take(chosen)
+        groups = [self.groups.pop(group_id) for group_id in chosen]
         for group_id in chosen:
-            del self.groups[group_id]
+            del self._ready[group_id]
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
         figures = staleness_figures(
             step,
@@ -448,7 +444,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
                 return f"group {group_id} is not ready: it is {group.state if group else 'taken, trained, released or dropped'}"
             if not group.trained:
                 return f"group {group_id} has no member to train"
-            if not self._ready.is_fit(group, step):
+            if not is_fit(group, step, limits):
                 return (
                     f"group {group_id} is too old: its oldest token is of version {group.oldest}, and step {step} trains none of "
                     f"before version {lowest} (buffer.max_staleness = {limits.max_staleness}); train another group"
@@ -470,7 +466,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         for step, record in self.steps.items():
             record.trained = step < version
             record.trained_before |= step < version
-        self._ready.look_again(examine_all=True)
         return []
 
     def _steps_forgotten(self, event: ev.StepsForgotten, _: float) -> list[BufferInstruction]:
@@ -491,5 +486,4 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self.next_step -= 1
         for _group in record.group_ids:
             self._dropped.add(event.reason)
-        self._ready.look_again(examine_all=True)
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

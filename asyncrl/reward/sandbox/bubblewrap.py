@@ -123,9 +123,11 @@ class Sandbox:
                 channel, its_channel = socket.socketpair()
                 ours.enter_context(channel)
                 its.enter_context(its_channel)
-                filter_fd = _filter_fd() if self.interpreter else None
-                if filter_fd is not None:
+                filter_fd = None
+                if self.interpreter and (program := _filter_program()) is not None:
+                    filter_fd = os.memfd_create("seccomp")
                     its.callback(os.close, filter_fd)
+                    os.pwrite(filter_fd, program, 0)
                 errors = ours.enter_context(tempfile.TemporaryFile())
                 python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
                 python += map(str, (its_channel.fileno(), max_frame_bytes))
@@ -183,13 +185,15 @@ def probe_sandbox() -> SandboxStatus:
         return SandboxStatus(False, f"bubblewrap is not installed: {INSTALL_HINT}")
     if "--size" not in _bubblewrap_help():
         return SandboxStatus(False, f"this bubblewrap is too old: {INSTALL_HINT}")
-    reasons = []
-    for interpreter in _interpreters():
+    own, reasons = str(Path(sys.executable).resolve()), []
+    own_folder = "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve())
+    system = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
+    for interpreter in (*system, Interpreter(own, own_folder)):
         reason = _try(interpreter)
         if not reason:
             return SandboxStatus(True, f"bubblewrap with {interpreter.path}", interpreter)
         reasons.append(f"with {interpreter.path}: {reason}")
-    return SandboxStatus(False, "; ".join(reasons) or "no python3 in /usr/bin")
+    return SandboxStatus(False, "; ".join(reasons))
 
 
 def _try(interpreter: Interpreter) -> str:
@@ -205,13 +209,6 @@ def _try(interpreter: Interpreter) -> str:
     finally:
         confined.close()
     return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
-
-
-def _interpreters() -> list[Interpreter]:
-    """Return the interpreters worth trying: the system's, then the one that runs us."""
-    found = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
-    own = str(Path(sys.executable).resolve())
-    return [*found, Interpreter(own, "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve()))]
 
 
 def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
@@ -249,19 +246,9 @@ def _bubblewrap_help() -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
 
 
-def _filter_fd() -> int | None:
-    """Return a descriptor that holds the system-call filter, for the caller to close; None where pyseccomp is missing."""
-    program = _filter_program()
-    if program is None:
-        return None
-    fd = os.memfd_create("seccomp")
-    os.write(fd, program)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
 @cache
 def _filter_program() -> bytes | None:
+    """Return the system-call filter; None where pyseccomp is missing."""
     try:
         seccomp = importlib.import_module("pyseccomp")
     except (ImportError, OSError, RuntimeError):

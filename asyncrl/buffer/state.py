@@ -21,16 +21,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from asyncrl.algorithms.screening import NO_PAIR
+from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Policy, ReasonCounts, StepRecord
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, count_reason
 from asyncrl.buffer.selection import Screening, choose, is_fit
 from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.observe.decisions.machine import Machine
-
-__all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
 
 _NO_LIMIT = 1 << 62
 
@@ -74,8 +72,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         """Those of `groups` that are ready."""
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
-        self._dropped = ReasonCounts()
-        self._failed = ReasonCounts()
+        self._dropped, self._failed = Counter[str](), Counter[str]()
         self._story: deque[tuple[float, ev.BufferEvent | GroupsRestored]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
@@ -130,7 +127,9 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self.steps = {record.step: replace(record) for record in held.steps}
         self.next_step = max(self.steps, default=held.forgotten_steps - 1) + 1
         self._num_forgotten_groups = held.forgotten_steps * self.limits.groups_per_step
-        self._dropped, self._failed = ReasonCounts(held.dropped), ReasonCounts(held.failed)
+        for counts, before in ((self._dropped, held.dropped), (self._failed, held.failed)):
+            for reason, num_groups in Counter(before).most_common():
+                count_reason(counts, reason, num_groups)
         for group in self.groups.values():
             if group.state == "running":
                 group.attempt, group.generator, group.holders = group.attempt + 1, "", {}
@@ -207,8 +206,8 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             ready=live["ready"],
             taken=by_trained[False],
             trained=by_trained[True] + self._num_forgotten_groups,
-            dropped=dict(self._dropped.counts),
-            failed=dict(self._failed.counts),
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
         )
 
     def member_state(self, group_id: int, index: int) -> MemberState | Literal["over", "unknown"]:
@@ -369,8 +368,10 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     def _is_past_saving(self, group: Group) -> bool:
         """Return whether a group that is still being generated would be dropped as stale whenever it is ready."""
-        limits = self.limits
-        return limits.policy == "drop" and group.is_past_saving(self.next_step - limits.max_staleness, limits.screen)
+        if self.limits.policy != "drop" or "pending" not in group.members:
+            return False
+        surely = (group.version_counts[index] for index in surely_trained(group.judged, self.limits.screen))
+        return any(counts is not None and counts[0][0] < self.next_step - self.limits.max_staleness for counts in surely)
 
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
@@ -386,7 +387,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
         self._ready.pop(group.group_id, None)
-        (self._dropped if after == "dropped" else self._failed).add(reason)
+        count_reason(self._dropped if after == "dropped" else self._failed, reason)
         at_work = group.generator if group.pending else ""
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)]
         retries = group.retries + (after == "failed")
@@ -420,7 +421,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
         figures = staleness_figures(
             step,
-            (counts for group in groups for counts in group.trainable_counts),
+            (counts for group in groups for index in group.trained or () if (counts := group.version_counts[index])),
             mask_below=mask_below,
             queue_s=[now - group.ready_s for group in groups],
         )
@@ -484,6 +485,5 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             moved.step -= 1
             self.steps[moved.step] = moved
         self.next_step -= 1
-        for _group in record.group_ids:
-            self._dropped.add(event.reason)
+        count_reason(self._dropped, event.reason, len(record.group_ids))
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

@@ -26,8 +26,8 @@ import weakref
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
 
@@ -45,20 +45,6 @@ _REFUSED_CALLS = """
     socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
     perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxLimits:
-    """What one program may use."""
-
-    cpu_s: float = 5.0
-    """CPU time of each test's process; rounded up to whole seconds."""
-    wall_s: float = 10.0
-    """The program with all its tests."""
-    memory_bytes: int = 1 << 30
-    """Address space of each process, and resident memory of all of them together."""
-    output_bytes: int = 1 << 20
-    """Standard output of one test, any file it writes, and any one value it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +71,7 @@ class Sandbox:
     there is the code of tests, each in a process of its own. It ends with the sandbox.
     """
 
-    def __init__(self, limits: SandboxLimits, interpreter: Interpreter | None) -> None:
+    def __init__(self, limits: CodeExecReward, interpreter: Interpreter | None) -> None:
         self.limits, self.interpreter = limits, interpreter
         self._judge: Confined | None = None
 
@@ -160,21 +146,21 @@ class Sandbox:
         return confined
 
 
-def open_sandbox(kind: Literal["bubblewrap", "none"], limits: SandboxLimits) -> Sandbox:
+def open_sandbox(config: CodeExecReward) -> Sandbox:
     """Return the sandbox that the config asks for.
 
     Raises:
         RewardError: bubblewrap is asked for and does not work here; the message says what to install or to set.
     """
-    if kind == "none":
-        return Sandbox(limits, None)
+    if config.sandbox == "none":
+        return Sandbox(config, None)
     status = probe_sandbox()
     if not status.works:
         raise RewardError(
             f"model-written code is not run without a sandbox, and there is none here: {status.reason}; "
             f'or set sandbox = "none" on the code_exec reward to run it with this user\'s rights'
         )
-    return Sandbox(limits, status.interpreter)
+    return Sandbox(config, status.interpreter)
 
 
 def probe_sandbox() -> SandboxStatus:
@@ -199,7 +185,7 @@ def probe_sandbox() -> SandboxStatus:
 def _try(interpreter: Interpreter) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
-    confined = Sandbox(SandboxLimits(), interpreter).launch(code)
+    confined = Sandbox(CodeExecReward(), interpreter).launch(code)
     try:
         confined.begin()
         confined.send({"op": "run", "stdin": ""})

@@ -207,9 +207,9 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
 
 
 async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
-    from asyncrl.reward.worker import run_reward_worker
+    from asyncrl.reward.worker import RewardWorker
 
-    await run_reward_worker(config, run_folder, connection, clock, name)
+    await RewardWorker(config, run_folder, connection, clock, name).run()
 
 
 async def _inference_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:

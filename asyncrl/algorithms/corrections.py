@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms.kl import KL_ESTIMATORS
 from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.algorithms.types import (
     CorrectionOutputs,
@@ -117,17 +118,11 @@ def _binary_kl(inputs: LossInputs) -> torch.Tensor:
     return torch.maximum(p * taken + (1.0 - p) * others, -q * taken - (1.0 - q) * others)
 
 
-def _k3(inputs: LossInputs) -> torch.Tensor:
-    """Return rho - 1 - log rho."""
-    log_rho_N = log_rho(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(log_rho_N) - log_rho_N
-
-
 MEASURES: dict[str, Callable[[LossInputs], torch.Tensor]] = {
     "ratio": log_rho,
     "k1": lambda inputs: -log_rho(inputs),
-    "k2": lambda inputs: 0.5 * log_rho(inputs).square(),
-    "k3": _k3,
+    "k2": lambda inputs: KL_ESTIMATORS["k2"](-log_rho(inputs)),
+    "k3": lambda inputs: KL_ESTIMATORS["k3"](-log_rho(inputs)),
     "tv": lambda inputs: masked(
         inputs.proximal_logprobs.detach().exp() - inputs.behaviour_logprobs.detach().exp(), inputs.mask
     ).abs(),

@@ -366,9 +366,9 @@ class Buffer:
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
         self._write([], now, dropped)
         if isinstance(decision, ev.Wait):
-            return Waiting(step, decision.reason, decision.group_ids, dropped)
+            return Waiting(step, decision.reason, dropped)
         assert isinstance(decision, ev.NotEnough)
-        return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", (), dropped)
+        return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", dropped)
 
     def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
         """Return a step as it was taken the first time."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.algorithms.screening import Member, Screen, surely_trained, trained_members
+from asyncrl.algorithms.screening import Member, Screen, trained_members
 from asyncrl.buffer.events import GroupState, MemberState
 from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.observe.decisions.machine import Value
@@ -113,23 +113,10 @@ class Counts:
         return {state: count for state, count in (plain | ended).items() if count}
 
 
-class ReasonCounts:
-    """Groups by reason, those of the rarest together where there are too many.
-
-    Args:
-        counts: What was counted before.
-    """
-
-    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        everything = Counter(counts or {})
-        self.counts = Counter(dict(everything.most_common(MOST_REASONS)))
-        if rest := everything.total() - self.counts.total():
-            self.counts[OTHER_REASONS] += rest
-
-    def add(self, reason: str) -> None:
-        """Count one group."""
-        known = reason in self.counts or len(self.counts) < MOST_REASONS
-        self.counts[reason if known else OTHER_REASONS] += 1
+def count_reason(counts: Counter[str], reason: str, num_groups: int = 1) -> None:
+    """Count groups by a reason; those of reasons that come once there are many are counted together."""
+    known = reason in counts or len(counts) < MOST_REASONS
+    counts[reason if known else OTHER_REASONS] += num_groups
 
 
 @dataclass(slots=True)
@@ -191,12 +178,6 @@ class Group:
         return tuple(index for index, state in enumerate(self.members) if state == "scored")
 
     @property
-    def trainable_counts(self) -> list[VersionCounts]:
-        """Return the version counts of the members that are trained, by index."""
-        trained = self.scored if self.trained is None else self.trained
-        return [counts for index in trained if (counts := self.version_counts[index]) is not None]
-
-    @property
     def judged(self) -> tuple[Member, ...]:
         """Return the scored members as screening sees them."""
         return tuple(Member(index, self.rewards.get(index, 0.0), index in self.truncated) for index in self.scored)
@@ -213,13 +194,6 @@ class Group:
             return f"no greedy baseline: {self.last_failure or 'it has no such member'}"
         needed = max(1, min(min_members, self.size - has_baseline))
         return (self.last_failure or "no reason given") if num_scored - has_baseline < needed else ""
-
-    def is_past_saving(self, oldest_allowed: int, screen: Screen) -> bool:
-        """Return whether members are still to be generated, and one that will be trained holds a token older than allowed."""
-        if "pending" not in self.members:
-            return False
-        surely = (self.version_counts[index] for index in surely_trained(self.judged, screen))
-        return any(counts is not None and counts[0][0] < oldest_allowed for counts in surely)
 
     def settle(self, judged: Sequence[Member], screen: Screen) -> None:
         """Note which of the scored members are trained, and how old those are."""

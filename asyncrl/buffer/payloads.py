@@ -63,8 +63,6 @@ class Waiting(msgspec.Struct, frozen=True):
 
     step: int
     reason: str
-    group_ids: tuple[int, ...] = ()
-    """The groups it waits for, where it waits for certain ones."""
     instructions: Sequence[BufferInstruction] = ()
 
 

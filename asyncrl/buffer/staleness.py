@@ -35,7 +35,6 @@ class StalenessFigures(msgspec.Struct, frozen=True):
     queue_max_s: float = 0.0
     token_histogram: dict[int, int] = {}
     """Staleness to number of trained tokens."""
-    sample_histogram: dict[int, int] = {}
 
 
 def staleness_figures(
@@ -83,7 +82,6 @@ def staleness_figures(
         queue_mean_s=sum(queue_s) / max(len(queue_s), 1),
         queue_max_s=max(queue_s, default=0.0),
         token_histogram=dict(sorted(tokens.items())),
-        sample_histogram=dict(sorted(oldest.items())),
     )
 
 

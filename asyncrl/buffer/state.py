@@ -21,16 +21,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from asyncrl.algorithms.screening import NO_PAIR
+from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Policy, ReasonCounts, StepRecord
-from asyncrl.buffer.selection import ReadyGroups, Screening
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, count_reason
+from asyncrl.buffer.selection import Screening, choose, is_fit
 from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.observe.decisions.machine import Machine
-
-__all__ = ["STALE", "BufferLimits", "BufferState", "Counts", "Policy", "StepRecord"]
 
 _NO_LIMIT = 1 << 62
 
@@ -70,11 +68,11 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         """Steps taken so far; the next new one."""
         self._unplaced: set[int] = set()
         """Running groups that no generator has."""
-        self._ready = ReadyGroups(limits)
+        self._ready: dict[int, Group] = {}
+        """Those of `groups` that are ready."""
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
-        self._dropped = ReasonCounts()
-        self._failed = ReasonCounts()
+        self._dropped, self._failed = Counter[str](), Counter[str]()
         self._story: deque[tuple[float, ev.BufferEvent | GroupsRestored]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
@@ -114,7 +112,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
                 self.paused = isinstance(event, ev.IssuePaused)
             case ev.BoundsChanged(max_staleness, max_groups):
                 self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
-                self._ready.bound_by(self.limits)
             case GroupsRestored():
                 self._restore(event)
             case _:
@@ -130,14 +127,16 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self.steps = {record.step: replace(record) for record in held.steps}
         self.next_step = max(self.steps, default=held.forgotten_steps - 1) + 1
         self._num_forgotten_groups = held.forgotten_steps * self.limits.groups_per_step
-        self._dropped, self._failed = ReasonCounts(held.dropped), ReasonCounts(held.failed)
+        for counts, before in ((self._dropped, held.dropped), (self._failed, held.failed)):
+            for reason, num_groups in Counter(before).most_common():
+                count_reason(counts, reason, num_groups)
         for group in self.groups.values():
             if group.state == "running":
                 group.attempt, group.generator, group.holders = group.attempt + 1, "", {}
                 self._unplaced.add(group.group_id)
             elif group.state == "ready":
                 group.settle(group.judged, self.limits.screen)
-        self._ready.restore(group for group in self.groups.values() if group.state == "ready")
+        self._ready = {group_id: group for group_id, group in self.groups.items() if group.state == "ready"}
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     def capacity(self, version: int) -> int:
         """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative."""
-        limits, num_running = self.limits, len(self.groups) - self._ready.count
+        limits, num_running = self.limits, len(self.groups) - len(self._ready)
         free = capacity(
             max_running=limits.max_running_groups or _NO_LIMIT,
             running=num_running,
@@ -189,7 +188,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             (newest < 0, "no generator has weights yet"),
             (limits.max_groups is not None and held >= limits.max_groups, "every group the run needs is issued"),
             (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
-            (self.capacity(newest) <= 0, f"{len(self.groups) - self._ready.count} groups are running, the most that may"),
+            (self.capacity(newest) <= 0, f"{len(self.groups) - len(self._ready)} groups are running, the most that may"),
             (self.next_issue() is None, "every generator that may get a group has its slots full"),
         )
         return next((reason for applies, reason in reasons if applies), "")
@@ -207,8 +206,8 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             ready=live["ready"],
             taken=by_trained[False],
             trained=by_trained[True] + self._num_forgotten_groups,
-            dropped=dict(self._dropped.counts),
-            failed=dict(self._failed.counts),
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
         )
 
     def member_state(self, group_id: int, index: int) -> MemberState | Literal["over", "unknown"]:
@@ -243,7 +242,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             assert len(record.group_ids) == self.limits.groups_per_step, f"{record} is not of B groups"
             assert record.max_staleness >= 0, f"{record} trained a version that did not exist"
         assert not self.groups.keys() & set(taken), "a taken group is still live"
-        self._ready.check(self.next_step, self.groups)
+        assert self._ready == {key: group for key, group in self.groups.items() if group.state == "ready"}, "ready is not"
         self.pool.check()
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
@@ -273,7 +272,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         group.version = min(group.version, event.version)
         group.refresh_age()
         self._unplaced.discard(event.group_id)
-        self._ready.look_again(examine_all=False)
         self.pool.change(event.generator, add_members=len(group.pending))
         return []
 
@@ -354,10 +352,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         """Move a group on as far as its members allow, after one of them was generated or failed."""
         if "pending" in group.members:
             return []
-        oldest = group.oldest
         group.refresh_age()
-        if group.oldest != oldest:
-            self._ready.grew_older(group.group_id)
         if "generated" in group.members:
             return [self._move(group, "scoring", now)] if group.state == "running" else []
         return self._settle(group, now)
@@ -373,15 +368,17 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     def _is_past_saving(self, group: Group) -> bool:
         """Return whether a group that is still being generated would be dropped as stale whenever it is ready."""
-        limits = self.limits
-        return limits.policy == "drop" and group.is_past_saving(self.next_step - limits.max_staleness, limits.screen)
+        if self.limits.policy != "drop" or "pending" not in group.members:
+            return False
+        surely = (group.version_counts[index] for index in surely_trained(group.judged, self.limits.screen))
+        return any(counts is not None and counts[0][0] < self.next_step - self.limits.max_staleness for counts in surely)
 
     def _move(self, group: Group, after: GroupState, now: float) -> GroupMoved:
         before, group.state = group.state, after
         self._unplaced.discard(group.group_id)  # late samples can complete a group that waits to be handed out again
         if after == "ready":
             group.ready_s = now
-            self._ready.add(group)
+            self._ready[group.group_id] = group
         return GroupMoved(group.group_id, before, after)
 
     def _end(
@@ -389,8 +386,8 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
-        self._ready.ended(group.group_id)
-        (self._dropped if after == "dropped" else self._failed).add(reason)
+        self._ready.pop(group.group_id, None)
+        count_reason(self._dropped if after == "dropped" else self._failed, reason)
         at_work = group.generator if group.pending else ""
         instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)]
         retries = group.retries + (after == "failed")
@@ -412,19 +409,19 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
             return [ev.Wait(step, event.group_ids, refusal)]
         instructions: list[BufferInstruction] = []
-        for group in self._ready.unfit(step):
+        for group in [group for group in self._ready.values() if not is_fit(group, step, self.limits)]:
             returns = bool(group.trained)
             instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
-        chosen = event.group_ids or self._ready.choose(step, self.groups)
+        chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
-        groups = self._ready.take(chosen)
+        groups = [self.groups.pop(group_id) for group_id in chosen]
         for group_id in chosen:
-            del self.groups[group_id]
+            del self._ready[group_id]
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
         figures = staleness_figures(
             step,
-            (counts for group in groups for counts in group.trainable_counts),
+            (counts for group in groups for index in group.trained or () if (counts := group.version_counts[index])),
             mask_below=mask_below,
             queue_s=[now - group.ready_s for group in groups],
         )
@@ -448,7 +445,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
                 return f"group {group_id} is not ready: it is {group.state if group else 'taken, trained, released or dropped'}"
             if not group.trained:
                 return f"group {group_id} has no member to train"
-            if not self._ready.is_fit(group, step):
+            if not is_fit(group, step, limits):
                 return (
                     f"group {group_id} is too old: its oldest token is of version {group.oldest}, and step {step} trains none of "
                     f"before version {lowest} (buffer.max_staleness = {limits.max_staleness}); train another group"
@@ -470,7 +467,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         for step, record in self.steps.items():
             record.trained = step < version
             record.trained_before |= step < version
-        self._ready.look_again(examine_all=True)
         return []
 
     def _steps_forgotten(self, event: ev.StepsForgotten, _: float) -> list[BufferInstruction]:
@@ -489,7 +485,5 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             moved.step -= 1
             self.steps[moved.step] = moved
         self.next_step -= 1
-        for _group in record.group_ids:
-            self._dropped.add(event.reason)
-        self._ready.look_again(examine_all=True)
+        count_reason(self._dropped, event.reason, len(record.group_ids))
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

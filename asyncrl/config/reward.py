@@ -49,9 +49,13 @@ class CodeExecReward(_Reward, frozen=True, tag="code_exec"):
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` runs model-written code with this user's rights: only where that is acceptable."""
     cpu_s: PositiveFloat = 5.0
+    """CPU time of each test's process; rounded up to whole seconds."""
     wall_s: PositiveFloat = 10.0
+    """The program with all its tests."""
     memory_bytes: PositiveInt = 1 << 30
+    """Address space of each process, and resident memory of all of them together."""
     output_bytes: PositiveInt = 1 << 20
+    """Standard output of one test, any file it writes, and any one value it returns."""
     all_or_nothing: bool = False
 
 

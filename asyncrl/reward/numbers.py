@@ -85,13 +85,9 @@ _UNIT_NAMES = """
 """
 
 
-def _read_units() -> dict[str, str]:
-    entries = [[name.strip() for name in entry.split(",")] for entry in _UNIT_NAMES.replace("\n", ";").split(";")]
-    units = {f"{name}s": names[0] for names in entries for name in names if len(name) > 2}
-    return units | {name: names[0] for names in entries for name in names if name}
-
-
-UNITS = _read_units()
+_ENTRIES = [[name.strip() for name in entry.split(",")] for entry in _UNIT_NAMES.replace("\n", ";").split(";")]
+_PLURALS = {f"{name}s": names[0] for names in _ENTRIES for name in names if len(name) > 2}
+UNITS = _PLURALS | {name: names[0] for names in _ENTRIES for name in names if name}
 """A unit as it may be written, lower case, to the one name it is compared by."""
 
 

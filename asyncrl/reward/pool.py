@@ -81,8 +81,6 @@ class PoolCounts:
     """Processes killed or lost, and started anew."""
     over_limit: int = 0
     """Functions that scored 0 because a sample made them run out of time or memory, or ended their process."""
-    died: int = 0
-    """Samples failed because a user's own function ended its process."""
     busy_s: float = 0.0
     """Sum of the time that judging took, failed samples included."""
 
@@ -280,7 +278,6 @@ class RewardPool:
         name = reward_names(self._config)[mark.function]
         self._tell(name, limit or f"ended its process ({stopped})", fails=fails)
         if fails:
-            self.counts.died += 1
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
         self.counts.over_limit += 1
         job.skipped = (*job.skipped, mark.function)

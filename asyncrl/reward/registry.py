@@ -77,16 +77,15 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
                 f"else the time limit of a sample ends a slow program's process before its own does"
             )
     named = zip(reward_names(config), config.functions, strict=True)
-    return tuple(NamedReward(name, each.weight, build_reward(each), *_build_batch(each)) for name, each in named)
+    return tuple(
+        _python_reward(name, each) if isinstance(each, PythonReward) else NamedReward(name, each.weight, build_reward(each))
+        for name, each in named
+    )
 
 
 def build_reward(config: RewardFunctionConfig) -> RewardFunction:
-    """Build one reward function from its config struct. Raises as `build_rewards`."""
-    builder = _BUILDERS.get(type(config))
-    if builder is None:
-        known = ", ".join(sorted(kind.__struct_config__.tag for kind in _BUILDERS))  # type: ignore[attr-defined]
-        raise ConfigError(f"no reward of kind {type(config).__name__}; known: {known}")
-    return builder(config)
+    """Build one built-in reward function from its config struct. Raises as `build_rewards`."""
+    return _BUILDERS[type(config)](config)
 
 
 async def batch_values(
@@ -207,27 +206,25 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | R
     return numbers
 
 
-def _build_python(config: PythonReward) -> RewardFunction:
+def _python_reward(name: str, config: PythonReward) -> NamedReward:
+    """Load a user's function. One that takes several samples is called with several; an async one is awaited for many at once."""
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
     if not takes_batches(user_function):
-        return lambda sample: cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
 
-    async def score_one_of_several(sample: RewardInput) -> float:
+        def alone(sample: RewardInput) -> float | Awaitable[float]:
+            return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
+
+        return NamedReward(name, config.weight, alone, is_async=inspect.iscoroutinefunction(user_function))
+
+    async def one_of_several(sample: RewardInput) -> float:
         values = user_function([sample.prompt], [sample.text])
         values = await values if inspect.isawaitable(values) else values
         return cast("float", _checked_batch("it", values, 1)[0])
 
-    return score_one_of_several
+    def several(samples: Sequence[RewardInput]) -> Sequence[float]:
+        return cast("Sequence[float]", user_function([each.prompt for each in samples], [each.text for each in samples]))
 
-
-def _build_batch(config: RewardFunctionConfig) -> tuple[BatchFunction | None, bool]:
-    """How several samples are judged at once, and whether they are awaited."""
-    if not isinstance(config, PythonReward):
-        return None, False
-    user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
-    if takes_batches(user_function):
-        return lambda samples: user_function([each.prompt for each in samples], [each.text for each in samples]), False
-    return None, inspect.iscoroutinefunction(user_function)
+    return NamedReward(name, config.weight, one_of_several, several)
 
 
 def _build_format_check(config: FormatCheckReward) -> RewardFunction:
@@ -259,5 +256,4 @@ _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
     ReasoningGymReward: build_reasoning_gym,
     OverlongPenalty: _build_overlong,
     PreferenceReward: _build_preference,
-    PythonReward: _build_python,
 }

@@ -26,10 +26,8 @@ from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
 
-async def run_reward_worker(
-    config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "reward-0"
-) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class RewardWorker:
+    """One worker.
 
     Args:
         config: Of the run.
@@ -37,18 +35,9 @@ async def run_reward_worker(
         connection: To the controller.
         clock: Times scores and heartbeats; time limits are real time.
         name: This process's name, as it said at hello.
-
-    Raises:
-        ConfigError: The rewards are configured wrongly.
-        RewardError: They cannot be built here (a missing package, no sandbox).
     """
-    await RewardWorker(config, connection, clock, name, run_folder).run()
 
-
-class RewardWorker:
-    """One worker's state and loops; `run_reward_worker` is the way in."""
-
-    def __init__(self, config: RunConfig, connection: Connection, clock: Clock, name: str, run_folder: Path) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "reward-0") -> None:
         self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
         printed = run_folder / "logs" / f"{name}-printed.log"
         printed.parent.mkdir(exist_ok=True)
@@ -59,7 +48,12 @@ class RewardWorker:
         self._has_room = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the orders end."""
+        """Serve until Shutdown arrives or the connection closes.
+
+        Raises:
+            ConfigError: The rewards are configured wrongly.
+            RewardError: They cannot be built here (a missing package, no sandbox).
+        """
 
         async def obey(_: Message) -> None:
             """Do nothing: but for Shutdown, what is said on this lane is for others."""

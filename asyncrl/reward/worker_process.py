@@ -135,29 +135,24 @@ class PrintedOutput:
     """What rewards print, in a file of at most `MAX_PRINTED_BYTES` and one older; without a path, on standard error and cut."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self._size = path, 0
-        self._file = path.open("ab") if path is not None else None
-        if self._file is not None:
-            self._size = self._file.tell()
+        self._path = path
+        self._file = path.open("ab", 0) if path is not None else None
+        self._size = self._file.tell() if self._file is not None else 0
 
     def write(self, text: bytes) -> None:
         """Add to the file; begin a new one where this one is full. On a full disk what is printed is lost, and nothing else."""
         with contextlib.suppress(OSError):
-            self._write(text)
-
-    def _write(self, text: bytes) -> None:
-        if self._size + len(text) > MAX_PRINTED_BYTES:
-            if self._path is None:
-                return
-            self.close()
-            self._path.replace(self._path.with_suffix(".old.log"))
-            self._file, self._size = self._path.open("wb"), 0
-        self._size += len(text)
-        if self._file is None:
-            os.write(2, text)
-        else:
-            self._file.write(text)
-            self._file.flush()
+            if self._size + len(text) > MAX_PRINTED_BYTES:
+                if self._path is None:
+                    return
+                self.close()
+                self._path.replace(self._path.with_suffix(".old.log"))
+                self._file, self._size = self._path.open("wb", 0), 0
+            self._size += len(text)
+            if self._file is None:
+                os.write(2, text)
+            else:
+                self._file.write(text)
 
     def close(self) -> None:
         """Close the file."""
@@ -293,14 +288,11 @@ class ScoringProcess:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise ProcessDied(await self._how_it_ended()) from error
-
-    async def _how_it_ended(self) -> str:
-        try:
-            status = await asyncio.to_thread(self._process.wait, 5.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its socket"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            try:
+                status = await asyncio.to_thread(self._process.wait, 5.0)
+            except subprocess.TimeoutExpired:
+                raise ProcessDied("it closed its socket") from error
+            raise ProcessDied(f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}") from error
 
 
 # -- the process -----------------------------------------------------------------------------------------------------------
@@ -316,8 +308,15 @@ def main() -> None:
         mark = mmap.mmap(int(sys.argv[2]), _MARK.size)
         os.close(int(sys.argv[2]))
         begin = msgspec.msgpack.decode(_read_message(stream), type=Begin)
-        _tie_to_parent(begin.parent_pid)
-        _limit_memory(begin.config.process_memory_bytes)
+        # SIGKILL by the kernel when the parent dies: a hanging C call would not see the socket close.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != begin.parent_pid:
+            return
+        most_bytes, hard = begin.config.process_memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard), hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.path.extend(path for path in begin.import_paths if path not in sys.path)
         try:
             rewards = build_rewards(begin.config)
@@ -387,22 +386,6 @@ def _set_mark(mark: mmap.mmap, first: int, index: int, function: int, in_batch: 
 def _read_message(stream: BinaryIO) -> bytes:
     header = stream.read(_LENGTH.size)
     return stream.read(_LENGTH.unpack(header)[0]) if header else b""
-
-
-def _tie_to_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies: a hanging C call would not see the socket close."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(0)
-
-
-def _limit_memory(limit_bytes: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit_bytes = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

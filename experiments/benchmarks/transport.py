@@ -30,9 +30,10 @@ import msgspec
 import zmq
 
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.ledger.records import MemoryLedger
 from asyncrl.buffer.ledger.store import SqliteLedger
-from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.buffer.state import BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples

@@ -14,7 +14,7 @@ from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward
-from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox.bubblewrap import open_sandbox, probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, check_tests, extract_code, parse_tests, run_tests
 from asyncrl.schema.samples import Prompt
 
@@ -24,7 +24,7 @@ MARKED = Path(__file__).parents[2] / "experiments/benchmarks/marked/programs.jso
 
 
 def passed(program, *tests, **limits):
-    sandbox = open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 60, "memory_bytes": 256 << 20, **limits}))
+    sandbox = open_sandbox(CodeExecReward(**{"cpu_s": 1, "wall_s": 60, "memory_bytes": 256 << 20, **limits}))
     tests = parse_tests(json.dumps({"tests": list(tests)}), "p")
     return run_tests(sandbox, program, tests)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.group import Group, GroupsRestored
+from asyncrl.buffer.group import Group, GroupsRestored, StepRecord
 from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.buffer.ledger.schema import forgotten_before, keys_of, rows_of, sample_key
 from asyncrl.buffer.ledger.store import REMEDY, check_sum, connect_read_only, read_prompt, read_samples, read_scores, reading
 from asyncrl.buffer.payloads import HeldGroup
-from asyncrl.buffer.state import BufferState, StepRecord
+from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, ScoredSample

@@ -26,8 +26,8 @@ import weakref
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
 
@@ -45,20 +45,6 @@ _REFUSED_CALLS = """
     socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
     perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxLimits:
-    """What one program may use."""
-
-    cpu_s: float = 5.0
-    """CPU time of each test's process; rounded up to whole seconds."""
-    wall_s: float = 10.0
-    """The program with all its tests."""
-    memory_bytes: int = 1 << 30
-    """Address space of each process, and resident memory of all of them together."""
-    output_bytes: int = 1 << 20
-    """Standard output of one test, any file it writes, and any one value it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +71,7 @@ class Sandbox:
     there is the code of tests, each in a process of its own. It ends with the sandbox.
     """
 
-    def __init__(self, limits: SandboxLimits, interpreter: Interpreter | None) -> None:
+    def __init__(self, limits: CodeExecReward, interpreter: Interpreter | None) -> None:
         self.limits, self.interpreter = limits, interpreter
         self._judge: Confined | None = None
 
@@ -123,9 +109,11 @@ class Sandbox:
                 channel, its_channel = socket.socketpair()
                 ours.enter_context(channel)
                 its.enter_context(its_channel)
-                filter_fd = _filter_fd() if self.interpreter else None
-                if filter_fd is not None:
+                filter_fd = None
+                if self.interpreter and (program := _filter_program()) is not None:
+                    filter_fd = os.memfd_create("seccomp")
                     its.callback(os.close, filter_fd)
+                    os.pwrite(filter_fd, program, 0)
                 errors = ours.enter_context(tempfile.TemporaryFile())
                 python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
                 python += map(str, (its_channel.fileno(), max_frame_bytes))
@@ -158,21 +146,21 @@ class Sandbox:
         return confined
 
 
-def open_sandbox(kind: Literal["bubblewrap", "none"], limits: SandboxLimits) -> Sandbox:
+def open_sandbox(config: CodeExecReward) -> Sandbox:
     """Return the sandbox that the config asks for.
 
     Raises:
         RewardError: bubblewrap is asked for and does not work here; the message says what to install or to set.
     """
-    if kind == "none":
-        return Sandbox(limits, None)
+    if config.sandbox == "none":
+        return Sandbox(config, None)
     status = probe_sandbox()
     if not status.works:
         raise RewardError(
             f"model-written code is not run without a sandbox, and there is none here: {status.reason}; "
             f'or set sandbox = "none" on the code_exec reward to run it with this user\'s rights'
         )
-    return Sandbox(limits, status.interpreter)
+    return Sandbox(config, status.interpreter)
 
 
 def probe_sandbox() -> SandboxStatus:
@@ -183,19 +171,21 @@ def probe_sandbox() -> SandboxStatus:
         return SandboxStatus(False, f"bubblewrap is not installed: {INSTALL_HINT}")
     if "--size" not in _bubblewrap_help():
         return SandboxStatus(False, f"this bubblewrap is too old: {INSTALL_HINT}")
-    reasons = []
-    for interpreter in _interpreters():
+    own, reasons = str(Path(sys.executable).resolve()), []
+    own_folder = "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve())
+    system = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
+    for interpreter in (*system, Interpreter(own, own_folder)):
         reason = _try(interpreter)
         if not reason:
             return SandboxStatus(True, f"bubblewrap with {interpreter.path}", interpreter)
         reasons.append(f"with {interpreter.path}: {reason}")
-    return SandboxStatus(False, "; ".join(reasons) or "no python3 in /usr/bin")
+    return SandboxStatus(False, "; ".join(reasons))
 
 
 def _try(interpreter: Interpreter) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
-    confined = Sandbox(SandboxLimits(), interpreter).launch(code)
+    confined = Sandbox(CodeExecReward(), interpreter).launch(code)
     try:
         confined.begin()
         confined.send({"op": "run", "stdin": ""})
@@ -205,13 +195,6 @@ def _try(interpreter: Interpreter) -> str:
     finally:
         confined.close()
     return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
-
-
-def _interpreters() -> list[Interpreter]:
-    """Return the interpreters worth trying: the system's, then the one that runs us."""
-    found = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
-    own = str(Path(sys.executable).resolve())
-    return [*found, Interpreter(own, "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve()))]
 
 
 def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
@@ -249,19 +232,9 @@ def _bubblewrap_help() -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout  # noqa: S603
 
 
-def _filter_fd() -> int | None:
-    """Return a descriptor that holds the system-call filter, for the caller to close; None where pyseccomp is missing."""
-    program = _filter_program()
-    if program is None:
-        return None
-    fd = os.memfd_create("seccomp")
-    os.write(fd, program)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
 @cache
 def _filter_program() -> bytes | None:
+    """Return the system-call filter; None where pyseccomp is missing."""
     try:
         seccomp = importlib.import_module("pyseccomp")
     except (ImportError, OSError, RuntimeError):

@@ -27,7 +27,7 @@ import msgspec
 from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput
-from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox
+from asyncrl.reward.sandbox.bubblewrap import Sandbox, open_sandbox
 from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
 from asyncrl.reward.sandbox.guest_values import decode, only_plain
 from asyncrl.reward.sandbox.test_code import UnusableTest, examine
@@ -74,8 +74,7 @@ def build_code_exec(config: CodeExecReward) -> RewardFunction:
     Raises:
         RewardError: There is no working sandbox and the config does not say to do without.
     """
-    limits = SandboxLimits(config.cpu_s, config.wall_s, config.memory_bytes, config.output_bytes)
-    sandbox = open_sandbox(config.sandbox, limits)
+    sandbox = open_sandbox(config)
 
     def score(sample: RewardInput) -> float:
         tests = parse_tests(sample.prompt.reference_json, sample.prompt.prompt_id)

@@ -16,7 +16,7 @@ from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, PythonRe
 from asyncrl.config.run import RunConfig, SupervisionConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.pool import RewardPool
-from asyncrl.reward.worker import run_reward_worker
+from asyncrl.reward.worker import RewardWorker
 from asyncrl.reward.worker_process import MAX_PRINTED_BYTES
 from asyncrl.schema.control import Heartbeat, Shutdown
 from asyncrl.schema.samples import Prompt, Score, ScoreRequest
@@ -304,7 +304,7 @@ def run_config(*functions, **options) -> RunConfig:
 @asynccontextmanager
 async def worker_of(config, tmp_path):
     async with asyncio.timeout(60), channel_of("reward", "reward-0") as (near, far), asyncio.TaskGroup() as group:
-        worker = group.create_task(run_reward_worker(config, tmp_path, near, SystemClock(), "reward-0"))
+        worker = group.create_task(RewardWorker(config, tmp_path, near, SystemClock()).run())
         yield Controller(far)
         await worker
 

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.sandbox.bubblewrap import Sandbox, SandboxLimits, open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox.bubblewrap import Sandbox, open_sandbox, probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, run_tests
 from asyncrl.reward.sandbox.confined import ProgramStopped, resident_bytes_of_tree
 from asyncrl.schema.samples import Prompt
@@ -26,7 +26,7 @@ MEMORY_BYTES = 256 << 20
 
 
 def make_sandbox(**limits) -> Sandbox:
-    return open_sandbox("bubblewrap", SandboxLimits(**{"cpu_s": 1, "wall_s": 60, "memory_bytes": MEMORY_BYTES, **limits}))
+    return open_sandbox(CodeExecReward(**{"cpu_s": 1, "wall_s": 60, "memory_bytes": MEMORY_BYTES, **limits}))
 
 
 def run_script(code: str, stdin: str = "", **limits) -> dict:
@@ -66,10 +66,11 @@ def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(kind):
 OUT_OF_DESCRIPTORS = """
 import sys
 from asyncrl.errors import RewardError
-from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox
+from asyncrl.config.reward import CodeExecReward
+from asyncrl.reward.sandbox.bubblewrap import open_sandbox
 from tests.descriptors import descriptors_left, open_descriptors
 
-sandbox = open_sandbox(sys.argv[1], SandboxLimits())
+sandbox = open_sandbox(CodeExecReward(sandbox=sys.argv[1]))
 sandbox.launch().close()
 descriptors, outcomes = open_descriptors(), []
 for free in range(16):
@@ -261,8 +262,9 @@ def test_one_test_in_a_loop_does_not_fail_the_others():
 def test_sandbox_dies_with_the_process_that_started_it(tmp_path):
     code = """
 import sys
-from asyncrl.reward.sandbox.bubblewrap import SandboxLimits, open_sandbox
-confined = open_sandbox("bubblewrap", SandboxLimits()).launch("import time; time.sleep(100)")
+from asyncrl.config.reward import CodeExecReward
+from asyncrl.reward.sandbox.bubblewrap import open_sandbox
+confined = open_sandbox(CodeExecReward()).launch("import time; time.sleep(100)")
 confined.begin()
 confined.send({"op": "run", "stdin": ""})
 print(confined.pid, flush=True)

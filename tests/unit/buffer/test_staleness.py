@@ -12,7 +12,6 @@ def test_token_sample_in_flight_and_in_queue_parts():
     assert figures.token_histogram == {0: 10, 1: 30, 2: 10}
     assert figures.token_mean == pytest.approx((30 + 20) / 50)
     assert (figures.token_max, figures.sample_max) == (2, 2)
-    assert figures.sample_histogram == {0: 1, 2: 1}
     assert figures.sample_mean == 1.0
     assert (figures.in_flight_mean, figures.in_flight_max) == (0.5, 1)
     assert (figures.in_queue_mean, figures.in_queue_max) == (0.5, 1)

@@ -4,8 +4,8 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, GroupsRestored
-from asyncrl.buffer.state import BufferLimits, BufferState
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, BufferLimits, GroupsRestored
+from asyncrl.buffer.state import BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
 

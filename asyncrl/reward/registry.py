@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -90,7 +91,7 @@ def build_reward(config: RewardFunctionConfig) -> RewardFunction:
 
 async def batch_values(
     rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At
-) -> dict[tuple[int, int], float | RewardError]:
+) -> dict[int, dict[int, float | RewardError]]:
     """Have the functions that take several samples judge those that came together.
 
     Args:
@@ -99,19 +100,24 @@ async def batch_values(
         at: See `At`.
 
     Returns:
-        By sample and function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
+        By sample, then by function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
     """
-    values: dict[tuple[int, int], float | RewardError] = {}
+    values: dict[int, dict[int, float | RewardError]] = defaultdict(dict)
     for number, reward in enumerate(rewards):
         wanted = [index for index, (_, skipped) in enumerate(items) if number not in skipped]
         if reward.batch is not None and len(wanted) > 1:
             at(wanted[0], number, True)
             try:
-                told, _ = await _call(reward.name, lambda: reward.batch([items[index][0] for index in wanted]), None)  # type: ignore[misc] # noqa: B023
+                told: object = reward.batch([items[index][0] for index in wanted])
+                if inspect.isawaitable(told):
+                    told, _ = await _awaited(reward.name, told, None)
                 numbers = _checked_batch(reward.name, told, len(wanted))
-            except RewardError:
+            except MemoryError:
+                raise
+            except BaseException:  # noqa: BLE001, S112 - see above
                 continue
-            values.update(((index, number), value) for index, value in zip(wanted, numbers, strict=True))
+            for index, value in zip(wanted, numbers, strict=True):
+                values[index][number] = value
     return values
 
 
@@ -139,9 +145,17 @@ async def score_sample(
         value = values.get(number)
         if value is None:
             at(number)
-            told, is_late = await _call(name, lambda: function(sample), limit_s)  # noqa: B023
+            told: object
+            try:
+                told = function(sample)
+            except MemoryError:
+                raise
+            except BaseException as error:  # SystemExit too is the function's own
+                raise _error_of(name, error) from error
+            if not isinstance(told, float | int) and inspect.isawaitable(told):
+                told, is_late = await _awaited(name, told, limit_s)
+                late += [number] * is_late
             value = _checked(name, told)
-            late += [number] * is_late
         if isinstance(value, RewardError):
             raise value
         parts[name] = value
@@ -151,26 +165,21 @@ async def score_sample(
     return Scored(total, parts, tuple(late))
 
 
-async def _call(name: str, function: Callable[[], object], limit_s: float | None) -> tuple[object, bool]:
-    """Return what a function returned, and whether it is 0 because it ran out of time."""
-    error: BaseException | None = None
-    try:
-        value = function()
-        if inspect.isawaitable(value) and limit_s is None:
-            value = await value
-        elif inspect.isawaitable(value):
-            waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
-            if not (await asyncio.wait({waiting}, timeout=limit_s))[0]:
-                waiting.cancel()
-                return 0.0, True
-            value, error = waiting.result()
-    except BaseException as raised:  # noqa: BLE001 - SystemExit and a CancelledError that nobody asked for are the function's own too
-        error = raised
+async def _awaited(name: str, value: Awaitable[object], limit_s: float | None) -> tuple[object, bool]:
+    """Return what a function's answer is, and whether it is 0 because it ran out of time."""
+    if limit_s is None:
+        told, error = await _settled(value)
+    else:
+        waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
+        if not (await asyncio.wait({waiting}, timeout=limit_s))[0]:
+            waiting.cancel()
+            return 0.0, True
+        told, error = waiting.result()
     if isinstance(error, MemoryError):
         raise error
     if error is not None:
-        raise RewardError(f"{name}: {type(error).__name__}: {shown(error)}") from error
-    return value, False
+        raise _error_of(name, error) from error
+    return told, False
 
 
 async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | None]:
@@ -179,6 +188,10 @@ async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | No
         return await value, None
     except BaseException as error:  # noqa: BLE001 - see above
         return None, error
+
+
+def _error_of(name: str, error: BaseException) -> RewardError:
+    return RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
 
 
 def _checked(name: str, value: object) -> float:

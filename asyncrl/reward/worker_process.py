@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 120.0
 """Importing what rewards need, on a busy machine."""
+NOTHING: Mapping[int, float | RewardError] = {}
 TELL_EVERY_S = 0.002
 """What a process judges faster than this is told together."""
 MAX_PRINTED_BYTES = 1 << 20
@@ -348,7 +349,9 @@ async def _score_all(
             )
             judgements, told_s = list[Judgement](), time.monotonic()
             for index, item in enumerate(work.items):
-                values = dict.fromkeys(item.skipped, 0.0) | {at: told for (which, at), told in told_by.items() if which == index}
+                values = told_by.get(index, NOTHING)
+                if item.skipped:
+                    values = {**values, **dict.fromkeys(item.skipped, 0.0)}
                 at = partial(_set_mark, mark, first, index, in_batch=together)
                 judging = _judge(score_sample(rewards, item.sample, values, at, limit_s if together else None), first + index)
                 if together:

@@ -16,8 +16,7 @@ def score(rewards, *items):
 
     async def scored():
         values = await batch_values(rewards, [(item, ()) for item in items], lambda *_: None)
-        known = [{number: value for (at, number), value in values.items() if at == index} for index in range(len(items))]
-        return [await score_sample(rewards, item, told) for item, told in zip(items, known, strict=True)]
+        return [await score_sample(rewards, item, values.get(index, {})) for index, item in enumerate(items)]
 
     return [(one.total, one.parts) for one in asyncio.run(scored())]
 

@@ -175,14 +175,13 @@ class Edge:
             return f"group {message.group_id} has no members {indices[:8]}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
-        return self._prompt_refusal(peer, message) if isinstance(message, Samples) else ""
-
-    def _prompt_refusal(self, peer: Peer, samples: Samples) -> str:
-        prompt_ids, source = self._buffer.prompt_ids(samples.group_id)
-        if source not in {"", peer.name}:
-            return ""  # another generator's word: where the two differ, neither is believed (Dispatcher.take_samples)
-        known = prompt_ids or self._prompts.setdefault(samples.group_id, samples.prompt_ids)
-        return "" if known == samples.prompt_ids else f"its prompt is not that of group {samples.group_id}"
+        if isinstance(message, Samples):
+            known, source = self._buffer.prompt_ids(message.group_id)
+            # Where another generator's word is another one, neither is believed (Dispatcher.take_samples).
+            if source in {"", peer.name}:
+                known = known or self._prompts.setdefault(message.group_id, message.prompt_ids)
+                return "" if known == message.prompt_ids else f"its prompt is not that of group {message.group_id}"
+        return ""
 
 
 def vocabulary_of(model_folder: str) -> int:

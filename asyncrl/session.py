@@ -448,24 +448,25 @@ class Session:
                 self.config = self._with_rate(learning_rate)
                 self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
             self._open, group_ids, self._group_ids = None, self._group_ids, ()
-            self._last = await self._on_thread(lambda: self._updated(step))
+
+            def updated() -> StepResult:
+                """Make every update of the step, whose first one has its gradients."""
+                updates = len(step.plan.prepared.updates)
+                for number in range(step.plan.num_updates):
+                    if number > 0:
+                        step.backward(number % updates)
+                    step.update()
+                result = step.result()
+                if self._token_file is not None:
+                    self._token_file.write(result.tokens)
+                return result
+
+            self._last = await self._on_thread(updated)
             self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
         if self._last is None:
             raise LearnerError("there are no gradients; `forward_backward` comes first")
         await self._tell()
         return self._last
-
-    def _updated(self, step: OpenStep) -> StepResult:
-        """Make every update of a step whose first one has its gradients."""
-        updates = len(step.plan.prepared.updates)
-        for number in range(step.plan.num_updates):
-            if number > 0:
-                step.backward(number % updates)
-            step.update()
-        result = step.result()
-        if self._token_file is not None:
-            self._token_file.write(result.tokens)
-        return result
 
     async def _tell(self) -> None:
         """Have the run know of the newest step, and the generators of its version, if they do not yet."""

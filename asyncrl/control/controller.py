@@ -30,7 +30,6 @@ import msgspec
 
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
@@ -122,11 +121,14 @@ class Controller:
             logs_folder=str(self.run_folder / "logs"),
         )
         self.recorder = parts.recorder
-        if self.recorder is not None:
-            self.lifecycle.watchers = (self.recorder.note,)
-            self.feeder.record = self._record_step if config.observe.record == "batches" else None
+        if (recorder := self.recorder) is not None:
+            self.lifecycle.watchers = (recorder.note,)
+            if config.observe.record == "batches":
+                self.feeder.record = lambda taken: RecordedStep(
+                    taken.step, recorder.life, taken.groups, taken.params
+                ).write(recorder.folder)  # fmt: skip
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
-            self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
+            recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
         callbacks = SupervisorCallbacks(
             self._on_dead, self._on_phase, self._on_end, self._on_restart,
             on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
@@ -726,10 +728,6 @@ class Controller:
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
             self.switching.leave(name, kind)
-
-    def _record_step(self, taken: TakenStep) -> None:
-        assert self.recorder is not None
-        RecordedStep(taken.step, self.recorder.life, taken.groups, taken.params).write(self.recorder.folder)
 
     def _on_restart(self, record: PidRecord) -> None:
         text = f"incarnation {record.incarnation}, pid {record.pid}"

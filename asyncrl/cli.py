@@ -158,13 +158,20 @@ def resume(
     detach: DetachOption = False,
 ) -> None:
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
-    from asyncrl.client import Run, is_live
+    from asyncrl.client import CONTROLLER_END_S, Run, is_live
     from asyncrl.config.load import load_config
+    from asyncrl.control.launch.controller_process import until_gone
     from asyncrl.observe.steps import read_steps
 
     folder = _newest(folder)
-    if is_live(folder) and _resumed_where_it_lives(folder):
-        return
+    if is_live(folder):
+        with contextlib.suppress(LaunchError, RunLostError):  # it ended as it was asked
+            if _ask(folder, "status").phase in {"paused", "starting", "warming", "running", "evaluating"}:
+                _print_status(_ask(folder, "resume"), as_json=False)
+                return
+        print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
+        if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
+            raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
     done = steps[-1].version if steps else 0
     checkpoints = sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal())
@@ -174,24 +181,6 @@ def resume(
             "takes it further"
         )
     _carry_out(Run(config, resume=folder, detached=detach), detach=detach, plain=plain, first=done)
-
-
-def _resumed_where_it_lives(folder: Path) -> bool:
-    """Have a paused run go on; False once the controller of one that has ended, or is about to, is gone."""
-    from asyncrl.client import CONTROLLER_END_S
-    from asyncrl.control.launch.controller_process import until_gone
-
-    try:
-        live = _ask(folder, "status")
-        if live.phase in {"paused", "starting", "warming", "running", "evaluating"}:
-            _print_status(_ask(folder, "resume"), as_json=False)
-            return True
-    except (LaunchError, RunLostError):
-        pass  # it ended as it was asked
-    print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
-    if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
-        raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
-    return False
 
 
 @app.command()

@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -28,7 +27,12 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import Overrides, dump_config, resolve_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import ControllerProcess, find_controllers, live_controller
+from asyncrl.control.launch.controller_process import (
+    ControllerProcess,
+    find_controllers,
+    kill_controllers,
+    live_controller,
+)
 from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
 from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
@@ -436,10 +440,7 @@ class Run(RunClient):
         with contextlib.suppress(RunError, TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self.stop()
-        pid = live_controller(self.run_folder)
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # its processes end as their standard input does
+        await asyncio.to_thread(kill_controllers, self.run_folder)
 
     async def wait(self) -> RunStatus:
         """Wait until the run has ended and return its last status.
@@ -453,18 +454,13 @@ class Run(RunClient):
 
     async def _wait_for_end(self) -> None:
         """Wait for the controller of a run that has ended: it answers no more, and its process is about to go."""
-
-        def is_ending() -> bool:
-            return not is_live(self.run_folder) and bool(find_controllers(self.run_folder))
-
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + CONTROLLER_END_S
-        while await asyncio.to_thread(is_ending):
-            if loop.time() > until_s:
-                raise LaunchError(
-                    f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
-                )
-            await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(CONTROLLER_END_S):
+                while not is_live(self.run_folder) and bool(await asyncio.to_thread(find_controllers, self.run_folder)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        except TimeoutError as error:
+            late = f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
+            raise LaunchError(late) from error
 
     @contextlib.contextmanager
     def _prepared_folder(self) -> Iterator[None]:

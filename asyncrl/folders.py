@@ -41,7 +41,19 @@ class OwnedFolder:
         """
         parent = parent or Path(tempfile.gettempdir())
         sweep(prefix, parent)
-        self.path, self._lock = _make(prefix, parent)
+        self._lock = -1
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            try:
+                lock = lock_folder(self.path)
+            except (BlockingIOError, FileNotFoundError):
+                continue  # another process's sweep came between
+            except OSError:
+                break  # a file system without locks
+            if self.path.exists():
+                self._lock = lock
+                break
+            os.close(lock)
 
     def close(self) -> None:
         """Remove it with all that is in it. Safe to repeat."""
@@ -113,18 +125,3 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False, onto
     """Write a file whole or not at all; see `replacing`."""
     with replacing(path, private=private, onto_disk=onto_disk) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def _make(prefix: str, parent: Path) -> tuple[Path, int]:
-    """Make a folder and lock it; once more where another process's sweep came between."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        try:
-            lock = lock_folder(path)
-        except (BlockingIOError, FileNotFoundError):
-            continue
-        except OSError:
-            return path, -1
-        if path.exists():
-            return path, lock
-        os.close(lock)

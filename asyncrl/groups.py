@@ -123,17 +123,14 @@ class GroupStream:
             if not self._waiting:
                 return None
             said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
-            self._given.extend(await self._ask(GroupsAsked(self._name, said, self.wanted)))
+            saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
+            try:
+                self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self.wanted)))
+            finally:
+                saying.cancel()
+                await asyncio.wait([saying])
             self._unsaid.clear()
         return self._given[0]
-
-    async def _ask(self, asked: GroupsAsked) -> list[GroupGiven]:
-        saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
-        try:
-            return await self._run.generate(asked)
-        finally:
-            saying.cancel()
-            await asyncio.wait([saying])
 
     async def _say_what_is_held(self) -> None:
         """Say so once where nothing comes until the caller does something."""

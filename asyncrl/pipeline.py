@@ -206,19 +206,6 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
         hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
 
 
-async def _reward_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
-    from asyncrl.reward.worker import RewardWorker
-
-    await RewardWorker(config, run_folder, connection, clock, name).run()
-
-
-async def _inference_worker(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
-    from asyncrl.inference.worker import run_inference_worker
-
-    os.nice(NICENESS)
-    await run_inference_worker(config, run_folder, connection, clock, name)
-
-
 @contextlib.asynccontextmanager
 async def _announcements(connection: Connection) -> AsyncIterator[Callable[[WeightsAvailable], None]]:
     """Give a function, for any thread, that tells the controller of a version."""
@@ -238,7 +225,13 @@ async def _announcements(connection: Connection) -> AsyncIterator[Callable[[Weig
         telling.cancel()
 
 
-async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
+async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
+    if config.learner.fake_step_s is not None:
+        from asyncrl.learner.fake import run_fake_learner
+
+        async with _announcements(connection) as announce:
+            await run_fake_learner(config, run_folder, connection, clock, announce)
+        return
     from asyncrl.learner.worker import run_learner
     from asyncrl.weights.media.shared_params import HybridPublisher
     from asyncrl.weights.publisher import Publisher
@@ -263,23 +256,6 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             publisher.close()
 
 
-async def _fake_learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, _name: str) -> None:
-    from asyncrl.learner.fake import run_fake_learner
-
-    async with _announcements(connection) as announce:
-        await run_fake_learner(config, run_folder, connection, clock, announce)
-
-
-Stage = Callable[[RunConfig, Path, Connection, Clock, str], Awaitable[None]]
-STAGES: dict[ProcessKind, tuple[str, Stage]] = {
-    "generator": ("asyncrl.generate.worker", _generator),
-    "reward": ("asyncrl.reward.worker", _reward_worker),
-    "inference": ("asyncrl.inference.worker", _inference_worker),
-    "learner": ("asyncrl.learner.worker", _learner),
-}
-"""What each stage imports, heavy libraries with it, and what it runs; a generator imports its engine beside."""
-FAKE_LEARNER: tuple[str, Stage] = ("asyncrl.learner.fake", _fake_learner)
-"""In the learner's place where the run has no model."""
 WITH_TORCH = frozenset({"generator", "inference", "learner"})
 """Stages whose interpreter is not torn down."""
 
@@ -290,7 +266,9 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     Everything that the stage needs is imported before it connects: an event loop that imports for long, as on a busy machine,
     looks dead to its peer. An error of the outside world is told to the controller as a Fault before the process ends.
     """
-    module, stage = STAGES[kind] if kind != "learner" or config.learner.fake_step_s is None else FAKE_LEARNER
+    module = f"asyncrl.{'generate' if kind == 'generator' else kind}.worker"
+    if kind == "learner" and config.learner.fake_step_s is not None:
+        module = "asyncrl.learner.fake"
     if kind == "generator":
         from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
 
@@ -304,8 +282,22 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
             import_engine(config)
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
+    work: Awaitable[None]
     try:
-        return await process.run_to_exit_code(stage(config, run_folder, connection, clock, name), name, connection)
+        if kind == "generator":
+            work = _generator(config, run_folder, connection, clock, name)
+        elif kind == "learner":
+            work = _learner(config, run_folder, connection, clock)
+        elif kind == "reward":
+            from asyncrl.reward.worker import RewardWorker
+
+            work = RewardWorker(config, run_folder, connection, clock, name).run()
+        else:
+            from asyncrl.inference.worker import run_inference_worker
+
+            os.nice(NICENESS)
+            work = run_inference_worker(config, run_folder, connection, clock, name)
+        return await process.run_to_exit_code(work, name, connection)
     finally:
         await connection.close()
 
@@ -316,7 +308,7 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
     from asyncrl.control.placement.gpu_share import as_joined, keep_to_own_cores
 
     with imports_without_gc():
-        import_module(STAGES["generator"][0])
+        import_module("asyncrl.generate.worker")
     async with joined(request, os.getpid(), ENDPOINT_FILE) as here:
         set_up_logging(here.name, here.config.observe.log_level)
         config = as_joined(here.config, on_same_machine=here.is_on_same_machine)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -60,8 +61,19 @@ NOT_OPEN = "this session is not open; use it inside `async with`"
 LOSS_FORMS = "a loss is a name, a function (logprobs, inputs) to a scalar tensor, or one (LossInputs, LossConfig) to LossOutputs"
 Numbers = Sequence[Sequence[float]]
 """By group and member."""
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+def _whole(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Have a call done whole, also where its caller is cancelled."""
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await to_its_end(method(*args, **kwargs))
+
+    return call
 
 
 class Session:
@@ -267,6 +279,7 @@ class Session:
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
+    @_whole
     async def train_step(
         self,
         groups: Sequence[ScoredGroup],
@@ -295,18 +308,15 @@ class Session:
             RunError: A group is too old or over (the message names it), there are not as many as a step trains, or the run has
                 ended.
         """
+        async with self._turn():
+            group_ids = _ids_of(groups)
+            if learning_rate is not None:
+                self._with_rate(learning_rate)  # a wrong one before anything is done
+            if self._last is None or self._open is not None or self._group_ids != group_ids:
+                await self._backward(groups, loss, rewards, advantages)
+            return await self._optimize(learning_rate)
 
-        async def step() -> StepResult:
-            async with self._turn():
-                group_ids = _ids_of(groups)
-                if learning_rate is not None:
-                    self._with_rate(learning_rate)  # a wrong one before anything is done
-                if self._last is None or self._open is not None or self._group_ids != group_ids:
-                    await self._backward(groups, loss, rewards, advantages)
-                return await self._optimize(learning_rate)
-
-        return await to_its_end(step())
-
+    @_whole
     async def forward_backward(
         self,
         groups: Sequence[ScoredGroup],
@@ -322,36 +332,26 @@ class Session:
         Returns:
             The loss.
         """
+        async with self._turn():
+            if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
+                return self._last.metrics["policy/loss"]
+            return (await self._backward(groups, loss, rewards, advantages)).loss
 
-        async def backward() -> float:
-            async with self._turn():
-                if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
-                    return self._last.metrics["policy/loss"]
-                return (await self._backward(groups, loss, rewards, advantages)).loss
-
-        return await to_its_end(backward())
-
+    @_whole
     async def optim_step(self, *, learning_rate: float | None = None) -> StepResult:
         """Change the weights by the gradients of `forward_backward`; without new gradients, return what the last step was like.
 
         Raises:
             LearnerError: There are no gradients, or they are not finite; the weights are those of before.
         """
+        async with self._turn():
+            return await self._optimize(learning_rate)
 
-        async def optimize() -> StepResult:
-            async with self._turn():
-                return await self._optimize(learning_rate)
-
-        return await to_its_end(optimize())
-
+    @_whole
     async def sync_weights(self) -> None:
         """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only."""
-
-        async def publish() -> None:
-            async with self._turn():
-                await self._publish()
-
-        await to_its_end(publish())
+        async with self._turn():
+            await self._publish()
 
     async def save(self) -> Path:
         """Write a checkpoint of the policy as it is now, and return its folder."""
@@ -419,33 +419,27 @@ class Session:
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
         mask_below = await self.run.take_these(group_ids)
         ordered = sorted(groups, key=lambda group: group.group_id)
-        self._open = await self._on_thread(lambda: self._gradients(ordered, mask_below, config, own_loss, given))
+
+        def gradients() -> OpenStep:
+            state = self._ready.train_state
+            batch = pack_step(
+                self.version, ordered,
+                tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
+                mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
+                screen=Screen.of(config.algorithm),
+            )  # fmt: skip
+            prepared, failed = prepare(batch, division_of(state, config)), self.run.run_folder / "failed"
+            step = OpenStep(state, prepared, config, failed_folder=failed, loss=own_loss, advantages=given)
+            try:
+                step.backward(0)
+            except BaseException:
+                step.abandon()
+                raise
+            return step
+
+        self._open = await self._on_thread(gradients)
         self._group_ids = group_ids
         return self._open
-
-    def _gradients(
-        self,
-        groups: Sequence[ScoredGroup],
-        mask_below: int,
-        config: RunConfig,
-        loss: Loss | None,
-        advantages: Mapping[tuple[int, int], float] | None,
-    ) -> OpenStep:
-        state = self._ready.train_state
-        batch = pack_step(
-            self.version, groups,
-            tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
-            mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
-            screen=Screen.of(config.algorithm),
-        )  # fmt: skip
-        prepared, failed = prepare(batch, division_of(state, config)), self.run.run_folder / "failed"
-        step = OpenStep(state, prepared, config, failed_folder=failed, loss=loss, advantages=advantages)
-        try:
-            step.backward(0)
-        except BaseException:
-            step.abandon()
-            raise
-        return step
 
     async def _optimize(self, learning_rate: float | None) -> StepResult:
         """Change the weights, and have run and generators know of it; the caller holds the lock."""
@@ -454,24 +448,25 @@ class Session:
                 self.config = self._with_rate(learning_rate)
                 self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
             self._open, group_ids, self._group_ids = None, self._group_ids, ()
-            self._last = await self._on_thread(lambda: self._updated(step))
+
+            def updated() -> StepResult:
+                """Make every update of the step, whose first one has its gradients."""
+                updates = len(step.plan.prepared.updates)
+                for number in range(step.plan.num_updates):
+                    if number > 0:
+                        step.backward(number % updates)
+                    step.update()
+                result = step.result()
+                if self._token_file is not None:
+                    self._token_file.write(result.tokens)
+                return result
+
+            self._last = await self._on_thread(updated)
             self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
         if self._last is None:
             raise LearnerError("there are no gradients; `forward_backward` comes first")
         await self._tell()
         return self._last
-
-    def _updated(self, step: OpenStep) -> StepResult:
-        """Make every update of a step whose first one has its gradients."""
-        updates = len(step.plan.prepared.updates)
-        for number in range(step.plan.num_updates):
-            if number > 0:
-                step.backward(number % updates)
-            step.update()
-        result = step.result()
-        if self._token_file is not None:
-            self._token_file.write(result.tokens)
-        return result
 
     async def _tell(self) -> None:
         """Have the run know of the newest step, and the generators of its version, if they do not yet."""

@@ -44,12 +44,22 @@ def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Calla
     module_name, colon, function_name = path.rpartition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(f"{field} takes module:function or file.py:function, got {path!r}")
-    module = _load_file(Path(module_name), path, field) if module_name.endswith(".py") else _load_module(module_name, path, field)
+    module = _load_module(module_name, f"{field} {path!r}")
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None or not callable(function):
         known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
         raise ConfigError(f"{field} {path!r}: {module_name} has no function {function_name!r}; it has {known or 'none'}")
-    _check_takes(function, arguments, f"{field} {path!r}")
+    if arguments:
+        try:
+            # Not of what a decorator wraps: the wrapper is what is called.
+            signature = inspect.signature(function, follow_wrapped=False)
+        except ValueError:  # built in: it does not say what it takes
+            return function
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            called = f"is called with ({', '.join(arguments)}) and takes {signature}"
+            raise ConfigError(f"{field} {path!r} {called}: {error}") from error
     return function
 
 
@@ -115,48 +125,28 @@ def takes_batches(function: Callable[..., Any]) -> bool:
     return names[:2] == ["prompts", "texts"]
 
 
-def _check_takes(function: Callable[..., Any], arguments: Sequence[str], where: str) -> None:
-    if not arguments:
-        return
+def _load_module(name: str, where: str) -> ModuleType:
+    """Import a module by its name, or from its file; an error begins with `where`."""
+    file = Path(name)
+    is_file, own_name = name.endswith(".py"), f"asyncrl_user_{file.stem}"
+    if is_file and not file.is_file():
+        raise ConfigError(f"{where}: there is no file {file}")
     try:
-        # Not of what a decorator wraps: the wrapper is what is called.
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # built in: it does not say what it takes
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(f"{where} is called with ({', '.join(arguments)}) and takes {signature}: {error}") from error
-
-
-def _load_module(module_name: str, path: str, field: str) -> ModuleType:
-    working_directory = str(Path.cwd())
-    if working_directory not in sys.path:
-        sys.path.append(working_directory)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # the boundary: whatever a user's module raises
-        raise ConfigError(
-            f"{field} {path!r}: cannot import {module_name!r} ({_said(error)}); it must be importable from the working "
-            "directory, PYTHONPATH or the environment's packages"
-        ) from error
-
-
-def _load_file(file: Path, path: str, field: str) -> ModuleType:
-    if not file.is_file():
-        raise ConfigError(f"{field} {path!r}: there is no file {file}")
-    name = f"asyncrl_user_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
+        if not is_file:
+            if (working_directory := str(Path.cwd())) not in sys.path:
+                sys.path.append(working_directory)
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(own_name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[own_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:  # the boundary: whatever a user's module raises
-        raise ConfigError(f"{field} {path!r}: {file} cannot be imported: {_said(error)}") from error
+        said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        if is_file:
+            raise ConfigError(f"{where}: {file} cannot be imported: {said}") from error
+        raise ConfigError(
+            f"{where}: cannot import {name!r} ({said}); it must be importable from the working directory, PYTHONPATH or the "
+            "environment's packages"
+        ) from error
     return module
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

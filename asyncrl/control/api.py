@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import Score, ScoreRequest, Scores
+from asyncrl.schema.samples import Score, ScoreRequest
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
@@ -403,7 +403,14 @@ class RunApi:
         if caller is None:
             raise RunError('this run has reward functions of its own; set reward.functions = [{kind = "caller"}]')
         caller.heard(said.caller, run.clock.now())
-        answers = [self._checked(answer) for answer in said.answers if not scores.refusal(answer, said.caller)]
+        answers = []
+        for answer in said.answers:
+            if scores.refusal(answer, said.caller):
+                continue
+            judged = answer.scores
+            if odd := odd_value(answer):  # a number cannot be used: the samples fail
+                judged = tuple([Score(score.index, 0.0, error=f"the caller's reward: {odd}") for score in judged])
+            answers.append(msgspec.structs.replace(answer, scores=judged, worker="caller", finished_s=run.clock.now()))
         if answers:
             run.take_answers(answers)
         given = list[ScoreRequest]()
@@ -419,13 +426,6 @@ class RunApi:
             if run.ending.is_set():
                 raise RunError(f"the run has ended: {run.lifecycle.reason}")
         return given
-
-    def _checked(self, answer: Scores) -> Scores:
-        """Return a program's scores, failed where a number cannot be used."""
-        scores = answer.scores
-        if odd := odd_value(answer):
-            scores = tuple([Score(score.index, 0.0, error=f"the caller's reward: {odd}") for score in scores])
-        return msgspec.structs.replace(answer, scores=scores, worker="caller", finished_s=self._run.clock.now())
 
     def _asked(self) -> AskedPrompts:
         if self._run.dispatcher.asked is None:

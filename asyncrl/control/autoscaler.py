@@ -163,17 +163,13 @@ class Autoscaler:
         self._looks.append((learner_idle, held / slots if slots else 0.0))
         if now - (self._began_s or now) >= self.scaler.config.decide_every_s:
             idle, used = (sum(values) / len(self._looks) for values in zip(*self._looks, strict=True))
-            self._began_s = None
-            self._decide(self.scaler, Window(idle, used, len(ready)), now)
-
-    def _decide(self, scaler: ScalingRule, window: Window, now: float) -> None:
-        before = scaler.wanted
-        for wanted in scaler.handle(window, now):
-            log.info(
-                "the learner is idle for %.0f %% of the time, generators use %.0f %% of their slots: %d -> %d generators",
-                100 * window.learner_idle, 100 * window.slots_used, before, wanted,
-            )  # fmt: skip
-            self.want(wanted, now)
+            self._began_s, before = None, self.scaler.wanted
+            for wanted in self.scaler.handle(Window(idle, used, len(ready)), now):
+                log.info(
+                    "the learner is idle for %.0f %% of the time, generators use %.0f %% of their slots: %d -> %d generators",
+                    100 * idle, 100 * used, before, wanted,
+                )  # fmt: skip
+                self.want(wanted, now)
 
     def want(self, number: int, now: float) -> None:
         """Have this many generators from now on; those with the highest numbers leave."""

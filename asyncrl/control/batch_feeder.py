@@ -199,7 +199,13 @@ class BatchFeeder:
         """
         async with self._outside_turn:
             if group_ids:
-                self._let_go_of_others(group_ids)
+                self.next_step, state = self.version, self._buffer.state
+                others = () if (record := state.steps.get(self.version)) is None else record.group_ids
+                if others and others != group_ids:
+                    if refusal := state.why_not(self.version, group_ids):
+                        named = ", ".join(map(str, others))
+                        raise RunError(f"{refusal}; groups {named} are taken, and can be trained together")
+                    self._buffer.set_aside(self.version, "another batch was trained in its place", self._clock.now())
             elif self.next_step > self.version:
                 raise RunError(f"step {self.next_step - 1} is taken and not trained yet; report it with `trained` first")
             if self.next_step >= self._config.num_steps:
@@ -217,20 +223,6 @@ class BatchFeeder:
                     async with asyncio.timeout(0.25):
                         await self.woken.wait()
             raise RunError("the run has ended")
-
-    def _let_go_of_others(self, group_ids: tuple[int, ...]) -> None:
-        """Make the step after the newest version the next one; what was taken for it before is set aside if these can be trained.
-
-        Raises:
-            RunError: They cannot.
-        """
-        self.next_step = self.version
-        if (record := self._buffer.state.steps.get(self.version)) is not None and record.group_ids != group_ids:
-            if refusal := self._buffer.state.why_not(self.version, group_ids):
-                raise RunError(
-                    f"{refusal}; groups {', '.join(map(str, record.group_ids))} are taken, and can be trained together"
-                )
-            self._buffer.set_aside(self.version, "another batch was trained in its place", self._clock.now())
 
     def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:
         """Turn an outside learner's report into the learner's own form.

@@ -30,7 +30,6 @@ import msgspec
 
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.payloads import TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
@@ -122,12 +121,18 @@ class Controller:
             logs_folder=str(self.run_folder / "logs"),
         )
         self.recorder = parts.recorder
-        if self.recorder is not None:
-            self.lifecycle.watchers = (self.recorder.note,)
-            self.feeder.record = self._record_step if config.observe.record == "batches" else None
+        if (recorder := self.recorder) is not None:
+            self.lifecycle.watchers = (recorder.note,)
+            if config.observe.record == "batches":
+                self.feeder.record = lambda taken: RecordedStep(
+                    taken.step, recorder.life, taken.groups, taken.params
+                ).write(recorder.folder)  # fmt: skip
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
-            self.recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
-        callbacks = SupervisorCallbacks(self._on_dead, self._on_phase, self._on_end, self._on_restart, self._on_leave)
+            recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
+        callbacks = SupervisorCallbacks(
+            self._on_dead, self._on_phase, self._on_end, self._on_restart,
+            on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
+        )  # fmt: skip
         spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
             self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, clock, self.run_folder
@@ -711,35 +716,22 @@ class Controller:
         elif kind in {"reward", "inference"}:
             self.dispatcher.judge_dead(name)
         elif kind == "learner":
-            self._set_aside_what_kills()
+            if (over := self.feeder.learner_dead()) is not None:  # the batch that it died over is dropped now
+                step, groups = over
+                file = f"set_aside/step-{step}.msgpack"
+                path = self.run_folder / file
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(msgspec.msgpack.encode(groups))
+                named = ", ".join(str(group.group_id) for group in groups)
+                self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
+                log.error("the learner died twice over step %d: groups %s are set aside in %s, not trained", step, named, path)
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
             self.switching.leave(name, kind)
 
-    def _record_step(self, taken: TakenStep) -> None:
-        assert self.recorder is not None
-        RecordedStep(taken.step, self.recorder.life, taken.groups, taken.params).write(self.recorder.folder)
-
-    def _set_aside_what_kills(self) -> None:
-        """Stop feeding; keep the batch that the learner died over, where that is now dropped, in the run's folder."""
-        over = self.feeder.learner_dead()
-        if over is None:
-            return
-        step, groups = over
-        file = f"set_aside/step-{step}.msgpack"
-        path = self.run_folder / file
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(msgspec.msgpack.encode(groups))
-        named = ", ".join(str(group.group_id) for group in groups)
-        self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
-        log.error("the learner died twice over step %d: groups %s are set aside in %s and not trained", step, named, path)
-
     def _on_restart(self, record: PidRecord) -> None:
         text = f"incarnation {record.incarnation}, pid {record.pid}"
         self.reporter.note_event("restart", record.name, text, self.feeder.version)
-
-    def _on_leave(self, name: str) -> None:
-        self.autoscaler.leaves(name, self.clock.now())
 
     def _on_phase(self, phase: Phase) -> None:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)

@@ -35,7 +35,6 @@ from asyncrl.schema.samples import (
     Sample,
     SampleFailure,
     Samples,
-    SamplingParams,
     Score,
     ScoreRequest,
     Scores,
@@ -120,27 +119,21 @@ class Dispatcher:
                     prompt, issue.generator, version=issue.version, group_size=size,
                     now=now, cursor=cursor, replaces=returned.replaces if returned else None,
                 )  # fmt: skip
-            self._hand_out(
-                issue.generator,
-                GroupWork(
-                    order.group_id, order.attempt, order.prompt, order.indices, self._sampling_of(order.group_id),
-                    self._config.seed,
-                    greedy_index=self.state.limits.screen.greedy_index,
-                ),
+            sampling, asked = self._sampling, self.asked.of(order.group_id) if self.asked is not None else None
+            if asked is not None and asked.max_new_tokens:
+                most = min(asked.max_new_tokens, sampling.max_new_tokens)
+                sampling = msgspec.structs.replace(sampling, max_new_tokens=most)
+            work = GroupWork(
+                order.group_id, order.attempt, order.prompt, order.indices, sampling, self._config.seed,
+                greedy_index=self.state.limits.screen.greedy_index,
             )  # fmt: skip
+            self._hand_out(issue.generator, work)
         for name, outbox in list(self._outboxes.items()):
             peer = self._peers.get(name)
             while outbox and peer is not None and peer.offer(outbox[0]):
                 outbox.popleft()
             if not outbox:
                 del self._outboxes[name]
-
-    def _sampling_of(self, group_id: int) -> SamplingParams:
-        asked = self.asked.of(group_id) if self.asked is not None else None
-        if asked is None or not asked.max_new_tokens:
-            return self._sampling
-        most = min(asked.max_new_tokens, self._sampling.max_new_tokens)
-        return msgspec.structs.replace(self._sampling, max_new_tokens=most)
 
     def _place_evaluation(self) -> None:
         evaluation = self.evaluation
@@ -220,16 +213,14 @@ class Dispatcher:
 
     def take_samples(self, arrived: Sequence[Samples], generator: str) -> list[Samples]:
         """Store what a generator has finished and ask for its rewards; return what somebody waited for."""
-        out, awaited, num_freed = self._out[generator], list[Samples](), 0
+        awaited, num_freed = list[Samples](), 0
         trained = [samples for samples in arrived if samples.purpose == "train"]
         for samples in trained:
             self._compare_prompts(samples)
         receipts = iter(self.buffer.add_samples(trained, self._clock.now()))
         for samples in arrived:
-            key = (samples.group_id, samples.attempt)
-            wanted = out.get(key, set()).intersection(samples.indices)
+            wanted = self._answered(generator, samples.group_id, samples.attempt, samples.indices)
             num_freed += len(wanted)
-            self._answered(out, key, wanted)
             if samples.purpose == "eval":
                 if wanted:
                     self._note_guest(generator, self._evaluate(samples, generator))
@@ -258,19 +249,22 @@ class Dispatcher:
                 self._note_guest(generator, reason)
             self.follow(self.buffer.drop_group(samples.group_id, reason, self._clock.now()))
 
-    @staticmethod
-    def _answered(out: dict[tuple[int, int], set[int]], key: tuple[int, int], indices: set[int]) -> None:
-        """Note that a generator has answered these members."""
-        if members := out.get(key):
-            members -= indices
-            if not members:
-                del out[key]
+    def _answered(self, generator: str, group_id: int, attempt: int, indices: Iterable[int]) -> set[int]:
+        """Note that a generator has answered these members; return those of them that it had been given."""
+        members = self._out[generator].get((group_id, attempt), set())
+        answered = members.intersection(indices)
+        members -= answered
+        if answered and not members:
+            del self._out[generator][group_id, attempt]
+        return answered
 
     def take_failure(self, failure: SampleFailure, generator: str) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
-        is_awaited, why, out = True, failure.reason or "no reason given", self._out[generator]
+        why = failure.reason or "no reason given"
+        given = generator, failure.group_id, failure.attempt, (failure.index,)
         if failure.purpose == "eval":
-            is_awaited = failure.index in out.get((failure.group_id, failure.attempt), ())
+            freed = self._answered(*given)
+            is_awaited = bool(freed)
             if is_awaited and self.evaluation is not None:
                 self.evaluation.take_failure(failure.group_id, failure.index, generator)
             self._note_guest(generator, why)
@@ -281,10 +275,8 @@ class Dispatcher:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
                 self._note_guest(generator, why, failure.group_id)
             self._note_refused(receipt.refused)
-            self.follow(receipt.instructions)
-        key = (failure.group_id, failure.attempt)
-        freed = out.get(key, set()).intersection({failure.index})
-        self._answered(out, key, freed)
+            self.follow(receipt.instructions)  # which may take back what was not sent yet
+            freed = self._answered(*given)
         self.tell(ev.MembersFinished(generator, len(freed)))
         return is_awaited
 

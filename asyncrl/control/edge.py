@@ -10,14 +10,10 @@ What is checked where it is stored (samples' arrays, a score's parts) is in buff
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import operator
-import typing
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +102,18 @@ class Edge:
         """Return why each of these messages, which came together, is not taken, or nothing."""
         self._prompts.clear()
         refusals, may_send = list[str](), MAY_SEND.get(peer.kind, frozenset())
+        kind: type[Message]
         for kind, alike in itertools.groupby(messages, type):
             if kind not in may_send:
                 refusals += [f"a {peer.kind} process does not send it" for _ in alike]
                 continue
-            speaker, look = _fields_of(kind).speaker, self._checks.get(kind, self._state_refusal)
-            refusals += [_wrong_speaker(peer, m, speaker) or odd_value(m) or look(peer, m) for m in alike]
+            look = self._checks.get(kind, self._state_refusal)
+            speaker = next((field for field in ("name", "generator", "worker") if field in kind.__struct_fields__), "")
+            for message in alike:
+                speaks_for, refusal = getattr(message, speaker, peer.name), ""
+                if speaks_for != peer.name and (speaks_for or speaker != "worker"):
+                    refusal = f"it speaks for {speaks_for[:100]!r}"
+                refusals.append(refusal or odd_value(message) or look(peer, message))
         return refusals
 
     def _state_refusal(self, peer: Peer, message: Message) -> str:
@@ -175,14 +177,13 @@ class Edge:
             return f"group {message.group_id} has no members {indices[:8]}"
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
-        return self._prompt_refusal(peer, message) if isinstance(message, Samples) else ""
-
-    def _prompt_refusal(self, peer: Peer, samples: Samples) -> str:
-        prompt_ids, source = self._buffer.prompt_ids(samples.group_id)
-        if source not in {"", peer.name}:
-            return ""  # another generator's word: where the two differ, neither is believed (Dispatcher.take_samples)
-        known = prompt_ids or self._prompts.setdefault(samples.group_id, samples.prompt_ids)
-        return "" if known == samples.prompt_ids else f"its prompt is not that of group {samples.group_id}"
+        if isinstance(message, Samples):
+            known, source = self._buffer.prompt_ids(message.group_id)
+            # Where another generator's word is another one, neither is believed (Dispatcher.take_samples).
+            if source in {"", peer.name}:
+                known = known or self._prompts.setdefault(message.group_id, message.prompt_ids)
+                return "" if known == message.prompt_ids else f"its prompt is not that of group {message.group_id}"
+        return ""
 
 
 def vocabulary_of(model_folder: str) -> int:
@@ -198,64 +199,26 @@ def _beyond(name: str, value: int, least: int, most: int) -> str:
     return "" if least <= value <= most else f"{name} is {value}, not {least} to {most}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of one kind of message, by what is to be looked at in them."""
-
-    speaker: str
-    """The one that says who speaks, where there is one."""
-    numbers: Callable[[msgspec.Struct], tuple[float, ...]]
-    """What there is in them, and so below."""
-    texts: Callable[[msgspec.Struct], tuple[str, ...]]
-    tables: tuple[str, ...]
-    parts: tuple[str, ...]
-    """Tuples of structs, which are looked at likewise."""
-
-
-@functools.cache
-def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
-    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__struct_fields__}
-
-    def of(*types: type) -> tuple[str, ...]:
-        return tuple(name for name, hint in hints.items() if (typing.get_origin(hint) or hint) in types)
-
-    speaker = next((name for name in ("name", "generator", "worker") if name in hints), "")
-    parts = tuple(name for name in of(tuple) if hasattr(typing.get_args(hints[name])[0], "__struct_fields__"))
-    numbers = tuple(name for name in of(int, float, bool) if name not in CHECKED_ELSEWHERE)
-    return _Fields(speaker, _getter(numbers), _getter(of(str)), of(dict), parts)
-
-
-def _getter(names: tuple[str, ...]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda message: tuple(getattr(message, name) for name in names)
-
-
-def _wrong_speaker(peer: Peer, message: Message, speaker: str) -> str:
-    speaks_for = getattr(message, speaker) if speaker else peer.name
-    return f"it speaks for {speaks_for[:100]!r}" if speaks_for != peer.name and (speaks_for or speaker != "worker") else ""
-
-
 def odd_value(message: msgspec.Struct) -> str:
-    """Return what is wrong with a message's numbers, tables and texts, or nothing."""
-    fields = _fields_of(type(message))
-    for number in fields.numbers(message):
-        if not -MOST_NUMBER <= number <= MOST_NUMBER:  # true of NaN, too
-            return f"{number} is no usable number"
-    for text in fields.texts(message):
-        if len(text) > MOST_TEXT:
-            return f"{len(text)} characters are too many"
-    for field in fields.tables:
-        table = getattr(message, field)
-        if len(table) > MOST_VALUES:
-            return f"{len(table)} values are too many"
-        if any(len(name) > MOST_NAME for name in table):
-            return f"the name of a value has at most {MOST_NAME} characters"
-        for number in table.values() if field not in CHECKED_ELSEWHERE else ():
-            if not -MOST_NUMBER <= number <= MOST_NUMBER:
-                return f"{number} is no usable number"
-    for field in fields.parts:
-        for each in getattr(message, field):
-            if odd := odd_value(each):
-                return odd
+    """Return what is wrong with a message's numbers, tables and texts, or nothing; structs in tuples are looked at likewise."""
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(value, float | int):
+            if not -MOST_NUMBER <= value <= MOST_NUMBER and name not in CHECKED_ELSEWHERE:  # true of NaN, too
+                return f"{value} is no usable number"
+        elif isinstance(value, str):
+            if len(value) > MOST_TEXT:
+                return f"{len(value)} characters are too many"
+        elif isinstance(value, tuple):
+            for each in value:
+                if isinstance(each, msgspec.Struct) and (odd := odd_value(each)):
+                    return odd
+        elif isinstance(value, dict):
+            if len(value) > MOST_VALUES:
+                return f"{len(value)} values are too many"
+            if any(len(key) > MOST_NAME for key in value):
+                return f"the name of a value has at most {MOST_NAME} characters"
+            for number in value.values() if name not in CHECKED_ELSEWHERE else ():
+                if not -MOST_NUMBER <= number <= MOST_NUMBER:
+                    return f"{number} is no usable number"
     return ""

@@ -188,7 +188,12 @@ def exec_join(run_folder: str, address: str, keys: str, overrides: tuple[str, ..
     Raises:
         ConfigError: The settings are not a generator's to make, or keys come without an address.
     """
-    check_overrides(overrides)
+    for override in overrides:
+        if not override.startswith(OWN_SETTINGS):
+            raise ConfigError(
+                f"--set {override}: a generator that joins takes the run's config, and may set only generate.engine.*, "
+                "generate.model_folder and observe.log_level for itself"
+            )
     if keys and not address:
         raise ConfigError("--keys goes with --address; a run folder has its keys in itself")
     request = JoinRequest(run_folder=run_folder, address=address, keys=keys, overrides=overrides)
@@ -212,7 +217,6 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
         TransportError: Nobody answered, or the run refused us; the message says why.
     """
     host = platform.node()
-    check_overrides(request.overrides)
     with OwnedFolder("asyncrl-join-") as owned:
         address, folder = _find_run(request, owned.path, endpoint_file)
         transport = load_config(folder / "config.toml").transport if request.run_folder else TransportConfig()
@@ -258,20 +262,6 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
     finally:
         for number in LEAVE_ON:
             loop.remove_signal_handler(number)
-
-
-def check_overrides(overrides: tuple[str, ...]) -> None:
-    """Refuse settings that are the run's.
-
-    Raises:
-        ConfigError: Names the first one.
-    """
-    for override in overrides:
-        if not override.startswith(OWN_SETTINGS):
-            raise ConfigError(
-                f"--set {override}: a generator that joins takes the run's config, and may set only generate.engine.*, "
-                "generate.model_folder and observe.log_level for itself"
-            )
 
 
 def own_config(terms: JoinTerms, overrides: tuple[str, ...], folder: Path) -> RunConfig:

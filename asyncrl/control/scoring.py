@@ -155,7 +155,13 @@ class ScoreDispatcher:
             return None
         for member in members:
             del own[member]
-        scores = answer if isinstance(answer, Scores) else self._scores_of(answer)
+        if isinstance(answer, Scores):
+            scores = answer
+        else:
+            reward = sum(self._weights[name] * value for name, value in answer.rewards.items())
+            score = Score(answer.index, reward, answer.rewards, answer.error, answer.reference_logprobs)
+            times = answer.started_s, answer.finished_s
+            scores = Scores(answer.group_id, answer.attempt, (score,), answer.worker, *times, answer.purpose)
         if not other and not self._answered:
             return scores
         complete, halves = [], [scores]
@@ -200,12 +206,6 @@ class ScoreDispatcher:
                     )
                 )
         return [scores for scores in complete if scores is not None]
-
-    def _scores_of(self, models: InferResult) -> Scores:
-        reward = sum(self._weights[name] * value for name, value in models.rewards.items())
-        score = Score(models.index, reward, models.rewards, models.error, models.reference_logprobs)
-        times = models.started_s, models.finished_s
-        return Scores(models.group_id, models.attempt, (score,), models.worker, *times, models.purpose)
 
 
 def _judge(message: ScoreRequest | InferRequest | Scores | InferResult) -> JudgeKind:

@@ -221,7 +221,23 @@ async def open_launcher(
         LaunchError: No cluster answers, or nodes do not see the folder; the message names them.
     """
     await connect(launch.address)
-    await _check_nodes(run_folder)
+    look, digest = ray.remote(why_not_shared), digest_of(run_folder)
+    nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    asked = [
+        look.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            str(run_folder), digest, address
+        )
+        for node_id, address in nodes
+    ]
+    refusals = []
+    for answer, (_, address) in zip(asked, nodes, strict=True):
+        try:
+            async with asyncio.timeout(PROBE_S):
+                refusals.append(await _answer(answer))
+        except (RayError, TimeoutError) as error:
+            log.warning("node %s does not say whether it sees the run's folder: %s", address, first_line(error))
+    if blind := [refusal for refusal in refusals if refusal]:
+        raise LaunchError("; ".join(blind))
     return RayLauncher(launch, run_folder, needs_for, planned)
 
 
@@ -269,31 +285,6 @@ def _connect(address: str, runtime_env: dict[str, Any]) -> None:
     if colon and port.isdigit():
         socket.create_connection((host, int(port)), REACH_S).close()
     ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, configure_logging=False)
-
-
-async def _check_nodes(run_folder: Path) -> None:
-    """Ask every node, by a task of its own, whether it sees the run's folder.
-
-    Raises:
-        LaunchError: Some do not.
-    """
-    look, digest = ray.remote(why_not_shared), digest_of(run_folder)
-    nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-    asked = [
-        look.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            str(run_folder), digest, address
-        )
-        for node_id, address in nodes
-    ]
-    refusals = []
-    for answer, (_, address) in zip(asked, nodes, strict=True):
-        try:
-            async with asyncio.timeout(PROBE_S):
-                refusals.append(await _answer(answer))
-        except (RayError, TimeoutError) as error:
-            log.warning("node %s does not say whether it sees the run's folder: %s", address, first_line(error))
-    if blind := [refusal for refusal in refusals if refusal]:
-        raise LaunchError("; ".join(blind))
 
 
 async def _start_in(

@@ -12,8 +12,6 @@ from asyncrl.observe.decisions.machine import Value
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
-FINAL_PHASES: frozenset[Phase] = frozenset({"stopped", "failed"})
-
 
 class ProcessPlan(msgspec.Struct, frozen=True):
     """A process that the run wants to have."""

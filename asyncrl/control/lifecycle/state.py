@@ -23,7 +23,7 @@ from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.observe.decisions.machine import Machine
 from asyncrl.schema.control import ProcessKind
-from asyncrl.schema.status import Phase
+from asyncrl.schema.status import ENDED, Phase
 
 ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
 LONGEST_BACKOFF_S = 30.0
@@ -154,7 +154,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
     @property
     def over(self) -> bool:
         """Return whether the run has ended, well or not."""
-        return self.phase in ev.FINAL_PHASES
+        return self.phase in ENDED
 
     def refusal(self, event: ev.Event) -> str:
         """Return why a user's request cannot be met now, or an empty string when it can."""

@@ -184,8 +184,16 @@ class Switching:
                         peer.tell(LoadModel(self._model_folder))
                     peer.tell(order)
                 case st.EnterPhase(phase):
-                    took_s, said = self._begin(phase), "; ".join(map(_described, self._answers)) or "nothing moved"
-                    log.info("phase %s (switch %d, %.3f s): %s", phase, self.phases.number, took_s, said)
+                    took_s, said = self._begin(phase), list[str]()
+                    for answer in self._answers:
+                        mib, seconds = (
+                            sum(move.num_bytes for move in answer.moves) / MIB,
+                            sum(one.seconds for one in answer.moves),
+                        )
+                        holds = f"holds {sum(answer.resident.values()) / MIB:.1f} MiB"
+                        said.append(f"{answer.name} moved {mib:.1f} MiB in {seconds:.3f} s, {holds}")
+                    told = "; ".join(said) or "nothing moved"
+                    log.info("phase %s (switch %d, %.3f s): %s", phase, self.phases.number, took_s, told)
                     self._answers = []
                     self._give_turn(phase, True)
 
@@ -211,10 +219,3 @@ class Switching:
         self._spent_s[self._activity] += now - self._counted_s
         self._counted_s = now
         return now
-
-
-def _described(answer: PhaseReached) -> str:
-    """Return an answer in words."""
-    seconds, num_bytes = sum(move.seconds for move in answer.moves), sum(move.num_bytes for move in answer.moves)
-    moved = f"moved {num_bytes / MIB:.1f} MiB in {seconds:.3f} s" if answer.moves else "moved nothing"
-    return f"{answer.name} {moved}, holds {sum(answer.resident.values()) / MIB:.1f} MiB"

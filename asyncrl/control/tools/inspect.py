@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,33 +40,26 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
                 return msgspec.json.encode(story).decode()
             row = story.row if isinstance(story, SampleStory) else None
             return _story_text(story, find_sample(run_folder, row.group_id, row.index) if row else None)
-        overview = {
-            "states": reader.counts(),
-            "versions": reader.versions(),
-            "steps": reader.steps(last=10),
-            "prompts": [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id],
-        }
-    return msgspec.json.encode(overview).decode() if as_json else _overview_text(overview)
-
-
-def _overview_text(overview: dict[str, Any]) -> str:
-    total = sum(row.groups for row in overview["states"])
+        states, versions, steps = reader.counts(), reader.versions(), reader.steps(last=10)
+        prompts = [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id]
+    if as_json:
+        return msgspec.json.encode({"states": states, "versions": versions, "steps": steps, "prompts": prompts}).decode()
     sections = [
-        f"{total} groups issued",
-        _table(("state", "reason", "groups"), [(row.state, row.reason, row.groups) for row in overview["states"]]),
+        f"{sum(row.groups for row in states)} groups issued",
+        _table(("state", "reason", "groups"), [(row.state, row.reason, row.groups) for row in states]),
         _table(
             ("oldest version", "samples", "tokens", "mean reward"),
-            [(row.version, row.samples, row.tokens, row.mean_reward) for row in overview["versions"][-20:]],
+            [(row.version, row.samples, row.tokens, row.mean_reward) for row in versions[-20:]],
         ),
         _table(
             ("step", "state", "groups", "max staleness"),
-            [(row.step, row.state, len(row.group_ids), row.max_staleness) for row in overview["steps"]],
+            [(row.step, row.state, len(row.group_ids), row.max_staleness) for row in steps],
         ),
         _table(
             ("prompt", "groups", "trained", "dropped", "failed", "mean reward", "mean tokens"),
             [
                 (row.prompt_id, row.groups, row.trained, row.dropped, row.failed, row.mean_reward, row.mean_tokens)
-                for row in overview["prompts"]
+                for row in prompts
             ],
         ),
     ]

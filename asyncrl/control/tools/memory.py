@@ -41,23 +41,9 @@ def policy_shape(model: ModelConfig) -> ModelShape:
     return _shape_in(model.path, "model.path")
 
 
-def training_row_parts(config: RunConfig) -> dict[str, int]:
-    """Return what the learner needs for one row in forward and backward: activations, and logits or a layer's backward."""
-    learner, shape = config.learner, policy_shape(config.model)
-    longest = config.samples_per_step * config.generate.engine.max_sequence_tokens
-    row = training_row(
-        shape,
-        min(config.packing.tokens_per_row, longest),
-        BYTES[learner.dtype],
-        checkpointing=learner.gradient_checkpointing,
-        chunk_tokens=learner.logprob_chunk_tokens if learner.logprobs == "chunked" else 0,
-    )
-    return {name: int(size) for name, size in row.items()}
-
-
 def training_sizes(config: RunConfig) -> dict[str, int]:
     """Return what one rank of the learner has on its device while it trains: weights, state, gradients, one row in the making."""
-    sizes: dict[str, int] = {}
+    sizes, learner = dict[str, int](), config.learner
     gradients = 0
     for model, parts in learner_parts(config).items():
         if model != "reference":
@@ -65,7 +51,13 @@ def training_sizes(config: RunConfig) -> dict[str, int]:
             state = _on_device(parts, "masters") + _on_device(parts, "moments")
             sizes |= {model: _on_device(parts, "weights"), f"{model} optimizer": state}
     whole = {**sizes, "gradients": gradients}
-    return {name: size // config.learner.ranks for name, size in whole.items()} | training_row_parts(config)
+    longest = config.samples_per_step * config.generate.engine.max_sequence_tokens
+    row = training_row(
+        policy_shape(config.model), min(config.packing.tokens_per_row, longest), BYTES[learner.dtype],
+        checkpointing=learner.gradient_checkpointing,
+        chunk_tokens=learner.logprob_chunk_tokens if learner.logprobs == "chunked" else 0,
+    )  # fmt: skip
+    return {name: size // learner.ranks for name, size in whole.items()} | {name: int(size) for name, size in row.items()}
 
 
 def reference_sizes(config: RunConfig) -> dict[str, int]:

@@ -95,6 +95,8 @@ class GroupIssued(Value, frozen=True):
     """Live on that generator: no token of the group can be older."""
     replaces: int | None = None
     """The dropped or failed group whose prompt this is again."""
+    external: bool = False
+    """Outside code generated it, who is named in place of a generator; its samples follow at once."""
 
 
 class GroupPlaced(Value, frozen=True):
@@ -103,18 +105,6 @@ class GroupPlaced(Value, frozen=True):
     group_id: int
     generator: str
     version: int
-
-
-class ExternalGroupAdded(Value, frozen=True):
-    """Outside code submitted a whole generated group."""
-
-    group_id: int
-    prompt_id: str
-    submitter: str
-    version_counts: tuple[VersionCounts, ...]
-    """One per member."""
-    truncated: tuple[int, ...] = ()
-    """Members cut off by the length limit."""
 
 
 class SamplesFinished(Value, frozen=True, gc=False):
@@ -198,7 +188,6 @@ BufferEvent = (
     | BoundsChanged
     | GroupIssued
     | GroupPlaced
-    | ExternalGroupAdded
     | SamplesFinished
     | SamplesScored
     | SampleFailed
@@ -274,19 +263,12 @@ class TakeGroups(Value, frozen=True):
 
 
 class Wait(Value, frozen=True):
-    """The step cannot be taken before these groups are finished: it is their last chance, or the places left run out."""
+    """The step cannot be taken yet."""
 
     step: int
     group_ids: tuple[int, ...]
+    """Those that must be finished first: it is their last chance, or the places left run out. None: too few are ready."""
     reason: str
-
-
-class NotEnough(Value, frozen=True):
-    """Fewer groups are ready than a step needs."""
-
-    step: int
-    have: int
-    need: int
 
 
 class ScreenLifted(Value, frozen=True):
@@ -308,4 +290,4 @@ class ScreenStands(Value, frozen=True):
     """Groups dropped one after the other, this one included."""
 
 
-BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands
+BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | ScreenLifted | ScreenStands

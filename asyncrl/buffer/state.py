@@ -77,7 +77,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
             ev.GroupPlaced: self._group_placed,
-            ev.ExternalGroupAdded: self._external_group_added,
             ev.SamplesFinished: self._samples_finished,
             ev.SamplesScored: self._samples_scored,
             ev.SampleFailed: self._sample_failed,
@@ -252,16 +251,21 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
-    def _enter(self, group: Group) -> None:
-        assert group.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {group.group_id}"
-        self.next_group_id += 1
-        self.groups[group.group_id] = group
-
     def _group_issued(self, event: ev.GroupIssued, now: float) -> list[BufferInstruction]:
-        retries = self.returned.pop(event.replaces, 0) if event.replaces is not None else 0
-        group = Group(event.group_id, event.prompt_id, event.size, event.version, now, generator=event.generator, retries=retries)
-        self._enter(group)
-        self.pool.change(event.generator, add_members=event.size)
+        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
+        self.next_group_id += 1
+        self.groups[event.group_id] = Group(
+            event.group_id,
+            event.prompt_id,
+            event.size,
+            event.version,
+            now,
+            generator=event.generator,
+            retries=self.returned.pop(event.replaces, 0) if event.replaces is not None else 0,
+            external=event.external,
+        )
+        if not event.external:
+            self.pool.change(event.generator, add_members=event.size)
         return []
 
     def _group_placed(self, event: ev.GroupPlaced, _: float) -> list[BufferInstruction]:
@@ -274,22 +278,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._unplaced.discard(event.group_id)
         self.pool.change(event.generator, add_members=len(group.pending))
         return []
-
-    def _external_group_added(self, event: ev.ExternalGroupAdded, now: float) -> list[BufferInstruction]:
-        group = Group(
-            event.group_id,
-            event.prompt_id,
-            len(event.version_counts),
-            min(counts[0][0] for counts in event.version_counts),
-            now,
-            generator=event.submitter,
-            external=True,
-            members=["generated"] * len(event.version_counts),
-            version_counts=list(event.version_counts),
-            truncated=set(event.truncated),
-        )
-        self._enter(group)
-        return [ev.ScoreMembers(group.group_id, group.unscored), self._move(group, "scoring", now)]
 
     def _generator_gone(self, event: ev.GeneratorGone, now: float) -> list[BufferInstruction]:
         self.pool.remove(event.name)

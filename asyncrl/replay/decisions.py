@@ -124,7 +124,8 @@ def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: m
     """Have one event enter its machine; return how what follows differs from the run, or nothing."""
     name, now, raw, recorded = entry
     event, machine = _DECODE[name](raw), machines[name]
-    if isinstance(machine, BufferState) and isinstance(event, GroupIssued | GroupPlaced):
+    is_handed_out = isinstance(event, GroupPlaced) or (isinstance(event, GroupIssued) and not event.external)
+    if isinstance(machine, BufferState) and is_handed_out:
         to = (event.generator, event.version)
         if (allowed := machine.next_issue()) != (
             IssueGroup(*to) if isinstance(event, GroupIssued) else ReissueGroup(event.group_id, *to)

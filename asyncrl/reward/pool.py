@@ -173,7 +173,7 @@ class RewardPool:
         mean_s = _BATCH_WORK_S
         while True:
             jobs.append(await self._waiting.get())
-            room = min(self._most_together, MOST_TOGETHER)
+            room = self._most_together
             if self._most_together <= 1:
                 room = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
             while len(jobs) < room and not self._waiting.empty():

@@ -6,8 +6,8 @@ of memory or die: the pool notices and replaces it. It dies with its parent, hol
 never imports torch unless a user's reward does. Before each function it writes into a shared mark which sample and which
 function it is at, so that the pool knows what to blame.
 
-The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order, as many
-at a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes, little-endian, and the payload.
+The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Item` of a list one `Judgement`, in order, as many at
+a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes, little-endian, and the payload.
 """
 
 from __future__ import annotations
@@ -66,17 +66,11 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One sample to score."""
+    """One sample to score; a list of them goes from pool to process."""
 
     sample: RewardInput
     skipped: tuple[int, ...] = ()
     """Functions that score 0 without being called: the sample made them run out of time or memory."""
-
-
-class Work(msgspec.Struct, frozen=True):
-    """Pool to process: score these."""
-
-    items: tuple[Item, ...]
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -110,7 +104,7 @@ class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error o
 _judgements = msgspec.msgpack.Decoder(tuple[Judgement, ...])
 
 
-def _message(message: msgspec.Struct | list[Judgement]) -> bytes:
+def _message(message: Begin | Ready | list[Item] | list[Judgement]) -> bytes:
     payload = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
@@ -235,7 +229,7 @@ class ScoringProcess:
         """
         assert self._writer is not None, "begin comes first"
         self.num_sent += len(items)
-        self._writer.write(_message(Work(tuple(items))))
+        self._writer.write(_message(items))
 
     async def judgements(self, most: int) -> tuple[Judgement, ...]:
         """Return the judgements of the next samples, at least one and at most so many.
@@ -318,9 +312,9 @@ def main() -> None:
         def at(index: int, function: int, in_batch: bool) -> None:
             _MARK.pack_into(mark, 0, num_done + 1 + index, function, in_batch)
 
-        decoder, num_done = msgspec.msgpack.Decoder(Work), 0
+        decoder, num_done = msgspec.msgpack.Decoder(list[Item]), 0
         while payload := _read_message(stream):
-            items = [(item.sample, item.skipped) for item in decoder.decode(payload).items]
+            items = [(item.sample, item.skipped) for item in decoder.decode(payload)]
             outcomes = score_together(rewards, items, lambda pending: runner.run(awaited(pending)), at)
             if not _answer(pool, outcomes):
                 return

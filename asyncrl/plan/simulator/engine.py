@@ -50,9 +50,7 @@ def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -
         >>> simulate(Scenario(num_steps=10)).lost_groups
         0
     """
-    simulation = Simulation(scenario, on_step)
-    simulation.run()
-    return simulation.outcome()
+    return Simulation(scenario, on_step).run()
 
 
 class Simulation:
@@ -96,8 +94,8 @@ class Simulation:
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Simulate until the last step is done."""
+    def run(self) -> Outcome:
+        """Simulate until the last step is done; speeds and shares are of the steps after the warm-up."""
         for generator in self._generators.values():
             self._start(generator)
         while self._heap and self._version < self._scenario.num_steps:
@@ -105,6 +103,7 @@ class Simulation:
             self._num_events += 1
             act()
         self._buffer.check_invariants()
+        return self._outcome()
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self._now_s + delay_s, next(self._order), act))
@@ -294,8 +293,7 @@ class Simulation:
 
     # -- what came of it -------------------------------------------------------------------------------------------------
 
-    def outcome(self) -> Outcome:
-        """Return the figures; speeds and shares are of the steps after the warm-up."""
+    def _outcome(self) -> Outcome:
         counts, scenario, num_done = self._buffer.counts(), self._scenario, len(self._marks)
         done, first = self._taken[:num_done], int(WARM_UP * num_done)
         made = Outcome(

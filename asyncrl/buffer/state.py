@@ -33,7 +33,7 @@ from asyncrl.observe.decisions.machine import Machine
 _NO_LIMIT = 1 << 62
 
 
-class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
+class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     """The state machine.
 
     Args:
@@ -73,7 +73,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
-        self._story: deque[tuple[float, ev.BufferEvent | GroupsRestored]] = deque(maxlen=256)
+        self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
             ev.GroupPlaced: self._group_placed,
@@ -89,7 +89,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             ev.StepSetAside: self._step_set_aside,
         }
 
-    def _decide(self, event: ev.BufferEvent | GroupsRestored, now: float) -> list[BufferInstruction]:
+    def _decide(self, event: ev.BufferEvent, now: float) -> list[BufferInstruction]:
         """Repeats are harmless: what a member is past, or a group that is over, changes nothing."""
         if handler := self._handlers.get(type(event)):
             self._story.append((now, event))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import Prompt, derive_seed
 
 ROUNDS = 6
@@ -27,13 +26,7 @@ class PromptSequence:
     """
 
     def __init__(self, train: Sequence[Prompt], seed: int) -> None:
-        """Order `train` by `seed`.
-
-        Raises:
-            ConfigError: There is no prompt to train on.
-        """
-        if not train:
-            raise ConfigError("the task has no prompts to train on; lower task.held_out or give it more data")
+        """Order `train`, at least one, by `seed`."""
         self._train = train
         self._seed = seed
 

@@ -83,14 +83,9 @@ def restore(path: Path, state: BufferState, now: float = 0.0) -> Restored:
             forgotten_steps = forgotten_before(connection)
     try:
         with reading(path, "groups and steps", "together"):
+            to_repeat = {group_id: returns for group_id, returns, *_ in returned}
             held_groups = GroupsRestored(
-                tuple(groups),
-                tuple(steps),
-                next_group_id=next_group_id,
-                dropped=by_reason["dropped"],
-                failed=by_reason["failed"],
-                returned={group_id: returns for group_id, returns, *_ in returned},
-                forgotten_steps=forgotten_steps,
+                tuple(groups), tuple(steps), next_group_id, **by_reason, returned=to_repeat, forgotten_steps=forgotten_steps
             )
             state.handle(held_groups, now)
         state.check_invariants()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncrl.buffer.group import BufferLimits
@@ -77,14 +76,6 @@ class GeneratorPool:
         """Return the number of generators."""
         return len(self._by_name)
 
-    def __iter__(self) -> Iterator[Generator]:
-        """Go over all of them."""
-        return iter(self._by_name.values())
-
-    def get(self, name: str) -> Generator | None:
-        """Return a generator; None where it is unknown."""
-        return self._by_name.get(name)
-
     def members_on(self, name: str) -> int:
         """Return how many members this generator holds; 0 where it is unknown."""
         known = self._by_name.get(name)
@@ -138,7 +129,7 @@ class GeneratorPool:
 
     def check(self) -> None:
         """Raise AssertionError where a count has become impossible."""
-        for generator in self:
+        for generator in self._by_name.values():
             assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
             assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
 

@@ -10,7 +10,7 @@ Nothing here waits, except `write` of a ledger that falls behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -47,11 +47,8 @@ class Buffer:
     Args:
         state: The machine; already restored where the ledger holds something.
         ledger: The books.
-        tokens_per_row: Row budget recorded with each step; longer samples are refused.
-        temperature: Recorded with each step.
+        params: Recorded with each step; samples longer than its row budget are refused.
         needs_reference: Scores must bring reference log-probabilities: the reference is on inference workers.
-        minibatches: Recorded with each step: updates whose groups share no row.
-        settings: Recorded with each step: what the learner reads anew at each.
         restored: What the ledger held besides the state.
 
     Example:
@@ -65,23 +62,19 @@ class Buffer:
         self,
         state: BufferState,
         ledger: Ledger,
+        params: StepParams = StepParams(0, 0, 1.0),  # noqa: B008 - frozen
         *,
-        tokens_per_row: int = 0,
-        temperature: float = 1.0,
         needs_reference: bool = False,
-        minibatches: int = 1,
-        settings: Mapping[str, float | int | None] | None = None,
         restored: Restored | None = None,
     ) -> None:
         self.state = state
         self.ledger = ledger
-        self._tokens_per_row = tokens_per_row
         self._needs_reference = needs_reference
         restored = restored or Restored()
         self._held: dict[int, HeldGroup] = restored.held
         self._returned: dict[int, Prompt] = restored.returned
         """Prompts that wait to be issued again, by the group that was dropped or failed."""
-        self._packed_with = StepParams(0, tokens_per_row, temperature, state.limits.screen, minibatches, dict(settings or {}))
+        self._packed_with = params
         self._step_params = restored.step_params
         """Of steps that may be repeated."""
         self._step_groups: dict[int, tuple[ScoredGroup, ...]] = {}
@@ -170,7 +163,9 @@ class Buffer:
 
     def examine(self, samples: Samples) -> list[VersionCounts | str]:
         """Return the trained tokens of each sample by version, or why it is refused (validate.py)."""
-        return examine(samples, newest_version=self.newest_version, max_tokens=self._tokens_per_row, vocab_size=self.vocab_size)
+        return examine(
+            samples, newest_version=self.newest_version, max_tokens=self._packed_with.tokens_per_row, vocab_size=self.vocab_size
+        )
 
     def add_samples(self, arrived: Sequence[Samples], now: float) -> list[Receipt]:
         """Hold generated members and ask for their scores; return what became of those that came together.
@@ -269,7 +264,7 @@ class Buffer:
             if isinstance(checked, str):
                 return Receipt((), (f"invalid sample from {submitter}: {checked}",))
             counts.append(checked)
-        if reason := group_error(samples, screen, self._tokens_per_row):
+        if reason := group_error(samples, screen, self._packed_with.tokens_per_row):
             return Receipt((), (reason,))
         oldest = min(each[0][0] for each in counts)
         if not self.state.has_place(oldest):
@@ -277,7 +272,8 @@ class Buffer:
             return Receipt((), (reason,))
         group_id = self.state.next_group_id
         truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
-        event = ev.ExternalGroupAdded(group_id, prompt.prompt_id, submitter, tuple(counts), truncated)
+        self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, size, submitter, oldest, external=True), now)
+        event = ev.SamplesFinished(group_id, tuple(range(size)), tuple(counts), truncated)
         instructions = self.state.handle(event, now)
         whole = msgspec.structs.replace(
             Samples.of(samples), group_id=group_id, attempt=0, indices=tuple(range(size)), generator=submitter, purpose="train"
@@ -365,10 +361,8 @@ class Buffer:
             self._write([record], now, dropped, on_committed)
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
         self._write([], now, dropped)
-        if isinstance(decision, ev.Wait):
-            return Waiting(step, decision.reason, dropped)
-        assert isinstance(decision, ev.NotEnough)
-        return Waiting(step, f"{decision.have} of {decision.need} groups are ready for step {step}", dropped)
+        assert isinstance(decision, ev.Wait)
+        return Waiting(step, decision.reason, dropped)
 
     def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
         """Return a step as it was taken the first time."""

@@ -11,10 +11,15 @@ from asyncrl.observe.decisions.machine import Value
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
 
+
+class BufferEvent(Value, frozen=True):
+    """What may happen: a new event is a class with this base."""
+
+
 # -- events of generators -------------------------------------------------------------------------------------------------
 
 
-class GeneratorReady(Value, frozen=True):
+class GeneratorReady(BufferEvent, frozen=True):
     """A generator can take work. One known by that name before is replaced."""
 
     name: str
@@ -23,19 +28,19 @@ class GeneratorReady(Value, frozen=True):
     """Of the weights it samples with; -1: none yet, and no group is issued to it."""
 
 
-class GeneratorLeaving(Value, frozen=True):
+class GeneratorLeaving(BufferEvent, frozen=True):
     """A generator gets no more work. It finishes what it holds."""
 
     name: str
 
 
-class GeneratorGone(Value, frozen=True):
+class GeneratorGone(BufferEvent, frozen=True):
     """A generator died or left. What it held is handed out again or failed."""
 
     name: str
 
 
-class RoomChanged(Value, frozen=True):
+class RoomChanged(BufferEvent, frozen=True):
     """A generator's engine can run this many requests at once from now on; what it holds stays."""
 
     name: str
@@ -43,28 +48,28 @@ class RoomChanged(Value, frozen=True):
     """At least 1."""
 
 
-class VersionIsLive(Value, frozen=True):
+class VersionIsLive(BufferEvent, frozen=True):
     """A generator samples with this version from now on."""
 
     name: str
     version: int
 
 
-class MembersStarted(Value, frozen=True):
+class MembersStarted(BufferEvent, frozen=True):
     """Work that is no group (evaluation) holds slots of this generator."""
 
     name: str
     num_members: int
 
 
-class MembersFinished(Value, frozen=True):
+class MembersFinished(BufferEvent, frozen=True):
     """This many members hold no slot of this generator any more: finished, failed or never sent."""
 
     name: str
     num_members: int = 1
 
 
-class BoundsChanged(Value, frozen=True):
+class BoundsChanged(BufferEvent, frozen=True):
     """The run's config changed while it goes on."""
 
     max_staleness: int
@@ -73,18 +78,18 @@ class BoundsChanged(Value, frozen=True):
     """As `BufferLimits`."""
 
 
-class IssuePaused(Value, frozen=True):
+class IssuePaused(BufferEvent, frozen=True):
     """Hand out nothing until IssueResumed."""
 
 
-class IssueResumed(Value, frozen=True):
+class IssueResumed(BufferEvent, frozen=True):
     """Hand out groups again."""
 
 
 # -- events of groups and steps -------------------------------------------------------------------------------------------
 
 
-class GroupIssued(Value, frozen=True):
+class GroupIssued(BufferEvent, frozen=True):
     """A prompt was handed to a generator as a new group; ids are given out in order, without a gap."""
 
     group_id: int
@@ -95,9 +100,11 @@ class GroupIssued(Value, frozen=True):
     """Live on that generator: no token of the group can be older."""
     replaces: int | None = None
     """The dropped or failed group whose prompt this is again."""
+    external: bool = False
+    """Outside code generated it, who is named in place of a generator; its samples follow at once."""
 
 
-class GroupPlaced(Value, frozen=True):
+class GroupPlaced(BufferEvent, frozen=True):
     """The missing members of a running group were handed out again."""
 
     group_id: int
@@ -105,19 +112,7 @@ class GroupPlaced(Value, frozen=True):
     version: int
 
 
-class ExternalGroupAdded(Value, frozen=True):
-    """Outside code submitted a whole generated group."""
-
-    group_id: int
-    prompt_id: str
-    submitter: str
-    version_counts: tuple[VersionCounts, ...]
-    """One per member."""
-    truncated: tuple[int, ...] = ()
-    """Members cut off by the length limit."""
-
-
-class SamplesFinished(Value, frozen=True, gc=False):
+class SamplesFinished(BufferEvent, frozen=True, gc=False):
     """Members were generated and are held."""
 
     group_id: int
@@ -128,7 +123,7 @@ class SamplesFinished(Value, frozen=True, gc=False):
     """Those cut off by the length limit."""
 
 
-class SamplesScored(Value, frozen=True, gc=False):
+class SamplesScored(BufferEvent, frozen=True, gc=False):
     """Members have their rewards."""
 
     group_id: int
@@ -137,7 +132,7 @@ class SamplesScored(Value, frozen=True, gc=False):
     """One per member."""
 
 
-class SampleFailed(Value, frozen=True):
+class SampleFailed(BufferEvent, frozen=True):
     """A member will never be trained."""
 
     group_id: int
@@ -145,7 +140,7 @@ class SampleFailed(Value, frozen=True):
     reason: str
 
 
-class TakeStep(Value, frozen=True):
+class TakeStep(BufferEvent, frozen=True):
     """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
 
     step: int
@@ -153,62 +148,37 @@ class TakeStep(Value, frozen=True):
     """Exactly these, ascending; empty: as the policy chooses."""
 
 
-class StepTrained(Value, frozen=True):
+class StepTrained(BufferEvent, frozen=True):
     """The optimizer step that used the groups of this step is done."""
 
     step: int
 
 
-class LearnerRestarted(Value, frozen=True):
+class LearnerRestarted(BufferEvent, frozen=True):
     """The learner stands at this version again: steps from here on are to be repeated with the very same groups."""
 
     version: int
 
 
-class GroupDropped(Value, frozen=True):
+class GroupDropped(BufferEvent, frozen=True):
     """Somebody decided that this group will not be trained (at a drain, say)."""
 
     group_id: int
     reason: str
 
 
-class StepsForgotten(Value, frozen=True):
+class StepsForgotten(BufferEvent, frozen=True):
     """No checkpoint can ask for a replay of a step before this one any more."""
 
     before_step: int
 
 
-class StepSetAside(Value, frozen=True):
+class StepSetAside(BufferEvent, frozen=True):
     """The batch of this step ends the learner whenever it is tried: its groups are dropped, later steps move up by one."""
 
     step: int
     reason: str
 
-
-BufferEvent = (
-    GeneratorReady
-    | GeneratorLeaving
-    | GeneratorGone
-    | RoomChanged
-    | VersionIsLive
-    | MembersStarted
-    | MembersFinished
-    | IssuePaused
-    | IssueResumed
-    | BoundsChanged
-    | GroupIssued
-    | GroupPlaced
-    | ExternalGroupAdded
-    | SamplesFinished
-    | SamplesScored
-    | SampleFailed
-    | TakeStep
-    | StepTrained
-    | LearnerRestarted
-    | GroupDropped
-    | StepsForgotten
-    | StepSetAside
-)
 
 # -- instructions --------------------------------------------------------------------------------------------------------
 
@@ -274,19 +244,12 @@ class TakeGroups(Value, frozen=True):
 
 
 class Wait(Value, frozen=True):
-    """The step cannot be taken before these groups are finished: it is their last chance, or the places left run out."""
+    """The step cannot be taken yet."""
 
     step: int
     group_ids: tuple[int, ...]
+    """Those that must be finished first: it is their last chance, or the places left run out. None: too few are ready."""
     reason: str
-
-
-class NotEnough(Value, frozen=True):
-    """Fewer groups are ready than a step needs."""
-
-    step: int
-    have: int
-    need: int
 
 
 class ScreenLifted(Value, frozen=True):
@@ -308,4 +271,4 @@ class ScreenStands(Value, frozen=True):
     """Groups dropped one after the other, this one included."""
 
 
-BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | NotEnough | ScreenLifted | ScreenStands
+BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | ScreenLifted | ScreenStands

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.algorithms.screening import Member, Screen, trained_members
-from asyncrl.buffer.events import GroupState, MemberState
+from asyncrl.buffer.events import BufferEvent, GroupState, MemberState
 from asyncrl.buffer.staleness import VersionCounts
-from asyncrl.observe.decisions.machine import Value
 
 MOST_REASONS = 32
 OTHER_REASONS = "other reasons"
@@ -62,7 +61,7 @@ class StepRecord:
     """It was trained at least once; repeating it is a replay."""
 
 
-class GroupsRestored(Value, frozen=True):
+class GroupsRestored(BufferEvent, frozen=True):
     """Event: what a ledger held; the first that a machine is told, if at all."""
 
     groups: tuple[Group, ...]

@@ -66,16 +66,15 @@ def open_buffer(
         except BaseException:
             ledger.close()
             raise
-    return Buffer(
-        state,
-        ledger,
+    params = rec.StepParams(
+        mask_below=0,
         tokens_per_row=config.packing.tokens_per_row,
-        minibatches=config.learner.minibatches,
         temperature=config.generate.sampling.temperature,
-        needs_reference=config.has_reference_worker,
+        screen=state.limits.screen,
+        minibatches=config.learner.minibatches,
         settings=settings_of(config),
-        restored=restored,
     )
+    return Buffer(state, ledger, params, needs_reference=config.has_reference_worker, restored=restored)
 
 
 def limits_of(config: RunConfig) -> BufferLimits:

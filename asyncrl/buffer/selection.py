@@ -15,42 +15,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from asyncrl.algorithms.screening import objection
-from asyncrl.buffer.events import BufferInstruction, NotEnough, ScreenLifted, ScreenStands, Wait
+from asyncrl.buffer.events import BufferInstruction, ScreenLifted, ScreenStands, Wait
 from asyncrl.buffer.group import BufferLimits, Group
 
 Aged = tuple[int, int]
 """(oldest version, group id): sorts by deadline, then by order of issue."""
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """What a step does. At most one of the tuples is non-empty; both empty: not enough is ready."""
-
-    take: tuple[int, ...] = ()
-    """Group ids, ascending."""
-    wait_for: tuple[int, ...] = ()
-    """Unfinished groups without which the step cannot go on."""
-    due_by: int = 0
-    """With `wait_for`: the step by which they must be trained."""
-
-
-def choose_oldest(ready: Sequence[Aged], groups_per_step: int) -> Choice:
-    """Take the oldest B groups (policies `drop` and `mask`)."""
-    if len(ready) < groups_per_step:
-        return Choice()
-    return Choice(take=tuple(sorted(group_id for _, group_id in sorted(ready)[:groups_per_step])))
+def choose_oldest(ready: Sequence[Aged], groups_per_step: int) -> tuple[int, ...]:
+    """Take the oldest B groups (policies `drop` and `mask`), of at least as many; return their ids, ascending."""
+    return tuple(sorted(group_id for _, group_id in sorted(ready)[:groups_per_step]))
 
 
 def choose_by_deadline(
     step: int, ready: Sequence[Aged], unfinished: Sequence[Aged], *, max_staleness: int, groups_per_step: int
-) -> Choice:
+) -> tuple[int, ...] | Wait:
     """Take B groups so that every group left can still be trained in time (policy `wait`).
 
     Args:
         step: The step to take; every pair of `ready` has a deadline of at least `step`.
-        ready: Groups that can be taken.
+        ready: Groups that can be taken, at least B.
         unfinished: Groups being generated or scored, with the oldest version they may turn out to have.
         max_staleness: Eta.
         groups_per_step: B.
@@ -65,11 +50,13 @@ def choose_by_deadline(
         num_unfinished += due_unfinished[slack]
         if num_ready < min(num_ready + num_unfinished - slack * groups_per_step, groups_per_step):
             due = sorted(group_id for oldest, group_id in unfinished if 0 <= oldest + max_staleness - step <= slack)
-            return Choice(wait_for=tuple(due), due_by=step + slack)
+            groups = f"{len(due)} group{'s' * (len(due) > 1)} not finished yet"
+            reason = f"step {step} must leave room for {groups} that must be trained by step {step + slack}"
+            return Wait(step, tuple(due), reason if slack else f"step {step} is the last chance of {groups}")
     return choose_oldest(ready, groups_per_step)
 
 
-def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | NotEnough | Wait:
+def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | Wait:
     """Return the groups of `step`, ascending, or what it waits for.
 
     Args:
@@ -80,18 +67,13 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
     """
     size = limits.groups_per_step
     if num_ready < size:
-        return NotEnough(step, num_ready, size)
+        return Wait(step, (), f"{num_ready} of {size} groups are ready for step {step}")
     ready, unfinished = list[Aged](), list[Aged]()
     for group in live:
         (ready if group.state == "ready" else unfinished).append((group.oldest, group.group_id))
     if limits.policy != "wait":
-        return choose_oldest(ready, size).take
-    choice = choose_by_deadline(step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=size)
-    if choice.take:
-        return choice.take
-    groups = f"{len(choice.wait_for)} group{'s' * (len(choice.wait_for) > 1)} not finished yet"
-    reason = f"step {step} must leave room for {groups} that must be trained by step {choice.due_by}"
-    return Wait(step, choice.wait_for, f"step {step} is the last chance of {groups}" if choice.due_by == step else reason)
+        return choose_oldest(ready, size)
+    return choose_by_deadline(step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=size)
 
 
 def is_fit(group: Group, step: int, limits: BufferLimits) -> bool:

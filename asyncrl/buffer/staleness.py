@@ -49,7 +49,7 @@ def staleness_figures(
         queue_s: Seconds each group was ready before it was taken.
     """
     tokens: dict[int, int] = {}
-    oldest: dict[int, int] = {}
+    oldest: list[int] = []
     in_flight: list[int] = []
     in_queue: list[int] = []
     masked = 0
@@ -63,7 +63,7 @@ def staleness_figures(
         for version, count in trained:
             tokens[step - version] = tokens.get(step - version, 0) + count
         first, last = trained[0][0], trained[-1][0]
-        oldest[step - first] = oldest.get(step - first, 0) + 1
+        oldest.append(step - first)
         in_flight.append(last - first)
         in_queue.append(step - last)
     num_tokens, num_samples = sum(tokens.values()), len(in_flight)
@@ -71,9 +71,9 @@ def staleness_figures(
         num_samples=num_samples,
         num_tokens=num_tokens,
         masked_tokens=masked,
-        token_mean=_histogram_mean(tokens),
+        token_mean=sum(age * count for age, count in tokens.items()) / max(num_tokens, 1),
         token_max=max(tokens, default=0),
-        sample_mean=_histogram_mean(oldest),
+        sample_mean=sum(oldest) / max(num_samples, 1),
         sample_max=max(oldest, default=0),
         in_flight_mean=sum(in_flight) / max(num_samples, 1),
         in_flight_max=max(in_flight, default=0),
@@ -83,8 +83,3 @@ def staleness_figures(
         queue_max_s=max(queue_s, default=0.0),
         token_histogram=dict(sorted(tokens.items())),
     )
-
-
-def _histogram_mean(histogram: dict[int, int]) -> float:
-    total = sum(histogram.values())
-    return sum(value * count for value, count in histogram.items()) / total if total else 0.0

@@ -33,7 +33,7 @@ from asyncrl.observe.decisions.machine import Machine
 _NO_LIMIT = 1 << 62
 
 
-class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
+class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     """The state machine.
 
     Args:
@@ -73,11 +73,10 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
-        self._story: deque[tuple[float, ev.BufferEvent | GroupsRestored]] = deque(maxlen=256)
+        self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
         self._handlers: dict[type, Callable[[Any, float], list[BufferInstruction]]] = {
             ev.GroupIssued: self._group_issued,
             ev.GroupPlaced: self._group_placed,
-            ev.ExternalGroupAdded: self._external_group_added,
             ev.SamplesFinished: self._samples_finished,
             ev.SamplesScored: self._samples_scored,
             ev.SampleFailed: self._sample_failed,
@@ -90,7 +89,7 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
             ev.StepSetAside: self._step_set_aside,
         }
 
-    def _decide(self, event: ev.BufferEvent | GroupsRestored, now: float) -> list[BufferInstruction]:
+    def _decide(self, event: ev.BufferEvent, now: float) -> list[BufferInstruction]:
         """Repeats are harmless: what a member is past, or a group that is over, changes nothing."""
         if handler := self._handlers.get(type(event)):
             self._story.append((now, event))
@@ -252,16 +251,21 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
-    def _enter(self, group: Group) -> None:
-        assert group.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {group.group_id}"
-        self.next_group_id += 1
-        self.groups[group.group_id] = group
-
     def _group_issued(self, event: ev.GroupIssued, now: float) -> list[BufferInstruction]:
-        retries = self.returned.pop(event.replaces, 0) if event.replaces is not None else 0
-        group = Group(event.group_id, event.prompt_id, event.size, event.version, now, generator=event.generator, retries=retries)
-        self._enter(group)
-        self.pool.change(event.generator, add_members=event.size)
+        assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
+        self.next_group_id += 1
+        self.groups[event.group_id] = Group(
+            event.group_id,
+            event.prompt_id,
+            event.size,
+            event.version,
+            now,
+            generator=event.generator,
+            retries=self.returned.pop(event.replaces, 0) if event.replaces is not None else 0,
+            external=event.external,
+        )
+        if not event.external:
+            self.pool.change(event.generator, add_members=event.size)
         return []
 
     def _group_placed(self, event: ev.GroupPlaced, _: float) -> list[BufferInstruction]:
@@ -274,22 +278,6 @@ class BufferState(Machine[ev.BufferEvent | GroupsRestored, BufferInstruction]):
         self._unplaced.discard(event.group_id)
         self.pool.change(event.generator, add_members=len(group.pending))
         return []
-
-    def _external_group_added(self, event: ev.ExternalGroupAdded, now: float) -> list[BufferInstruction]:
-        group = Group(
-            event.group_id,
-            event.prompt_id,
-            len(event.version_counts),
-            min(counts[0][0] for counts in event.version_counts),
-            now,
-            generator=event.submitter,
-            external=True,
-            members=["generated"] * len(event.version_counts),
-            version_counts=list(event.version_counts),
-            truncated=set(event.truncated),
-        )
-        self._enter(group)
-        return [ev.ScoreMembers(group.group_id, group.unscored), self._move(group, "scoring", now)]
 
     def _generator_gone(self, event: ev.GeneratorGone, now: float) -> list[BufferInstruction]:
         self.pool.remove(event.name)

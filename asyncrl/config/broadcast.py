@@ -54,8 +54,8 @@ class ZeroMQMedium(_Medium, frozen=True, tag="zeromq"):
     """Where a generator listens for those it feeds."""
 
 
-class GlooMedium(_Medium, frozen=True, tag="gloo"):
-    """Broadcast by torch.distributed over TCP, buckets at a time: one sender, all subscribers at once."""
+class _Collective(_Medium, frozen=True):
+    """Broadcast by torch.distributed, buckets at a time: one sender, all subscribers at once."""
 
     addresses: ClassVar[tuple[str, ...]] = ("host",)
 
@@ -67,15 +67,14 @@ class GlooMedium(_Medium, frozen=True, tag="gloo"):
     """How long a version waits for members to be ready before it goes out to those that are."""
 
 
-class NCCLMedium(_Medium, frozen=True, tag="nccl"):
-    """Broadcast from GPU to GPU, buckets at a time; members as in `gloo`."""
+class GlooMedium(_Collective, frozen=True, tag="gloo"):
+    """Over TCP."""
+
+
+class NCCLMedium(_Collective, frozen=True, tag="nccl"):
+    """From GPU to GPU."""
 
     on_gpu: ClassVar[bool] = True
-    addresses: ClassVar[tuple[str, ...]] = ("host",)
-
-    host: str = "127.0.0.1"
-    timeout_s: PositiveFloat = 30.0
-    gather_s: PositiveFloat = 1.0
 
 
 class CUDAIPCMedium(_Medium, frozen=True, tag="cuda_ipc"):

@@ -97,7 +97,17 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
     """
     if isinstance(overrides, Mapping):
         return [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
-    return [_override(text) for text in overrides]
+    pairs = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError(f"--set takes a.b=value, got {text!r}")
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except (ValueError, RecursionError):
+            parsed = value
+        pairs.append((key.strip(), parsed, f"--set {text}"))
+    return pairs
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value
@@ -211,18 +221,6 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested TOML values
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _override(text: str) -> tuple[str, Any, str]:
-    """Return key, value and the option as it was given."""
-    key, equals, value = text.partition("=")
-    if not equals or not all(key.strip().split(".")):
-        raise ConfigError(f"--set takes a.b=value, got {text!r}")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
-        parsed = value
-    return key.strip(), parsed, f"--set {text}"
 
 
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")

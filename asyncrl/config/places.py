@@ -15,16 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from asyncrl.config.broadcast import (
-    AutoMedium,
-    CUDAIPCMedium,
-    FilesMedium,
-    MediumConfig,
-    NCCLMedium,
-    SharedMemoryMedium,
-    SharedStorageMedium,
-    ZeroMQMedium,
-)
+from asyncrl.config import broadcast as media
 from asyncrl.config.generate import gpu_of
 from asyncrl.config.run import NODE, ProcessNeeds, RayLaunch, RunConfig
 from asyncrl.schema.control import ProcessKind
@@ -57,13 +48,13 @@ def places_of(config: RunConfig) -> Places:
     )
 
 
-_BY_PLACEMENT: dict[str, tuple[MediumConfig, str]] = {
-    "hybrid": (SharedStorageMedium(), "placement hybrid: the engine reads the learner's own weights"),
-    "colocated": (SharedMemoryMedium(), "placement colocated: versions wait in host memory while the device changes hands"),
+_BY_PLACEMENT: dict[str, tuple[media.MediumConfig, str]] = {
+    "hybrid": (media.SharedStorageMedium(), "placement hybrid: the engine reads the learner's own weights"),
+    "colocated": (media.SharedMemoryMedium(), "placement colocated: versions wait in host memory while the device changes hands"),
 }
 
 
-def choose_medium(config: RunConfig) -> tuple[MediumConfig, str]:
+def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
     """Return how a run's weights best travel, and why; `broadcast.medium` itself is not looked at."""
     if config.placement.kind in _BY_PLACEMENT:
         return _BY_PLACEMENT[config.placement.kind]
@@ -72,20 +63,20 @@ def choose_medium(config: RunConfig) -> tuple[MediumConfig, str]:
     on_gpus = gpu is not None and bool(places.engine_gpus) and engine.receives
     if on_gpus and config.broadcast.delta is None:
         if places.one_machine and places.engine_gpus == {gpu}:
-            return CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
+            return media.CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
         if on_ray:
-            return NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node"
+            return media.NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node"
         if not places.one_machine and not is_every_interface(host):
             why = f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
-            return NCCLMedium(host=host), why
+            return media.NCCLMedium(host=host), why
         if places.one_machine and gpu not in places.engine_gpus:
-            return NCCLMedium(), f"learner on GPU {gpu}, engine on {engine_gpus} of the same machine"
+            return media.NCCLMedium(), f"learner on GPU {gpu}, engine on {engine_gpus} of the same machine"
     if on_ray:
         anywhere = f"tcp://{NODE}:*"
-        return ZeroMQMedium(bind=anywhere, relay_bind=anywhere), "Ray may put learner and generators on any node"
+        return media.ZeroMQMedium(bind=anywhere, relay_bind=anywhere), "Ray may put learner and generators on any node"
     if not places.one_machine:
         why = f"transport.host {host!r} opens the run to other machines; the learner feeds every generator itself (fanout 0)"
-        return ZeroMQMedium(bind=f"tcp://{host}:*", fanout=0), why
+        return media.ZeroMQMedium(bind=f"tcp://{host}:*", fanout=0), why
     why = "learner and generators are on this machine"
     if on_gpus and config.broadcast.delta is not None:
         why += ", and broadcast.delta needs the version before in host memory"
@@ -93,12 +84,12 @@ def choose_medium(config: RunConfig) -> tuple[MediumConfig, str]:
         why += f"; the engine is on {engine_gpus}, the learner's among them, so cuda_ipc and nccl reach only a part of it"
     elif engine.is_remote:
         why += "; each hands its vLLM server the bytes (generate.engine.shared_folder, where that is elsewhere)"
-    return SharedMemoryMedium(), why
+    return media.SharedMemoryMedium(), why
 
 
 def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
     """Return the config with `auto` replaced by what it means, and a line that says so; empty where nothing was to be chosen."""
-    if not isinstance(config.broadcast.medium, AutoMedium):
+    if not isinstance(config.broadcast.medium, media.AutoMedium):
         return config, ""
     medium, reason = choose_medium(config)
     chosen = replace(config, broadcast=replace(config.broadcast, medium=medium))
@@ -159,7 +150,7 @@ def why_weights_do_not_reach(config: RunConfig, *, shares_folder: bool) -> str:
     medium = config.broadcast.medium
     if medium.one_machine:
         return f"broadcast.medium.kind {medium.kind!r} reaches the run's own machine only; {HOW_TO_REACH}"
-    if isinstance(medium, FilesMedium) and not medium.folder and not shares_folder:
+    if isinstance(medium, media.FilesMedium) and not medium.folder and not shares_folder:
         return f"broadcast.medium.kind 'files' writes into the run's folder, which is not here; {HOW_TO_REACH}"
     for field in medium.addresses[:1]:
         if is_loopback(address := getattr(medium, field)):
@@ -191,7 +182,9 @@ def with_launch_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if transport.kind == "ipc" or is_loopback(transport.host):
         said.append(f"transport.kind is tcp at the node's own address for {transport.kind}: launch.kind ray is on several nodes")
         transport = replace(transport, kind="tcp", host=NODE)
-    across = _moved(ZeroMQMedium() if isinstance(medium, SharedMemoryMedium) else medium, r"127\.[\d.]+|localhost", NODE)
+    across = _moved(
+        media.ZeroMQMedium() if isinstance(medium, media.SharedMemoryMedium) else medium, r"127\.[\d.]+|localhost", NODE
+    )
     if across != medium:
         said.append(f"broadcast.medium is {across.kind} at the node's own address for {medium.kind}")
     return replace(config, transport=transport, broadcast=replace(config.broadcast, medium=across)), said
@@ -204,7 +197,7 @@ def at_node(config: RunConfig, address: str) -> RunConfig:
     return replace(config, transport=transport, broadcast=replace(broadcast, medium=_moved(broadcast.medium, NODE, address)))
 
 
-def _moved(medium: MediumConfig, hosts: str, to: str) -> MediumConfig:
+def _moved(medium: media.MediumConfig, hosts: str, to: str) -> media.MediumConfig:
     """Return the medium with `to` for every host of its addresses that `hosts` matches."""
     pattern = re.compile(rf"(^|://)({hosts})(?=:|$)")
     return replace(medium, **{field: pattern.sub(rf"\g<1>{to}", getattr(medium, field)) for field in medium.addresses})

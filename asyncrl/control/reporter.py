@@ -150,9 +150,6 @@ class Reporter:
         match event:
             case ev.GroupIssued():
                 bias.issued(event.group_id, event.version, event.size, now)
-            case ev.ExternalGroupAdded(version_counts=counts):
-                bias.issued(event.group_id, min(each[0][0] for each in counts), len(counts), now)
-                bias.finished(event.group_id, range(len(counts)), _lengths(counts), now)
             case ev.GroupPlaced():
                 bias.placed(event.group_id, now)
             case ev.SamplesFinished(version_counts=counts):

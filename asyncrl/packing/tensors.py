@@ -38,10 +38,6 @@ class _Unpacked:
     oldest_version: int
     """Of its trained tokens; -1 where there is none."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
-
 
 def pack_step(
     step: int,
@@ -101,7 +97,7 @@ def pack_step(
                 pair=each.role.pair,
                 is_chosen=each.role.is_chosen,
             )
-            start += each.num_tokens
+            start += each.prompt_tokens + each.response_tokens
     return StepBatch(
         step=step,
         samples=tuple(sample for sample in placed if sample is not None),
@@ -154,9 +150,16 @@ def _unpack(role: Role, mask_below: int) -> _Unpacked:
 
 def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
     """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
-    lengths = [each.num_tokens for each in samples]
+    lengths = [each.prompt_tokens + each.response_tokens for each in samples]
     positions = np.arange(max(lengths), dtype="<i4").tobytes()
     none = np.full(max(each.prompt_tokens for each in samples), -1, dtype="<i4").tobytes()
+    # Nothing where a trained sample brings none, so that no 0 is taken for a logprob. Rows of both kinds come only where a resume
+    # moved the reference to the learner, which then runs its own over all of them; the other way round the buffer asks for the
+    # scores again (buffer/open.py).
+    brought, reference_logprobs = [each.role.scored.reference_logprobs for each in samples], b""
+    if any(brought) and all(own or not each.is_trained for own, each in zip(brought, samples, strict=True)):
+        filled = [own or bytes(4 * each.response_tokens) for own, each in zip(brought, samples, strict=True)]
+        reference_logprobs = _after_prompts(samples, filled)
     return PackedRow(
         token_ids=b"".join([part for each in samples for part in (each.sample.prompt_ids, each.sample.token_ids)]),
         position_ids=b"".join([positions[: 4 * length] for length in lengths]),
@@ -165,22 +168,10 @@ def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
         behaviour_logprobs=_after_prompts(samples, [each.sample.logprobs for each in samples]),
         versions=b"".join([part for each in samples for part in (none[: 4 * each.prompt_tokens], each.sample.versions)]),
         rank=rank,
-        reference_logprobs=_reference_logprobs(samples),
+        reference_logprobs=reference_logprobs,
     )
 
 
 def _after_prompts(samples: list[_Unpacked], responses: list[bytes]) -> bytes:
     """Return float32 values of response tokens, 0 on the prompts before them."""
     return b"".join([part for each, own in zip(samples, responses, strict=True) for part in (bytes(4 * each.prompt_tokens), own)])
-
-
-def _reference_logprobs(samples: list[_Unpacked]) -> bytes:
-    """Return those of a row; nothing where a trained sample brings none, so that no 0 is taken for a logprob.
-
-    Rows of both kinds come only where a resume moved the reference to the learner, which then runs its own over all of them; the
-    other way round the buffer asks for the scores again (buffer/open.py).
-    """
-    brought = [each.role.scored.reference_logprobs for each in samples]
-    if not any(brought) or not all(own or not each.is_trained for own, each in zip(brought, samples, strict=True)):
-        return b""
-    return _after_prompts(samples, [own or bytes(4 * each.response_tokens) for own, each in zip(brought, samples, strict=True)])

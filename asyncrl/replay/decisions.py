@@ -7,6 +7,8 @@ differs is named.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
-from asyncrl.buffer.group import GroupsRestored
 from asyncrl.buffer.open import limits_of
 from asyncrl.buffer.state import BufferState
 from asyncrl.control.autoscaler import ScalingRule, Told, Window
@@ -95,7 +96,8 @@ def machines_of(beginning: Beginning) -> dict[str, Machine[Any, Any]]:
 _DECODE: dict[str, Callable[[msgspec.Raw], Any]] = {
     name: msgspec.msgpack.Decoder(kind).decode
     for name, kind in {
-        "buffer": BufferEvent | GroupsRestored, "lifecycle": Event, "phases": PhaseEvent, "scaling": Window | Told,
+        "buffer": functools.reduce(operator.or_, BufferEvent.__subclasses__()),
+        "lifecycle": Event, "phases": PhaseEvent, "scaling": Window | Told,
     }.items()
 }  # fmt: skip
 
@@ -124,7 +126,8 @@ def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: m
     """Have one event enter its machine; return how what follows differs from the run, or nothing."""
     name, now, raw, recorded = entry
     event, machine = _DECODE[name](raw), machines[name]
-    if isinstance(machine, BufferState) and isinstance(event, GroupIssued | GroupPlaced):
+    is_handed_out = isinstance(event, GroupPlaced) or (isinstance(event, GroupIssued) and not event.external)
+    if isinstance(machine, BufferState) and is_handed_out:
         to = (event.generator, event.version)
         if (allowed := machine.next_issue()) != (
             IssueGroup(*to) if isinstance(event, GroupIssued) else ReissueGroup(event.group_id, *to)

@@ -70,7 +70,13 @@ class LearnerReplay:
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / RECORD_FOLDER
-        self._configs = self._configs_of_lives()
+        self._configs: dict[int, RunConfig] = {}
+        """By number of the controller's life."""
+        for path in sorted(self._folder.glob("decisions-*.bin")):
+            if (journal := read_journal(path)) is not None:
+                self._configs[int(path.stem.rpartition("-")[2])] = journal.beginning.config
+        if not self._configs:
+            raise ConfigError(f"{self._folder} has no recording that begins whole")
         self.config: RunConfig = self._configs[min(self._configs)]
         """That the run began with."""
         config = self.config
@@ -152,12 +158,3 @@ class LearnerReplay:
         recorded = self.recorded(step)
         config = with_settings(self._configs[recorded.life], recorded.params.settings)
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
-
-    def _configs_of_lives(self) -> dict[int, RunConfig]:
-        configs = {}
-        for path in sorted(self._folder.glob("decisions-*.bin")):
-            if (journal := read_journal(path)) is not None:
-                configs[int(path.stem.rpartition("-")[2])] = journal.beginning.config
-        if not configs:
-            raise ConfigError(f"{self._folder} has no recording that begins whole")
-        return configs

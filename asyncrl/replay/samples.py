@@ -46,10 +46,7 @@ class SamplesReplayed:
 class _Drawn:
     sample: Sample
     sampling: SamplingParams
-
-    @property
-    def versions(self) -> list[int]:
-        return [int(version) for version in ids_from_bytes(self.sample.versions)]
+    versions: list[int]
 
 
 class SampleReplay:
@@ -111,7 +108,10 @@ class SampleReplay:
         chosen = random.Random(recorded.step).sample(members, min(count, len(members)))
         sampling, greedy = sampling_of(self._config, recorded.params.temperature), recorded.params.screen.greedy_index
         cold = msgspec.structs.replace(sampling, temperature=0.0)
-        return [_Drawn(sample, cold if sample.index == greedy else sampling) for sample in chosen]
+        return [
+            _Drawn(sample, cold if sample.index == greedy else sampling, ids_from_bytes(sample.versions).tolist())
+            for sample in chosen
+        ]
 
     def _differs(self, decoder: SlotDecoder, rules: RequestRules, drawn: _Drawn) -> str:
         """Generate one sample again; return how it differs from the run's, or nothing."""

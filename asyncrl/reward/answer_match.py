@@ -20,11 +20,8 @@ from asyncrl.reward.inputs import (
     extract_answer,
     matches_whole,
 )
-from asyncrl.reward.math_match import build_math_match
+from asyncrl.reward.math_match import Equal, build_math_match
 from asyncrl.reward.numbers import same_quantity
-
-Matcher = Callable[[str, str], bool]
-"""(answer, reference) -> equal; both stripped and not empty."""
 
 
 def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
@@ -35,7 +32,7 @@ def build_answer_match(config: AnswerMatchReward) -> RewardFunction:
         RewardError: Mode `math` without math-verify installed.
     """
     extract = compile_extract(config.extract, "reward.functions answer_match extract")
-    matchers: dict[str, Callable[[], Matcher]] = {
+    matchers: dict[str, Callable[[], Equal]] = {
         "exact": lambda: str.__eq__,
         "numeric": lambda: lambda answer, reference: answer == reference or same_quantity(answer, reference, config.tolerance),
         "regex": lambda: lambda answer, reference: matches_whole(answer, _reference_pattern(reference)),

@@ -75,6 +75,7 @@ _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 _OPENING, _CLOSING = "([{", ")]}"
 
 Equal = Callable[[str, str], bool]
+"""(answer, reference) -> equal; both stripped and not empty."""
 
 
 def build_math_match() -> Equal:

@@ -17,18 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
-from asyncrl.config.reward import (
-    AnswerMatchReward,
-    CodeExecReward,
-    FormatCheckReward,
-    OverlongPenalty,
-    PreferenceReward,
-    PythonReward,
-    ReasoningGymReward,
-    RewardConfig,
-    RewardFunctionConfig,
-    reward_names,
-)
+from asyncrl.config import reward as kinds
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern, matches_whole, shown
@@ -64,7 +53,7 @@ class Scored(NamedTuple):
     """Functions that ran out of time, and so score 0."""
 
 
-def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
+def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
     """Build every configured reward function, in order.
 
     Raises:
@@ -72,19 +61,19 @@ def build_rewards(config: RewardConfig) -> tuple[NamedReward, ...]:
         RewardError: A package or tool that a reward needs is not there; the message says what to install.
     """
     for function in config.functions:
-        if isinstance(function, CodeExecReward) and function.wall_s >= config.timeout_s:
+        if isinstance(function, kinds.CodeExecReward) and function.wall_s >= config.timeout_s:
             raise ConfigError(
                 f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
                 f"else the time limit of a sample ends a slow program's process before its own does"
             )
-    named = zip(reward_names(config), config.functions, strict=True)
+    named = zip(kinds.reward_names(config), config.functions, strict=True)
     return tuple(
-        _python_reward(name, each) if isinstance(each, PythonReward) else NamedReward(name, each.weight, build_reward(each))
+        _python_reward(name, each) if isinstance(each, kinds.PythonReward) else NamedReward(name, each.weight, build_reward(each))
         for name, each in named
     )
 
 
-def build_reward(config: RewardFunctionConfig) -> RewardFunction:
+def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
     """Build one built-in reward function from its config struct. Raises as `build_rewards`."""
     return _BUILDERS[type(config)](config)
 
@@ -219,7 +208,7 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | R
     return numbers
 
 
-def _python_reward(name: str, config: PythonReward) -> NamedReward:
+def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
     """Load a user's function. One that takes several samples is called with several; an async one is awaited for many at once."""
     user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
     if not takes_batches(user_function):
@@ -240,18 +229,18 @@ def _python_reward(name: str, config: PythonReward) -> NamedReward:
     return NamedReward(name, config.weight, one_of_several, several)
 
 
-def _build_format_check(config: FormatCheckReward) -> RewardFunction:
+def _build_format_check(config: kinds.FormatCheckReward) -> RewardFunction:
     """1 where the whole completion matches the pattern, `.` matching newlines."""
     pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
     return lambda sample: float(matches_whole(sample.text, pattern))
 
 
-def _build_overlong(config: OverlongPenalty) -> RewardFunction:
+def _build_overlong(config: kinds.OverlongPenalty) -> RewardFunction:
     """DAPO's soft punishment of long answers; its weight is the configured one, so a positive weight punishes."""
     return lambda sample: overlong_penalty(sample.num_tokens, config.max_tokens, config.buffer_tokens)
 
 
-def _build_preference(_: PreferenceReward) -> RewardFunction:
+def _build_preference(_: kinds.PreferenceReward) -> RewardFunction:
     """1 for the chosen answer, 0 for the rejected one: the replay engine gives them back as members 0 and 1."""
 
     def score(sample: RewardInput) -> float:
@@ -263,10 +252,10 @@ def _build_preference(_: PreferenceReward) -> RewardFunction:
 
 
 _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
-    AnswerMatchReward: build_answer_match,
-    FormatCheckReward: _build_format_check,
-    CodeExecReward: build_code_exec,
-    ReasoningGymReward: build_reasoning_gym,
-    OverlongPenalty: _build_overlong,
-    PreferenceReward: _build_preference,
+    kinds.AnswerMatchReward: build_answer_match,
+    kinds.FormatCheckReward: _build_format_check,
+    kinds.CodeExecReward: build_code_exec,
+    kinds.ReasoningGymReward: build_reasoning_gym,
+    kinds.OverlongPenalty: _build_overlong,
+    kinds.PreferenceReward: _build_preference,
 }

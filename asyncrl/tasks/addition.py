@@ -34,24 +34,19 @@ def build_addition(config: AdditionTask, seed: int) -> TaskData:
     # The i-th code that is not held out is i plus the number of held-out codes below it.
     offsets = [code - rank for rank, code in enumerate(held_out_codes)]
 
-    def operands(code: int) -> tuple[int, int]:
-        first, second = divmod(code, num_operands)
-        return first + lowest, second + lowest
-
     def prompt(code: int, split: str) -> Prompt:
-        first, second = operands(code)
+        first, second = (lowest + part for part in divmod(code, num_operands))
         return Prompt(prompt_id=f"addition/{split}/{first}+{second}", text=f"{first}+{second}=", answer=str(first + second))
 
-    def train_code(index: int) -> int:
-        return index + bisect_right(offsets, index)
+    def train(index: int) -> Prompt:
+        return prompt(index + bisect_right(offsets, index), "train")
 
     def worked_example(index: int) -> tuple[str, str]:
-        first, second = operands(train_code(index))
-        return f"{first}+{second}=", str(first + second)
+        return train(index).text, train(index).answer
 
     num_train = num_pairs - config.held_out
     return TaskData(
-        train=ComputedSequence(num_train, lambda index: prompt(train_code(index), "train")),
+        train=ComputedSequence(num_train, train),
         held_out=[prompt(code, "held_out") for code in drawn],
         alphabet=ALPHABET,
         worked_examples=ComputedSequence(num_train, worked_example),

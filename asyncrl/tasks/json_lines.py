@@ -98,18 +98,6 @@ def value_of(line: JsonLine, name: str, knob: str) -> Any:  # noqa: ANN401 - any
     return line.fields[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """One usable line."""
-
-    line: JsonLine
-    question: str
-    solution: str
-    """The answer field, whole."""
-    answer: str
-    """What the reward compares with."""
-
-
 def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
     """Read `config.path` (and `held_out_path`) and split the distinct problems.
 
@@ -120,48 +108,47 @@ def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
     random.Random(derive_seed(seed, "jsonl", "split")).shuffle(pool)
     shots, pool = pool[: config.shots], pool[config.shots :]
     if config.held_out_path:
-        shown = {record.question for record in shots}
-        held_out = [r for r in _read(Path(config.held_out_path), config) if r.question not in shown]
-        held_out_questions = {record.question for record in held_out}
-        train = [record for record in pool if record.question not in held_out_questions]
+        shown = {problem.text for problem, _ in shots}
+        held_out = [each for each in _read(Path(config.held_out_path), config) if each[0].text not in shown]
+        held_out_questions = {problem.text for problem, _ in held_out}
+        train = [each for each in pool if each[0].text not in held_out_questions]
     else:
         held_out, train = pool[: config.held_out], pool[config.held_out :]
     if not train:
         taken = f"{len(shots)} shots and {len(held_out)} held out; lower task.held_out or task.shots"
         raise ConfigError(f"{config.path}: {len(pool) + len(shots)} distinct problems leave none to train on after {taken}")
     opening: Messages = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
-    for shot in shots:
-        opening += (ChatMessage("user", shot.question), ChatMessage("assistant", shot.solution))
+    for problem, solution in shots:
+        opening += (ChatMessage("user", problem.text), ChatMessage("assistant", solution))
     # Without chat: a question and its solution run on, a blank line between problems.
     text = "".join(message.content + ("" if message.role == "user" else "\n\n") for message in opening)
 
-    def prompt(record: _Record, split: str) -> Prompt:
-        return Prompt(
-            prompt_id=f"{Path(config.path).stem}/{split}/{record.line.number}",
-            text="" if config.chat else text + record.question,
-            messages=(*opening, ChatMessage("user", record.question)) if config.chat else (),
-            answer=record.answer,
-            reference_json=record.line.text,
+    def prompt(problem: Prompt, split: str) -> Prompt:
+        return msgspec.structs.replace(
+            problem,
+            prompt_id=f"{Path(config.path).stem}/{split}/{problem.prompt_id}",
+            text="" if config.chat else text + problem.text,
+            messages=(*opening, ChatMessage("user", problem.text)) if config.chat else (),
         )
 
-    train_prompts, held_out_prompts = [prompt(r, "train") for r in train], [prompt(r, "held_out") for r in held_out]
+    train_prompts, held_out_prompts = [prompt(p, "train") for p, _ in train], [prompt(p, "held_out") for p, _ in held_out]
     return TaskData(
         train=train_prompts,
         held_out=held_out_prompts,
         alphabet=alphabet_of([*train_prompts, *held_out_prompts]),
-        worked_examples=[] if config.chat else [(p.text, r.solution) for p, r in zip(train_prompts, train, strict=True)],
+        worked_examples=[] if config.chat else [(p.text, each[1]) for p, each in zip(train_prompts, train, strict=True)],
     )
 
 
-def _read(path: Path, config: JsonlTask) -> list[_Record]:
-    """Return the file's records, first of each prompt."""
+def _read(path: Path, config: JsonlTask) -> list[tuple[Prompt, str]]:
+    """Return the distinct problems, each known by its line's number and with its question as text, and their whole solutions."""
     try:
         pattern = re.compile(config.answer_regex)
     except re.error as error:
         raise ConfigError(f"task.answer_regex {config.answer_regex!r} is not a regular expression: {error}") from error
     if config.answer_regex and pattern.groups < 1:
         raise ConfigError(f"task.answer_regex {config.answer_regex!r} needs a group, ( ), around the part that is the answer")
-    records: dict[str, _Record] = {}
+    problems: dict[str, tuple[Prompt, str]] = {}
     for line in read_json_lines(path):
         question = text_of(line, config.prompt_field, "task.prompt_field")
         answer = solution = text_of(line, config.answer_field, "task.answer_field")
@@ -170,25 +157,11 @@ def _read(path: Path, config: JsonlTask) -> list[_Record]:
             if match is None or match.group(1) is None:
                 raise ConfigError(f"{line.where}: task.answer_regex {pattern.pattern!r} finds nothing in {solution[-80:]!r}")
             answer = match.group(1).strip()
-        records.setdefault(question, _Record(line, question, solution, answer))
-    if not records:
+        problem = Prompt(str(line.number), question, answer=answer, reference_json=line.text)
+        problems.setdefault(question, (problem, solution))
+    if not problems:
         raise ConfigError(f"task file {path} holds no problems")
-    return list(records.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One line."""
-
-    line_number: int
-    text: str
-    messages: Messages
-    answers: PreferenceAnswers
-
-    @property
-    def prompt(self) -> tuple[str, Messages]:
-        """What pairs of one prompt have in common."""
-        return self.text, self.messages
+    return list(problems.values())
 
 
 def build_preferences(config: PreferencesTask, seed: int) -> TaskData:
@@ -200,35 +173,27 @@ def build_preferences(config: PreferencesTask, seed: int) -> TaskData:
     pairs = [_pair(line, config) for line in read_json_lines(Path(config.path))]
     if not pairs:
         raise ConfigError(f"{config.path}: there are no preferences in it")
-    prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
-    if len(prompts) <= config.held_out:
+    distinct = list(dict.fromkeys((prompt.text, prompt.messages) for prompt, _ in pairs))
+    if len(distinct) <= config.held_out:
         taken = f"{config.held_out} held out; lower task.held_out"
-        raise ConfigError(f"{config.path}: {len(prompts)} distinct prompts leave none to train on after {taken}")
-    random.Random(derive_seed(seed, "preferences", "split")).shuffle(prompts)
-    held = set(prompts[: config.held_out])
-
-    def prompt(pair: _Pair, split: str) -> Prompt:
-        return Prompt(
-            prompt_id=f"{Path(config.path).stem}/{split}/{pair.line_number}",
-            text=pair.text,
-            messages=pair.messages,
-            answer=pair.answers.chosen,
-            reference_json=msgspec.json.encode(pair.answers).decode(),
-        )
-
-    train = [pair for pair in pairs if pair.prompt not in held]
-    train_prompts = [prompt(pair, "train") for pair in train]
-    held_out_prompts = [prompt(pair, "held_out") for pair in pairs if pair.prompt in held]
-    rejected = "".join(pair.answers.rejected for pair in pairs)
+        raise ConfigError(f"{config.path}: {len(distinct)} distinct prompts leave none to train on after {taken}")
+    random.Random(derive_seed(seed, "preferences", "split")).shuffle(distinct)
+    held = set(distinct[: config.held_out])
+    splits: dict[str, list[Prompt]] = {"train": [], "held_out": []}
+    for prompt, _ in pairs:
+        split = "held_out" if (prompt.text, prompt.messages) in held else "train"
+        prompt_id = f"{Path(config.path).stem}/{split}/{prompt.prompt_id}"
+        splits[split].append(msgspec.structs.replace(prompt, prompt_id=prompt_id))
+    rejected = "".join(answers.rejected for _, answers in pairs)
     return TaskData(
-        train=train_prompts,
-        held_out=held_out_prompts,
-        alphabet="".join(sorted({*alphabet_of([*train_prompts, *held_out_prompts]), *rejected})),
-        worked_examples=[] if config.chat else [(pair.text, pair.answers.chosen) for pair in train],
+        **splits,
+        alphabet="".join(sorted({*alphabet_of(prompt for prompt, _ in pairs), *rejected})),
+        worked_examples=[] if config.chat else [(prompt.text, prompt.answer) for prompt in splits["train"]],
     )
 
 
-def _pair(line: JsonLine, config: PreferencesTask) -> _Pair:
+def _pair(line: JsonLine, config: PreferencesTask) -> tuple[Prompt, PreferenceAnswers]:
+    """Return the prompt of a line, known by its number, and the answers."""
     text = ""
     messages: Messages = ()
     before_chosen, chosen = _answer(line, config.chosen_field, "task.chosen_field", chat=config.chat)
@@ -249,7 +214,8 @@ def _pair(line: JsonLine, config: PreferencesTask) -> _Pair:
         raise ConfigError(f"{line.where}: the chosen and the rejected answer are the same")
     if not text and not messages:
         raise ConfigError(f"{line.where}: the prompt is empty")
-    return _Pair(line.number, text, messages, PreferenceAnswers(chosen, rejected))
+    answers = PreferenceAnswers(chosen, rejected)
+    return Prompt(str(line.number), text, messages, answer=chosen, reference_json=msgspec.json.encode(answers).decode()), answers
 
 
 def _answer(line: JsonLine, name: str, knob: str, *, chat: bool) -> tuple[Messages, str]:

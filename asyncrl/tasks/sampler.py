@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import Prompt, derive_seed
 
 ROUNDS = 6
@@ -27,17 +26,9 @@ class PromptSequence:
     """
 
     def __init__(self, train: Sequence[Prompt], seed: int) -> None:
-        """Order `train` by `seed`.
-
-        Raises:
-            ConfigError: There is no prompt to train on.
-        """
-        if not train:
-            raise ConfigError("the task has no prompts to train on; lower task.held_out or give it more data")
+        """Order `train`, at least one, by `seed`."""
         self._train = train
         self._seed = seed
-        self._epoch, self._epoch_seed = 0, derive_seed(seed, "epoch", 0)
-        """Of the prompt that was asked for last."""
 
     @property
     def epoch_length(self) -> int:
@@ -49,9 +40,7 @@ class PromptSequence:
         if index < 0:
             raise IndexError(f"prompt index must be at least 0, got {index}")
         epoch, position = divmod(index, len(self._train))
-        if epoch != self._epoch:
-            self._epoch, self._epoch_seed = epoch, derive_seed(self._seed, "epoch", epoch)
-        return self._train[permuted(position, len(self._train), self._epoch_seed)]
+        return self._train[permuted(position, len(self._train), derive_seed(self._seed, "epoch", epoch))]
 
 
 def permuted(position: int, size: int, seed: int) -> int:

@@ -17,7 +17,6 @@ from asyncrl.buffer.events import (
     GroupPlaced,
     IssueGroup,
     MembersFinished,
-    NotEnough,
     RoomChanged,
     SamplesFinished,
     SamplesScored,
@@ -99,7 +98,7 @@ class Schedule:
             assert isinstance(moved, GroupMoved)
             self.tell(MembersFinished(generator))
 
-    def take(self, _: int = 0) -> TakeGroups | Wait | NotEnough:
+    def take(self, _: int = 0) -> TakeGroups | Wait:
         """Take the next step, at most one ahead of the one being trained."""
         if len(self.untrained) == 2:
             self.train()

@@ -33,7 +33,11 @@ class StepParams(msgspec.Struct, frozen=True):
     """What the learner reads anew at each step (config/live.py), by field."""
 
 
-class IssuedRecord(msgspec.Struct, frozen=True, gc=False):
+class Record(msgspec.Struct, frozen=True):
+    """What a ledger is told: a new kind is a class with this base."""
+
+
+class IssuedRecord(Record, frozen=True, gc=False):
     """A new group, with the prompt itself."""
 
     group_id: int
@@ -49,7 +53,7 @@ class IssuedRecord(msgspec.Struct, frozen=True, gc=False):
     external: bool = False
 
 
-class PlacedRecord(msgspec.Struct, frozen=True):
+class PlacedRecord(Record, frozen=True):
     """A group was handed out again."""
 
     group_id: int
@@ -59,7 +63,7 @@ class PlacedRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class SamplesRecord(msgspec.Struct, frozen=True, gc=False):
+class SamplesRecord(Record, frozen=True, gc=False):
     """Generated members, payload and all."""
 
     samples: Samples
@@ -68,14 +72,14 @@ class SamplesRecord(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-class ScoresRecord(msgspec.Struct, frozen=True, gc=False):
+class ScoresRecord(Record, frozen=True, gc=False):
     """Members' rewards, and their reference log-probabilities where the scores bring some."""
 
     scores: Scores
     now: float
 
 
-class FailureRecord(msgspec.Struct, frozen=True):
+class FailureRecord(Record, frozen=True):
     """A member that will never be trained."""
 
     group_id: int
@@ -86,7 +90,7 @@ class FailureRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class MovedRecord(msgspec.Struct, frozen=True, gc=False):
+class MovedRecord(Record, frozen=True, gc=False):
     """A group changed its state (taken and trained come with their step instead)."""
 
     group_id: int
@@ -98,7 +102,7 @@ class MovedRecord(msgspec.Struct, frozen=True, gc=False):
     """How often the prompt failed, where it is to be issued again; else -1."""
 
 
-class TakenRecord(msgspec.Struct, frozen=True):
+class TakenRecord(Record, frozen=True):
     """A step and its groups, in order."""
 
     step: int
@@ -108,7 +112,7 @@ class TakenRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class TrainedRecord(msgspec.Struct, frozen=True):
+class TrainedRecord(Record, frozen=True):
     """The optimizer step of these groups is done."""
 
     step: int
@@ -116,20 +120,20 @@ class TrainedRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class RestartedRecord(msgspec.Struct, frozen=True):
+class RestartedRecord(Record, frozen=True):
     """Steps from `version` on are to be repeated; those before it are trained."""
 
     version: int
     now: float
 
 
-class RescoreRecord(msgspec.Struct, frozen=True):
+class RescoreRecord(Record, frozen=True):
     """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
 
     now: float
 
 
-class ChangedRecord(msgspec.Struct, frozen=True):
+class ChangedRecord(Record, frozen=True):
     """The run's config changed while it went on: from `step` on."""
 
     step: int
@@ -138,36 +142,19 @@ class ChangedRecord(msgspec.Struct, frozen=True):
     now: float
 
 
-class ForgetRecord(msgspec.Struct, frozen=True):
+class ForgetRecord(Record, frozen=True):
     """Payloads of steps before this one are not needed any more."""
 
     before_step: int
 
 
-class SetAsideRecord(msgspec.Struct, frozen=True):
+class SetAsideRecord(Record, frozen=True):
     """The groups of this step are dropped, and later steps move up by one."""
 
     step: int
     group_ids: tuple[int, ...]
     reason: str
     now: float
-
-
-Record = (
-    IssuedRecord
-    | PlacedRecord
-    | SamplesRecord
-    | ScoresRecord
-    | FailureRecord
-    | MovedRecord
-    | TakenRecord
-    | TrainedRecord
-    | RestartedRecord
-    | RescoreRecord
-    | ForgetRecord
-    | SetAsideRecord
-    | ChangedRecord
-)
 
 
 class Ledger(Protocol):

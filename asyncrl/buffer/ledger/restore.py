@@ -60,7 +60,12 @@ def restore(path: Path, state: BufferState, now: float = 0.0) -> Restored:
         newest = max(newest, of_samples)
         groups, held = _live_groups(path, connection, newest)
         steps, params = _steps(path, connection)
-        lacking = frozenset(record.step for record in steps if _lacks_reference(connection, record.group_ids))
+        without = "SELECT 1 FROM scores WHERE key >= ? AND key < ? AND reference = x'' LIMIT 1"
+        lacking = frozenset(
+            record.step
+            for record in steps
+            if any(connection.execute(without, keys_of(group_id)).fetchone() for group_id in record.group_ids)
+        )
         returned = connection.execute(
             "SELECT group_id, returns, prompt_id, prompt, size, checksum FROM groups WHERE returns >= 0 AND group_id NOT IN"
             " (SELECT replaces FROM groups WHERE replaces IS NOT NULL) ORDER BY group_id"
@@ -78,14 +83,9 @@ def restore(path: Path, state: BufferState, now: float = 0.0) -> Restored:
             forgotten_steps = forgotten_before(connection)
     try:
         with reading(path, "groups and steps", "together"):
+            to_repeat = {group_id: returns for group_id, returns, *_ in returned}
             held_groups = GroupsRestored(
-                tuple(groups),
-                tuple(steps),
-                next_group_id=next_group_id,
-                dropped=by_reason["dropped"],
-                failed=by_reason["failed"],
-                returned={group_id: returns for group_id, returns, *_ in returned},
-                forgotten_steps=forgotten_steps,
+                tuple(groups), tuple(steps), next_group_id, **by_reason, returned=to_repeat, forgotten_steps=forgotten_steps
             )
             state.handle(held_groups, now)
         state.check_invariants()
@@ -108,9 +108,8 @@ def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tup
     ).fetchall()
     for group_id, prompt_id, prompt, size, stored, generator, version, attempt, state, retries, external, *times in rows:
         read = read_prompt(path, group_id, prompt_id, prompt, size, stored)
-        _check_counts(path, "groups", group_id, version=version, attempt=attempt, retries=retries)
+        _check_counts(path, "groups", group_id, version=version, attempt=attempt, retries=retries, size=size)
         issued_s, ready_s = (time_s or 0.0 for time_s in times)
-        _check_counts(path, "groups", group_id, size=size)
         if not 1 <= size <= MOST_MEMBERS or state not in {"running", "scoring", "ready"}:
             raise LedgerError(f"{path}: table groups, row {group_id}: a {state} group of {size} members; {REMEDY}")
         with reading(path, "groups", group_id):
@@ -174,8 +173,3 @@ def _steps(path: Path, connection: sqlite3.Connection) -> tuple[list[StepRecord]
                 )
             )  # fmt: skip
     return steps, params
-
-
-def _lacks_reference(connection: sqlite3.Connection, group_ids: tuple[int, ...]) -> bool:
-    lacking = "SELECT 1 FROM scores WHERE key >= ? AND key < ? AND reference = x'' LIMIT 1"
-    return any(connection.execute(lacking, keys_of(group_id)).fetchone() for group_id in group_ids)

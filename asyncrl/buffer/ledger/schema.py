@@ -274,10 +274,8 @@ def _changed(connection: sqlite3.Connection, r: rec.ChangedRecord) -> None:
 
 
 def _set_aside(connection: sqlite3.Connection, r: rec.SetAsideRecord) -> None:
-    connection.executemany(
-        "UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1 WHERE group_id = ?",
-        [(r.reason, group_id) for group_id in r.group_ids],
-    )
+    dropped = f"UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1{_OF_GROUPS}"  # noqa: S608
+    connection.execute(dropped, (r.reason, _ids(r.group_ids)))
     _execute_for_all(connection, _EVENT, [(r.now, group_id, "dropped", r.reason) for group_id in r.group_ids])
     _let_go(connection, r.group_ids)
     connection.execute("DELETE FROM steps WHERE step = ?", (r.step,))

@@ -16,26 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from asyncrl.buffer.events import (
-    BufferEvent,
-    BufferInstruction,
-    GeneratorGone,
-    GeneratorReady,
-    GroupIssued,
-    GroupMoved,
-    GroupPlaced,
-    IssueGroup,
-    MembersFinished,
-    ReturnPrompt,
-    SamplesFinished,
-    SamplesScored,
-    ScoreMembers,
-    StepsForgotten,
-    StepTrained,
-    TakeGroups,
-    TakeStep,
-    VersionIsLive,
-)
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
 from asyncrl.buffer.state import BufferState
@@ -50,9 +31,7 @@ def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -
         >>> simulate(Scenario(num_steps=10)).lost_groups
         0
     """
-    simulation = Simulation(scenario, on_step)
-    simulation.run()
-    return simulation.outcome()
+    return Simulation(scenario, on_step).run()
 
 
 class Simulation:
@@ -81,7 +60,7 @@ class Simulation:
         self._order = itertools.count()
         self._now_s = 0.0
         self._num_ready = self._num_scoring = 0
-        self._unscored: deque[ScoreMembers] = deque()
+        self._unscored: deque[ev.ScoreMembers] = deque()
         self._version = 0
         self._in_hand: deque[tuple[int, float]] = deque()
         self._training = False
@@ -96,8 +75,8 @@ class Simulation:
 
     # -- the loop --------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Simulate until the last step is done."""
+    def run(self) -> Outcome:
+        """Simulate until the last step is done; speeds and shares are of the steps after the warm-up."""
         for generator in self._generators.values():
             self._start(generator)
         while self._heap and self._version < self._scenario.num_steps:
@@ -105,21 +84,22 @@ class Simulation:
             self._num_events += 1
             act()
         self._buffer.check_invariants()
+        return self._outcome()
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self._now_s + delay_s, next(self._order), act))
 
-    def _enter(self, event: BufferEvent) -> None:
+    def _enter(self, event: ev.BufferEvent) -> None:
         self._follow(self._buffer.handle(event, self._now_s))
         while (issue := self._buffer.next_issue()) is not None:
-            if isinstance(issue, IssueGroup):
+            if isinstance(issue, ev.IssueGroup):
                 size, group_id = self._scenario.group_size, self._buffer.next_group_id
                 replaces = self._returned.popleft() if self._returned else None
-                self._buffer.handle(GroupIssued(group_id, "", size, issue.generator, issue.version, replaces), self._now_s)
+                self._buffer.handle(ev.GroupIssued(group_id, "", size, issue.generator, issue.version, replaces), self._now_s)
                 self._lengths[group_id] = [max(1.0, round(self._length())) for _ in range(size)]
                 self._send(issue.generator, group_id, range(size))
             else:
-                self._buffer.handle(GroupPlaced(issue.group_id, issue.generator, issue.version), self._now_s)
+                self._buffer.handle(ev.GroupPlaced(issue.group_id, issue.generator, issue.version), self._now_s)
                 self._send(issue.generator, issue.group_id, self._buffer.groups[issue.group_id].pending)
 
     # -- groups ----------------------------------------------------------------------------------------------------------
@@ -159,16 +139,16 @@ class Simulation:
 
     def _sample_finished(self, name: str, member: Member, counts: VersionCounts) -> None:
         self._generated_tokens += member.num_tokens
-        self._enter(SamplesFinished(member.group_id, (member.index,), (counts,)))
-        self._enter(MembersFinished(name))
+        self._enter(ev.SamplesFinished(member.group_id, (member.index,), (counts,)))
+        self._enter(ev.MembersFinished(name))
 
-    def _follow(self, instructions: Iterable[BufferInstruction]) -> None:
+    def _follow(self, instructions: Iterable[ev.BufferInstruction]) -> None:
         for item in instructions:
             match item:
-                case ScoreMembers():
+                case ev.ScoreMembers():
                     self._unscored.append(item)
                     self._score()
-                case GroupMoved(group_id, before, after):
+                case ev.GroupMoved(group_id, before, after):
                     if after == "ready":
                         self._num_ready += 1
                         self._take()
@@ -177,9 +157,9 @@ class Simulation:
                         self._lengths.pop(group_id, None)
                     if item.generator:
                         self._abort(self._generators[item.generator], group_id)
-                case ReturnPrompt(group_id):
+                case ev.ReturnPrompt(group_id):
                     self._returned.append(group_id)
-                case TakeGroups():
+                case ev.TakeGroups():
                     assert item.staleness is not None
                     self._num_ready -= len(item.group_ids)
                     for group_id in item.group_ids:
@@ -196,7 +176,7 @@ class Simulation:
 
         def stop() -> None:
             if num_aborted := generator.abort(group_id):
-                self._after(self._scenario.hop_s, lambda: self._enter(MembersFinished(generator.name, num_aborted)))
+                self._after(self._scenario.hop_s, lambda: self._enter(ev.MembersFinished(generator.name, num_aborted)))
 
         self._tell(generator, stop)
 
@@ -208,10 +188,10 @@ class Simulation:
             self._num_scoring += 1
             self._after(self._reward(), partial(self._scored, self._unscored.popleft()))
 
-    def _scored(self, asked: ScoreMembers) -> None:
+    def _scored(self, asked: ev.ScoreMembers) -> None:
         """Free the worker and have the score entered."""
         self._num_scoring -= 1
-        scored = SamplesScored(asked.group_id, asked.indices, (1.0,) * len(asked.indices))
+        scored = ev.SamplesScored(asked.group_id, asked.indices, (1.0,) * len(asked.indices))
         self._after(2 * self._scenario.hop_s, lambda: self._enter(scored))
         self._score()
 
@@ -222,7 +202,7 @@ class Simulation:
         step, scenario = self._buffer.next_step, self._scenario
         may = step < min(self._version + scenario.steps_ahead, scenario.num_steps)
         if may and self._num_ready >= scenario.groups_per_step:
-            self._enter(TakeStep(step))
+            self._enter(ev.TakeStep(step))
 
     def _train(self) -> None:
         if self._training or not self._in_hand:
@@ -242,8 +222,8 @@ class Simulation:
             generator.go_to(self._now_s)
         busy_s = sum(generator.busy_slot_s for generator in self._generators.values())
         self._marks.append((self._now_s, self._generated_tokens, busy_s))
-        self._enter(StepTrained(step))
-        self._enter(StepsForgotten(step))
+        self._enter(ev.StepTrained(step))
+        self._enter(ev.StepsForgotten(step))
         for generator in self._generators.values():
             generator.announced = self._version
             self._fetch(generator)
@@ -257,7 +237,7 @@ class Simulation:
         generator.go_to(self._now_s)
         generator.set_version(self._version)
         generator.announced = self._version
-        self._enter(GeneratorReady(generator.name, self._scenario.num_slots, self._version))
+        self._enter(ev.GeneratorReady(generator.name, self._scenario.num_slots, self._version))
         if self._scenario.failures_per_hour:
             self._after(self._rng.exponential(3600 / self._scenario.failures_per_hour), lambda: self._fail(generator))
 
@@ -283,19 +263,18 @@ class Simulation:
 
     def _live(self, generator: SimulatedGenerator, version: int) -> None:
         if generator.version >= version:
-            self._enter(VersionIsLive(generator.name, version))
+            self._enter(ev.VersionIsLive(generator.name, version))
 
     def _fail(self, generator: SimulatedGenerator) -> None:
         self._num_lost += 1
         generator.go_to(self._now_s)
         generator.lose_all()
-        self._enter(GeneratorGone(generator.name))
+        self._enter(ev.GeneratorGone(generator.name))
         self._after(self._scenario.restart_s, lambda: self._start(generator))
 
     # -- what came of it -------------------------------------------------------------------------------------------------
 
-    def outcome(self) -> Outcome:
-        """Return the figures; speeds and shares are of the steps after the warm-up."""
+    def _outcome(self) -> Outcome:
         counts, scenario, num_done = self._buffer.counts(), self._scenario, len(self._marks)
         done, first = self._taken[:num_done], int(WARM_UP * num_done)
         made = Outcome(

@@ -73,13 +73,19 @@ def examine(code: str) -> Needs:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnusableTest(f"line {getattr(error, 'lineno', None) or 1}: is not Python: {error}") from error
     from_solution, as_solution = _imports_of_solution(tree)
-    global_names = {name for name in own if name not in _BUILT_IN and not _is_dunder(name)}
+    global_names = {name for name in own if name not in _BUILT_IN and not name.startswith("__")}
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     bare = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    bare.subtract(node.value.id for node in uses if isinstance(node.value, ast.Name) and _has(node.value.id, node.attr))
+    bare.subtract(
+        node.value.id
+        for node in uses
+        if isinstance(node.value, ast.Name)
+        and node.value.id in _MODULES
+        and hasattr(importlib.import_module(node.value.id), node.attr)
+    )
     modules = {name for name in global_names & _MODULES if not bare[name]}
     global_names -= modules
-    names = global_names | {name for name in from_solution if not _is_dunder(name)}
+    names = global_names | {name for name in from_solution if not name.startswith("__")}
     if not names:
         raise UnusableTest("line 1: uses nothing of the program, so every program would pass")
     rooted = names | as_solution
@@ -98,10 +104,6 @@ def examine(code: str) -> Needs:
     if never is not None:
         raise UnusableTest(f"line {never.lineno}: {never.name} is never called, so what it checks is never checked")
     return Needs(tuple(sorted(names)), tuple(sorted(global_names)), tests, tuple(sorted(modules)))
-
-
-def _has(module: str, attribute: str) -> bool:
-    return module in _MODULES and hasattr(importlib.import_module(module), attribute)
 
 
 def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.Name | None:
@@ -123,10 +125,6 @@ def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.N
             alone.add(node.func)
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in helpers]
     return next((name for name in used if name not in alone), None)
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__")
 
 
 def _names_of_others(code: str, tree: ast.Module) -> set[str]:

@@ -17,7 +17,7 @@ from asyncrl.control.launch.lease import own_by_input
 from asyncrl.control.reporter import Reporter
 from asyncrl.pipeline import run_controller
 from asyncrl.serve.daemon import ServeOptions, serve
-from asyncrl.serve.queue import Machine
+from asyncrl.serve.machine import Machine
 
 
 async def host(kind: str, folder: Path) -> None:

@@ -17,16 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.folders import replacing
 from asyncrl.observe.spans import CHECKPOINT, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
 from asyncrl.observe.steps import EvalReport, StepReport, read_evals, read_steps
-
-REWARD_FILE = "reward.png"
-TIMELINE_FILE = "timeline.png"
 
 MOST_GENERATORS_SHOWN = 8
 
@@ -51,16 +47,18 @@ def write_report(run_folder: Path) -> dict[str, Path]:
     Returns:
         Name (`reward`, `timeline`) to path; a picture without data is absent.
     """
-    paths: dict[str, Path] = {}
+    drawn: dict[str, Figure] = {}
     steps, evals = read_steps(run_folder), read_evals(run_folder)
     config = load_config(run_folder / "config.toml") if (run_folder / "config.toml").exists() else RunConfig()
     if steps:
-        paths["reward"] = run_folder / REWARD_FILE
-        _save(draw_reward(steps, evals, config), paths["reward"])
+        drawn["reward"] = draw_reward(steps, evals, config)
     lanes = lanes_of(read_spans(run_folder))
     if any(lane.named(STEP) for lane in lanes):
-        paths["timeline"] = run_folder / TIMELINE_FILE
-        _save(draw_timeline(lanes, config.name), paths["timeline"])
+        drawn["timeline"] = draw_timeline(lanes, config.name)
+    paths = {name: run_folder / f"{name}.png" for name in drawn}
+    for name, figure in drawn.items():
+        with replacing(paths[name]) as file:  # somebody may be looking at it
+            figure.savefig(file, dpi=130, format="png", facecolor="white")
     return paths
 
 
@@ -73,8 +71,9 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     versions = [report.version for report in steps]
     width = max(3, len(steps) // 12)
-    above.plot(versions, [report.reward_mean for report in steps], ".", color=GENERATE_COLOURS[0], ms=5, label="reward of a step")
-    smooth = running_mean([report.reward_mean for report in steps], width)
+    rewards = [report.reward_mean for report in steps]
+    smooth = [np.mean(rewards[max(end - width, 0) : end]) for end in range(1, len(rewards) + 1)]
+    above.plot(versions, rewards, ".", color=GENERATE_COLOURS[0], ms=5, label="reward of a step")
     above.plot(versions, smooth, color="#2868b8", lw=2.2, label=f"mean of {width} steps")
     if evals:
         values, label = [item.headline[1] for item in evals], f"held-out {evals[0].headline[0]}"
@@ -112,16 +111,14 @@ def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config
 
 
 def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
-    """Return swim lanes of a stretch that can be read, and the whole run as a strip below."""
-    steps = [item for lane in lanes for item in lane.named(STEP)]
-    window = choose_window(steps)
+    """Return swim lanes of a stretch in the middle of the run that can be read."""
+    window = choose_window([item for lane in lanes for item in lane.named(STEP)])
     generators = [lane for lane in lanes if lane.kind == "generator"]
     shown = generators[:MOST_GENERATORS_SHOWN] + [lane for lane in lanes if lane.kind != "generator"]
-    figure = Figure(figsize=(13, 2.6 + 0.95 * len(shown)), layout="constrained")
-    detail, strip = figure.subplots(2, 1, height_ratios=[3.2, 1.3])
-    upwards = list(reversed(shown))
+    figure = Figure(figsize=(13, 1.6 + 0.95 * len(shown)), layout="constrained")
+    axes, upwards = figure.subplots(), list(reversed(shown))
     for row, lane in enumerate(upwards):
-        _draw_lane(detail, lane, row, window)
+        _draw_lane(axes, lane, row, window)
     # From each publish to the swaps that it led to.
     rows = {lane.process: row for row, lane in enumerate(upwards)}
     published = {item.attributes.get("version"): (item.end_s, rows[lane.process])
@@ -130,12 +127,19 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
         for item in _inside(lane.named(SWAP), window):
             if item.attributes.get("version") in published:
                 at_s, row = published[item.attributes["version"]]
-                detail.plot([at_s, item.end_s], [row + 0.8, rows[lane.process]], color=SWAP_COLOUR, lw=0.9, alpha=0.55, zorder=3)
-    _label_lanes(detail, [lane.process for lane in upwards])
-    detail.set_xlim(*window)
-    shown_s = window[1] - window[0]
+                axes.plot([at_s, item.end_s], [row + 0.8, rows[lane.process]], color=SWAP_COLOUR, lw=0.9, alpha=0.55, zorder=3)
+    axes.set_ylim(0, len(upwards))
+    axes.set_yticks([row + 0.4 for row in range(len(upwards))], [lane.process for lane in upwards])
+    axes.tick_params(axis="y", length=0)
+    for row in range(1, len(upwards)):
+        axes.axhline(row - 0.06, color=GRID, lw=0.8, zorder=0)
+    _plain_axes(axes, grid=False)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlim(*window)
+    axes.set_xlabel("seconds since the first span")
     hidden = max(len(generators) - MOST_GENERATORS_SHOWN, 0)
-    heading = f"{title}: who does what, {shown_s:.1f} s of it" + (f" ({hidden} more generators not shown)" if hidden else "")
+    heading = f"{title}: who does what, {window[1] - window[0]:.1f} s of it"
+    heading += f" ({hidden} more generators not shown)" if hidden else ""
     figure.suptitle(heading, x=0.008, ha="left", color=INK, fontweight="bold")
     entries = [
         Patch(color=GENERATE_COLOURS[1], label="samples in flight (v: version that samples)"),
@@ -145,30 +149,17 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
         Patch(facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0, label="learner waits for a batch"),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
-
-    _draw_strip(strip, lanes, window)
-    strip.set_title("the whole run: how busy each is", loc="left", color=INK, fontsize=10)
-    strip.set_xlabel("seconds since the first span")
     return figure
 
 
 def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
     shown_s = window[1] - window[0]
     if lane.kind == "reward":
-        shown = [
-            Span(item.name, item.start_s, max(item.end_s, item.start_s + shown_s / 400), item.process, item.attributes)
-            for item in lane.named(SCORE)
-        ]
+        shown = [replace(item, end_s=max(item.end_s, item.start_s + shown_s / 400)) for item in lane.named(SCORE)]
         _fill_occupancy(axes, shown, row, window, REWARD_COLOUR)
     for item in _inside(lane.named(WAIT), window):
-        axes.broken_barh(
-            [(item.start_s, item.end_s - item.start_s)],
-            (row + 0.2, 0.5),
-            facecolor=WAIT_COLOUR,
-            edgecolor=FAINT,
-            hatch="////",
-            lw=0,
-        )
+        bar = [(item.start_s, item.end_s - item.start_s)]
+        axes.broken_barh(bar, (row + 0.2, 0.5), facecolor=WAIT_COLOUR, edgecolor=FAINT, hatch="////", lw=0)
     for item in _inside(lane.named(CHECKPOINT), window):
         axes.broken_barh([(item.start_s, item.end_s - item.start_s)], (row + 0.1, 0.1), color=CHECKPOINT_COLOUR, lw=0)
     for item in _inside(lane.named(STEP), window):
@@ -177,12 +168,9 @@ def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
         if end_s - start_s > shown_s / 45:
             axes.text((start_s + end_s) / 2, row + 0.45, str(step), ha="center", va="center", color="white", fontsize=9,
                       fontweight="bold")  # fmt: skip
-    if lane.kind == "generator":
-        _draw_generator(axes, lane, row, window)
-
-
-def _draw_generator(axes: Axes, lane: Lane, row: int, window: Window) -> None:
-    swaps, shown_s = lane.named(SWAP), window[1] - window[0]
+    if lane.kind != "generator":
+        return
+    swaps = lane.named(SWAP)
     borders = [-np.inf, *(item.end_s for item in swaps), np.inf]
     versions = [int(swaps[0].attributes.get("version", 1)) - 1 if swaps else 0]
     versions += [int(item.attributes.get("version", 0)) for item in swaps]
@@ -199,43 +187,18 @@ def _draw_generator(axes: Axes, lane: Lane, row: int, window: Window) -> None:
 
 
 def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: Window, colour: str) -> None:
-    """Fill the lane as high as the share of its busiest moment that runs."""
+    """Fill the lane as high as the share of its busiest moment that is open; a span of several samples counts as so many."""
     if not spans:
         return
-    times, open_now = occupancy(spans)
-    most = max(int(open_now.max()), 1)
+    times = np.array([*(item.start_s for item in spans), *(item.end_s for item in spans)])
+    samples = np.array([int(item.attributes.get("samples", 1)) for item in spans])
+    order = np.argsort(times, kind="stable")
+    times, open_now = times[order], np.cumsum(np.concatenate([samples, -samples])[order])
     first, last = np.searchsorted(times, window)
-    before = open_now[first - 1] if first > 0 else 0
+    before, after = (open_now[place - 1] if place > 0 else 0 for place in (first, last))
     shown_times = np.concatenate([[window[0]], times[first:last], [window[1]]])
-    after = open_now[last - 1] if last > 0 else 0
     shown = np.concatenate([[before], open_now[first:last], [after]])
-    axes.fill_between(shown_times, row, row + 0.82 * shown / most, step="post", color=colour, lw=0)
-
-
-def _draw_strip(axes: Axes, lanes: Sequence[Lane], window: Window) -> None:
-    end = max(item.end_s for lane in lanes for spans in lane.spans.values() for item in spans)
-    edges = np.linspace(0.0, max(end, 1e-3), 500)
-    kinds = [("generator", GENERATE, GENERATE_COLOURS[1], "generators"), ("reward", SCORE, REWARD_COLOUR, "reward")]
-    kinds.append(("learner", STEP, LEARN_COLOURS[0], "learner"))
-    for row, (kind, name, colour, _) in enumerate(reversed(kinds)):
-        spans = [item for lane in lanes if lane.kind == kind for item in lane.named(name)]
-        share = mean_occupancy(spans, edges)
-        top = max(float(np.quantile(share, 0.99)), 1e-9) if kind != "learner" else 1.0
-        height = 0.85 * np.minimum(share / top, 1.0)
-        axes.fill_between(edges[:-1], row, row + height, step="post", color=colour, lw=0)
-    _label_lanes(axes, [label for *_, label in reversed(kinds)])
-    axes.axvspan(*window, color=INK, alpha=0.1, lw=0)
-    axes.set_xlim(0, edges[-1])
-
-
-def _label_lanes(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_ylim(0, len(names))
-    axes.set_yticks([row + 0.4 for row in range(len(names))], names)
-    axes.tick_params(axis="y", length=0)
-    for row in range(1, len(names)):
-        axes.axhline(row - 0.06, color=GRID, lw=0.8, zorder=0)
-    _plain_axes(axes, grid=False)
-    axes.spines["left"].set_visible(False)
+    axes.fill_between(shown_times, row, row + 0.82 * shown / max(int(open_now.max()), 1), step="post", color=colour, lw=0)
 
 
 def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
@@ -249,12 +212,6 @@ def _plain_axes(axes: Axes, *, grid: bool = True) -> None:
     if grid:
         axes.grid(color=GRID, lw=0.8)
         axes.set_axisbelow(True)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Replace the picture at once: somebody may be looking at it."""
-    with replacing(path) as file:
-        figure.savefig(file, dpi=130, format="png", facecolor="white")
 
 
 LaneKind = Literal["generator", "reward", "learner"]
@@ -295,30 +252,6 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
     return sorted(lanes.values(), key=place)
 
 
-def occupancy(spans: Sequence[Span]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the step function of how many spans are open; one of several samples counts as so many.
-
-    Returns:
-        Times [K] at which the number changes, and the number [K] from each time on.
-    """
-    starts = np.array([item.start_s for item in spans], dtype=np.float64)
-    ends = np.array([item.end_s for item in spans], dtype=np.float64)
-    times = np.concatenate([starts, ends])
-    samples = np.array([int(item.attributes.get("samples", 1)) for item in spans], dtype=np.int64)
-    change = np.concatenate([samples, -samples])
-    order = np.argsort(times, kind="stable")
-    return times[order], np.cumsum(change[order])
-
-
-def mean_occupancy(spans: Sequence[Span], edges_E: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return how many spans were open in each bin, on average, [E - 1]."""
-    if not spans:
-        return np.zeros(len(edges_E) - 1)
-    times, open_now = occupancy(spans)
-    area = np.concatenate([[0.0], np.cumsum(np.diff(times) * open_now[:-1])])
-    return np.diff(np.interp(edges_E, times, area)) / np.diff(edges_E)
-
-
 def choose_window(steps: Sequence[Span], most_s: float = 20.0, most_steps: int = 14) -> Window:
     """Return the stretch in the middle of training that can be read: at most `most_s` seconds and about `most_steps` steps."""
     begin, end = steps[0].start_s, steps[-1].end_s
@@ -327,12 +260,3 @@ def choose_window(steps: Sequence[Span], most_s: float = 20.0, most_steps: int =
     middle = steps[len(steps) // 2].start_s
     first = min(max(middle - length / 2, begin), end - length)
     return first, first + length
-
-
-def running_mean(values: Sequence[float], width: int) -> NDArray[np.float64]:
-    """Return the mean of each value and up to `width - 1` before it, same length."""
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-    upto = np.arange(1, len(values) + 1)
-    since = np.maximum(upto - width, 0)
-    means: NDArray[np.float64] = (total[upto] - total[since]) / (upto - since)
-    return means

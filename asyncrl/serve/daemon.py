@@ -35,8 +35,7 @@ from asyncrl.observe.steps import read_evals, read_events, read_steps
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.machine import machine
-from asyncrl.serve.queue import Machine
+from asyncrl.serve.machine import Machine, machine
 from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Outcome, Records, RunRecord
 from asyncrl.serve.routes import Service
 
@@ -75,10 +74,12 @@ async def serve(options: ServeOptions) -> None:
     with own_records(options.folder) as records, contextlib.ExitStack() as undo:
         if not records.tokens:
             write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)
+        if not (key := options.folder / SESSION_KEY_FILE).exists():  # it outlives the daemon, and so do the cookies it signs
+            write_whole(key, secrets.token_hex(32), private=True)
         keeper = Keeper(records, machine(), clock)
         host = f"[{options.host}]" if ":" in options.host else options.host
         names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
-        service = Service(records, keeper, Guard(records, names, clock, _session_key(options.folder)), clock, options.code_roots)
+        service = Service(records, keeper, Guard(records, names, clock, key.read_bytes()), clock, options.code_roots)
         service.show_samples = options.show_samples
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each reader of a stream has a descriptor, and each run some
@@ -232,11 +233,3 @@ def own_records(folder: Path) -> Iterator[Records]:
             raise LaunchError(f"another daemon serves {folder}; its tokens are made by POST /v1/tokens") from error
         with contextlib.closing(Records(folder)) as records:
             yield records
-
-
-def _session_key(folder: Path) -> bytes:
-    """Return what signs the page's cookies; it outlives the daemon, and so do they."""
-    path = folder / SESSION_KEY_FILE
-    if not path.exists():
-        write_whole(path, secrets.token_hex(32), private=True)
-    return path.read_bytes()

@@ -35,7 +35,7 @@ from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent, Tail, read_evals, read_events, read_steps
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
-from asyncrl.serve.queue import Machine, admit, in_order, misfits
+from asyncrl.serve.machine import Machine, admit, in_order, misfits
 from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord, ServerEvent
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class Keeper:
         for record in in_order(self.records.runs.values()):
             if faults := misfits(self.machine, record.demand):
                 await self._ended(replace(record, reason="; ".join(faults)), "failed")
-        for granted in admit(self.machine, self.records.runs.values()):
-            self.records.put_run(replace(self.records.runs[granted.run], state="starting", gpus=granted.gpus))
-            self._task(granted.run, self._keep)
+        for run, gpus in admit(self.machine, self.records.runs.values()).items():
+            self.records.put_run(replace(self.records.runs[run], state="starting", gpus=gpus))
+            self._task(run, self._keep)
 
     def _settle(self, run: str) -> None:
         """Note that a run of before has had its look."""

@@ -32,10 +32,9 @@ from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
 from asyncrl.serve.guard import ANYBODY, OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.machine import disk_fault
+from asyncrl.serve.machine import disk_fault, in_order, waits
 from asyncrl.serve.overview import compared, metrics_text
 from asyncrl.serve.pages import Login, Pages
-from asyncrl.serve.queue import in_order, waits
 from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
 from asyncrl.serve.streams import file_or_list, json_response, last_event_id, send_tar, stream
 from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve

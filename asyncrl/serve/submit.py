@@ -26,8 +26,7 @@ from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.inputs import check_user_functions, path_faults, user_functions
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.serve.machine import demand_of
-from asyncrl.serve.queue import Machine, misfits
+from asyncrl.serve.machine import Machine, demand_of, misfits
 from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
 
 MOST_FAULTS = 50

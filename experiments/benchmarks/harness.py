@@ -35,7 +35,6 @@ BENCHMARKS = (
 OPTIONS: dict[str, frozenset[str]] = {
     "engine": frozenset({"engine"}),
     "broadcast": frozenset({"media"}),
-    "learner": frozenset({"profile"}),
 }
 """Further words that `run` of a benchmark takes, by its name."""
 

@@ -14,7 +14,7 @@ import asyncrl
 from asyncrl.clock import SystemClock
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.queue import Machine
+from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import Records
 from asyncrl.serve.routes import Service
 from tests.integration.conftest import NO_MODELS, assert_balanced, tiny_settings, trained_groups

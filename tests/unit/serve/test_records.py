@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from asyncrl.errors import LaunchError
-from asyncrl.serve.queue import in_order
+from asyncrl.serve.machine import in_order
 from asyncrl.serve.records import DATABASE, Answered, Records, RunRecord, TokenRecord
 
 

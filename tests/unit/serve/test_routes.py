@@ -29,8 +29,8 @@ from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, Seco
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.machine import Machine
 from asyncrl.serve.overview import MOST_SERIES
-from asyncrl.serve.queue import Machine
 from asyncrl.serve.records import ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
 from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE, json_response, stream

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncrl.config.load import dump_config, resolve_config
-from asyncrl.serve.queue import Machine
+from asyncrl.serve.machine import Machine
 from asyncrl.serve.submit import Fork, RefusedError, Submission, foreign_code, of_fork, resolve
 
 MACHINE = Machine(cores=2, memory_bytes=64 << 30)

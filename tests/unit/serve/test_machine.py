@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.serve.queue import Machine, admit, in_order, misfits, waits
+from asyncrl.serve.machine import Machine, admit, in_order, misfits, waits
 from asyncrl.serve.records import Demand, RunRecord
 
 
@@ -13,7 +13,7 @@ def run(number, gpus=0, cores=1, memory=0, priority=0, **more):
 
 def test_a_gpu_is_given_once():
     live = RunRecord(id="r1", number=1, state="live", gpus=("a",), demand=Demand(1))
-    assert admit(Machine(("a", "b"), cores=4), [live, run(2, gpus=1)])[0].gpus == ("b",)
+    assert admit(Machine(("a", "b"), cores=4), [live, run(2, gpus=1)]) == {"r2": ("b",)}
 
 
 def test_what_a_run_waits_for_is_said():
@@ -40,7 +40,7 @@ records = st.builds(
 
 
 def test_a_run_that_a_larger_machine_took_does_not_hold_the_queue_up():
-    assert [one.run for one in admit(Machine(cores=2), [run(1, cores=16), run(2)])] == ["r1"]
+    assert list(admit(Machine(cores=2), [run(1, cores=16), run(2)])) == ["r1"]
 
 
 @given(st.lists(records, max_size=12, unique_by=lambda one: one.number), st.integers(0, 4), st.integers(1, 8), st.integers(0, 8))
@@ -48,9 +48,9 @@ def test_what_is_given_is_there_and_is_the_head_of_the_queue(runs, gpus, cores, 
     machine = Machine(tuple(map(str, range(gpus))), cores, memory)
     granted = admit(machine, runs)
     by_id = {one.id: one for one in runs}
-    assert [one.run for one in granted] == [one.id for one in in_order(runs)][: len(granted)]
-    given_out = [gpu for one in granted for gpu in one.gpus]
+    assert list(granted) == [one.id for one in in_order(runs)][: len(granted)]
+    given_out = [gpu for gpus in granted.values() for gpu in gpus]
     assert len(given_out) == len(set(given_out))
-    assert all(len(one.gpus) == by_id[one.run].demand.gpus for one in granted)
-    assert sum(min(by_id[one.run].demand.cores, cores) for one in granted) <= cores
-    assert sum(by_id[one.run].demand.memory_bytes for one in granted) <= memory
+    assert all(len(gpus) == by_id[run].demand.gpus for run, gpus in granted.items())
+    assert sum(min(by_id[run].demand.cores, cores) for run in granted) <= cores
+    assert sum(by_id[run].demand.memory_bytes for run in granted) <= memory

@@ -10,17 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.algorithm import (
-    MASKS_BY_RHO,
-    AlgorithmConfig,
-    OffPolicySequenceMask,
-    PythonCorrection,
-    Rejection,
-    SecondMomentClip,
-    Truncated,
-    is_importance_weight,
-    sees_whole_update,
-)
+from asyncrl.config import algorithm as kinds
 from asyncrl.config.learner import LearnerConfig
 
 
@@ -94,7 +84,7 @@ PICKED_BY_AUTO = ("loss", "corrections")
 """What `kind = "auto"` is there to pick, so each must be left at its default."""
 
 
-def algorithm_faults(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
+def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
     """Yield what is wrong: an unknown name, or a mix that cannot work; with the fields and what to write instead."""
     for field, name, known in (("advantage", algorithm.advantage, ADVANTAGE_RULES), ("loss", algorithm.loss, LOSS_RULES)):
         if name not in known and not _names_function(name):
@@ -113,9 +103,9 @@ def algorithm_faults(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iter
     yield from _loss(algorithm)
 
 
-def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
+def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig) -> list[str]:
     """Return what works but is hardly meant, each with what to do."""
-    default = AlgorithmConfig()
+    default = kinds.AlgorithmConfig()
     fields = _set_fields(algorithm, ("proximal", "denominator")) if algorithm.kind == "auto" else []
     return [
         f"algorithm.{field} = {getattr(algorithm, field)!r} is not read: algorithm.kind = 'auto' always takes "
@@ -124,14 +114,14 @@ def doubts_about_algorithm(algorithm: AlgorithmConfig) -> list[str]:
     ]
 
 
-def looks_at_whole_update(algorithm: AlgorithmConfig) -> bool:
+def looks_at_whole_update(algorithm: kinds.AlgorithmConfig) -> bool:
     """Return whether corrections must see every token of an update before its first micro-batch."""
-    return algorithm.denominator == "kept" or any(map(sees_whole_update, algorithm.corrections))
+    return algorithm.denominator == "kept" or any(map(kinds.sees_whole_update, algorithm.corrections))
 
 
-def _set_fields(algorithm: AlgorithmConfig, fields: Sequence[str]) -> list[str]:
+def _set_fields(algorithm: kinds.AlgorithmConfig, fields: Sequence[str]) -> list[str]:
     """Return those of the fields that are not at their default."""
-    default = AlgorithmConfig()
+    default = kinds.AlgorithmConfig()
     return [field for field in fields if getattr(algorithm, field) != getattr(default, field)]
 
 
@@ -146,7 +136,7 @@ def _names(rules: Mapping[str, AdvantageRule | LossRule], flag: str) -> str:
     return ", ".join(name for name, rule in rules.items() if getattr(rule, flag))
 
 
-def _advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _advantage(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     """Refuse an advantage without what it reads, or with what it does not read: critic, groups, token rewards."""
     rule, kl, critic = ADVANTAGE_RULES.get(algorithm.advantage), algorithm.kl, algorithm.critic
     name, group_size = f"algorithm.advantage = {algorithm.advantage!r}", algorithm.group_size
@@ -169,10 +159,10 @@ def _advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.critic.path ({critic.path!r}) is of a critic of its own; kind = 'head' sits on the policy: {instead}"
 
 
-def _corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
+def _corrections(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
     """Refuse several importance weights, and masks of a ratio that is always 1."""
-    weighting = [item.kind for item in algorithm.corrections if is_importance_weight(item)]
-    masks = [item.kind for item in algorithm.corrections if isinstance(item, MASKS_BY_RHO)]
+    weighting = [item.kind for item in algorithm.corrections if kinds.is_importance_weight(item)]
+    masks = [item.kind for item in algorithm.corrections if isinstance(item, kinds.MASKS_BY_RHO)]
     if weighting and LOSS_RULES.get(algorithm.loss, LossRule()).own_importance_weight:
         twice = f"the correction {weighting[0]!r} would count it twice: set algorithm.corrections to masks only, or to []"
         yield f"algorithm.loss = {algorithm.loss!r} has its importance weight inside, and {twice}"
@@ -182,13 +172,13 @@ def _corrections(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator
     if algorithm.proximal == "behaviour" and masks:
         nothing = "makes them one, so it would drop nothing: set algorithm.proximal = 'recompute'"
         yield f"the correction {masks[0]!r} compares proximal with behaviour policy; algorithm.proximal = 'behaviour' {nothing}"
-    reads_current = any(isinstance(item, OffPolicySequenceMask) for item in algorithm.corrections)
+    reads_current = any(isinstance(item, kinds.OffPolicySequenceMask) for item in algorithm.corrections)
     if reads_current and algorithm.denominator == "kept" and learner.minibatches * learner.epochs > 1:
         instead = "several updates a step change that: take denominator = 'all', or learner.minibatches = learner.epochs = 1"
         yield f"algorithm.denominator = 'kept' must know before an update which tokens opsm keeps, and {instead}"
 
 
-def _weight_counted_once(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _weight_counted_once(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     """Refuse a second importance weight beside an advantage that carries one."""
     if not ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule()).own_importance_weight:
         return
@@ -196,7 +186,7 @@ def _weight_counted_once(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss, LossRule())
     if algorithm.kind == "auto":
         yield f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'"
-    for item in filter(is_importance_weight, algorithm.corrections):
+    for item in filter(kinds.is_importance_weight, algorithm.corrections):
         instead = "set algorithm.corrections to masks only, or to [], or take advantage = 'gae'"
         yield f"{carries}, and the correction {item.kind!r} would count it twice: {instead}"
     if rule.own_importance_weight or (rule.weighs_by_rho and algorithm.proximal != "behaviour"):
@@ -207,10 +197,10 @@ def _weight_counted_once(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{carries} up to the learner before the step, and {ratio}: {instead}"
 
 
-def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _loss(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     """Refuse what the loss does not read: a clip range, a dual clip, an aggregation's constant."""
     loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss)
-    sets_range = any(isinstance(item, SecondMomentClip) for item in algorithm.corrections)
+    sets_range = any(isinstance(item, kinds.SecondMomentClip) for item in algorithm.corrections)
     if sets_range and rule is not None and not rule.has_clip_range:
         instead = f"take one of {_names(LOSS_RULES, 'has_clip_range')}, or the correction 'm2po_mask'"
         yield f"the correction 'm2po_clip' sets a clip range, and {loss} has none of a token: {instead}"
@@ -232,18 +222,18 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.aggregation_constant ({constant:g}) {read}"
 
 
-def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _bounds(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     """Refuse bounds of corrections that contradict themselves, and a user's own that is no path."""
     for item in algorithm.corrections:
         name = f"algorithm.corrections: {item.kind}"
-        if isinstance(item, PythonCorrection) and not _names_function(item.path):
+        if isinstance(item, kinds.PythonCorrection) and not _names_function(item.path):
             yield f"algorithm.corrections: the path of python must be module:function or file.py:function, got {item.path!r}"
         measure, fresh, low, high = "rho", 1.0, 0.0, math.inf
-        if isinstance(item, Truncated):
+        if isinstance(item, kinds.Truncated):
             low, high = item.floor, item.cap
             if low > high:
                 yield f"{name} has floor {low} over cap {high}"
-        if isinstance(item, Rejection):
+        if isinstance(item, kinds.Rejection):
             is_ratio = item.measure == "ratio"
             measure, fresh = ("rho", 1.0) if is_ratio else (item.measure, 0.0)
             low, high = max(item.low, 0.0) if is_ratio else item.low, item.high
@@ -258,7 +248,7 @@ def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"{name} lets {measure} be in [{low:g}, {high:g}], and {stale}"
 
 
-def _preferences(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _preferences(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     preference, kind, name = algorithm.preference, "algorithm.kind = 'dpo'", "algorithm.preference"
     for field in _set_fields(algorithm, UNUSED_BY_DPO):
         yield f"{kind} has its own loss and makes no use of algorithm.{field}: drop it"

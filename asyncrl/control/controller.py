@@ -23,6 +23,7 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.local import Launcher
-from asyncrl.control.launch.processes import plan_processes, spec_maker
+from asyncrl.control.launch.processes import plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.pid_file import PidRecord
 from asyncrl.control.lifecycle.state import Lifecycle
-from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
+from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
@@ -129,13 +130,10 @@ class Controller:
                 ).write(recorder.folder)  # fmt: skip
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
             recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
-        callbacks = SupervisorCallbacks(
-            self._on_dead, self._on_phase, self._on_end, self._on_restart,
-            on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
-        )  # fmt: skip
-        spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
-            self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, clock, self.run_folder
+            self.lifecycle, parts.launcher, partial(spec_of, config, self.run_folder), config.supervision, clock, self.run_folder,
+            on_dead=self._on_dead, on_phase=self._on_phase, on_end=self._on_end, on_restart=self._on_restart,
+            on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
         )  # fmt: skip
         self.autoscaler = Autoscaler(
             config, self.dispatcher, self.peers, self.membership, self.post, self.supervisor.terminate
@@ -378,7 +376,9 @@ class Controller:
                 **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
             }  # fmt: skip
             if running and self.config.learner.kind == "builtin":  # else its caller says when the next step is
-                for alarm in self.reporter.note_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now)):
+                for alarm in self.reporter.tell(
+                    self.reporter.alarms.take_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now))
+                ):
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, waits, queues, working)

@@ -299,7 +299,7 @@ class Reporter:
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
             self.steps.append(report)
             self._steps_file.write(report)
-            raised = self._tell(self.alarms.take(report))
+            raised = self.tell(self.alarms.take(report))
             if len(self.steps) > STEPS_WITH_METRICS:
                 old = self.steps[-STEPS_WITH_METRICS - 1]
                 self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
@@ -312,11 +312,7 @@ class Reporter:
         )  # fmt: skip
         return raised
 
-    def note_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
-        """Look at a step that is not done yet; return alarms that it raises (`Alarms.take_open_step`)."""
-        return self._tell(self.alarms.take_open_step(open_s, version, waiting))
-
-    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
+    def tell(self, alarms: list[Alarm]) -> list[Alarm]:
         """Tell of alarms everywhere; return those that are not over."""
         for alarm in alarms:
             self.note_event("alarm", alarm.rule, alarm.text, alarm.version)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.learner import ScratchModel
@@ -52,19 +51,13 @@ def plan_ranks(config: RunConfig) -> RankPlan:
 
 def num_threads(config: RunConfig, kind: ProcessKind) -> int:
     """Return how many OpenMP threads a process of this kind may use."""
-    if kind == "learner":
-        return config.learner.num_threads
-    if kind == "inference":
-        return config.inference.num_threads
-    return int(getattr(config.generate.engine, "num_threads", 1)) if kind == "generator" else 1
+    if kind == "generator":
+        return int(getattr(config.generate.engine, "num_threads", 1))
+    return {"learner": config.learner.num_threads, "inference": config.inference.num_threads}.get(kind, 1)
 
 
-def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:
-    """Return what `Supervisor` takes as `spec_for`: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
-
-    def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
-        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
-        log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
-        return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)
-
-    return spec_for
+def spec_of(config: RunConfig, run_folder: Path, name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
+    """Return how a process is started: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
+    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
+    log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
+    return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)

@@ -391,7 +391,16 @@ class Reporter:
         """Return what is known at any moment, by the names of metrics.py."""
         counts = dispatcher.buffer.counts()
         beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
-        shares = [_idle_share(beats[peer.name], idle) for peer in peers.of("generator") if peer.name in beats]
+        shares = list[float]()
+        for peer in peers.of("generator"):  # of the time between its last two heartbeats, without anything to generate
+            if (beat := peer.heartbeat) is not None:
+                sent_s, before_s, share = idle.get(beat.name, (0.0, 0.0, 0.0))
+                idle_s = beat.gauges.get("process/idle_s", 0.0)
+                if beat.sent_s > sent_s:
+                    if sent_s:
+                        share = min(max(idle_s - before_s, 0.0) / (beat.sent_s - sent_s), 1.0)
+                    idle[beat.name] = (beat.sent_s, idle_s, share)
+                shares.append(share)
         return {
             **{
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
@@ -438,14 +447,3 @@ class Reporter:
 def _lengths(counts: Iterable[VersionCounts]) -> list[int]:
     """Return the trained tokens of each sample."""
     return [sum(number for _, number in of_sample) for of_sample in counts]
-
-
-def _idle_share(beat: Heartbeat, told: dict[str, tuple[float, float, float]]) -> float:
-    """Return the share of the time between its last two heartbeats in `told` in which a generator had nothing to generate."""
-    sent_s, before_s, share = told.get(beat.name, (0.0, 0.0, 0.0))
-    idle_s = beat.gauges.get("process/idle_s", 0.0)
-    if beat.sent_s > sent_s:
-        if sent_s:
-            share = min(max(idle_s - before_s, 0.0) / (beat.sent_s - sent_s), 1.0)
-        told[beat.name] = (beat.sent_s, idle_s, share)
-    return share

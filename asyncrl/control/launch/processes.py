@@ -5,7 +5,6 @@ All of it follows from the config. The learner is one process here: its rank 0, 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.placement.gpu_share import generator_environment
+from asyncrl.control.tools.memory import number_of_model
 from asyncrl.packing.pack import CostModel, RankPlan
 from asyncrl.schema.control import ProcessKind
 
@@ -41,11 +41,7 @@ def plan_ranks(config: RunConfig) -> RankPlan:
         return RankPlan()
     if isinstance(config.model, ScratchModel):
         return RankPlan(config.learner.ranks, CostModel.of_model(config.model.hidden_size))
-    try:
-        said = json.loads((Path(config.model.path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        said = {}  # the learner says what is wrong with the folder
-    hidden_size = int(said.get("text_config", said).get("hidden_size", 0))
+    hidden_size = number_of_model(config.model.path, "hidden_size")  # the learner says what is wrong with the folder
     return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
 
 

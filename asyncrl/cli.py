@@ -544,7 +544,13 @@ def main() -> None:
     try:
         app()
     except AsyncRLError as error:
-        print(f"asyncrl: {error}{_file_size_limit()}", file=sys.stderr)
+        import resource
+
+        # SQLite reports a limit on file sizes as other errors.
+        limit_bytes, advice = resource.getrlimit(resource.RLIMIT_FSIZE)[0], ""
+        if limit_bytes != resource.RLIM_INFINITY:
+            advice = f" (files here may have {limit_bytes} bytes at most: raise that limit, ulimit -f, and try again)"
+        print(f"asyncrl: {error}{advice}", file=sys.stderr)
         sys.exit(FAILED if isinstance(error, RunError) else WRONG_INPUT)
     except BrokenPipeError:
         _discard_output()
@@ -565,16 +571,6 @@ def _discard_output(*more: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, *more):
         os.dup2(nowhere, stream.fileno())
-
-
-def _file_size_limit() -> str:
-    """Return what to do about a limit on file sizes, which SQLite reports as other errors; empty where there is none."""
-    import resource
-
-    limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit_bytes == resource.RLIM_INFINITY:
-        return ""
-    return f" (files here may have {limit_bytes} bytes at most: raise that limit, ulimit -f, and try again)"
 
 
 def _ask(folder: Path, what: str, **given: Any) -> Any:  # noqa: ANN401 - whatever that call of the client takes and returns

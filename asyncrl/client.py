@@ -281,7 +281,7 @@ class RunClient:
             return RunLostError(f"the run in {folder} does not answer; its controller is alive: see {folder}/logs")
         if not folder.exists():
             return RunLostError(f"{folder} was moved or removed while the run was live, and its controller has ended")
-        reason = _full_disk(folder) or f"{_last_words(folder)}; `asyncrl resume {folder}` goes on with it"
+        reason = _full_disk(folder) or f"{_last_words(folder)[0]}; `asyncrl resume {folder}` goes on with it"
         return RunLostError(f"the run in {folder} is lost, its controller has ended: {reason}")
 
     async def _close(self) -> None:
@@ -411,8 +411,8 @@ class Run(RunClient):
         if endpoint is None:
             await self._controller.end()
             # A controller that ended itself has said why; one that was killed may well start the next time.
-            kind = LaunchError if _last_error(self.run_folder, said_before) else RunLostError
-            raise kind(f"the run could not start: {_last_words(self.run_folder, said_before)}")
+            words, are_its_own = _last_words(self.run_folder, said_before)
+            raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
         await self._open(endpoint)
         if self._reward is not None:
             self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
@@ -560,19 +560,14 @@ def _full_disk(run_folder: Path) -> str:
     return ""
 
 
-def _last_words(run_folder: Path, after: int = 0) -> str:
-    """Return what the controller said last behind a byte of its log: its own one-line error, else the end of the log."""
-    end = _log_lines(run_folder, after)[-12:]
-    return _last_error(run_folder, after) or "\n".join([f"the end of {run_folder / CONTROLLER_LOG} is", *end])
+def _last_words(run_folder: Path, after: int = 0) -> tuple[str, bool]:
+    """Return what the controller said last behind a byte of its log, and whether that is its own one-line error.
 
-
-def _last_error(run_folder: Path, after: int) -> str:
-    """Return the newest error that the controller has said of itself; empty where there is none."""
-    lines = _log_lines(run_folder, after)
-    errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
-    return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2] if errors else ""
-
-
-def _log_lines(run_folder: Path, after: int) -> list[str]:
+    Where there is no such error it is the end of the log.
+    """
     log = run_folder / CONTROLLER_LOG
-    return log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []
+    lines = log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []
+    errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
+    if errors:
+        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2], True
+    return "\n".join([f"the end of {log} is", *lines[-12:]]), False

@@ -15,7 +15,6 @@ import math
 import uuid
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -34,31 +33,35 @@ PromptLike = str | Mapping[str, str] | Prompt
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTerms:
-    """What groups a stream asks for, and when it ends."""
-
-    size: int
-    """Members of each; 0: the config's."""
-    max_new_tokens: int
-    """0: the config's."""
-    window: int
-    """Groups asked for and not given yet."""
-    is_over: Callable[[], bool]
-    say_after_s: float = 10.0
-    """A stream that waits for its caller says so then."""
-
-
 class GroupStream:
     """Groups of a caller's prompts, in the order of the prompts; use as an async context manager, which releases what is left.
 
     A group that failed, or that the run has dropped (the reason is in its ledger and in the log), is left out.
+
+    Args:
+        run: Of the groups.
+        prompts: As `Session.stream` takes them.
+        size: Members of each group; 0: the config's.
+        max_new_tokens: Of each member; 0: the config's.
+        window: Groups asked for and not given yet, at most.
+        is_over: Whether the stream ends here.
+        say_after_s: A stream that waits for its caller says so then.
     """
 
-    def __init__(self, run: RunClient, prompts: Iterable[PromptLike], terms: StreamTerms) -> None:
+    def __init__(
+        self,
+        run: RunClient,
+        prompts: Iterable[PromptLike],
+        size: int,
+        max_new_tokens: int,
+        window: int,
+        is_over: Callable[[], bool],
+        say_after_s: float = 10.0,
+    ) -> None:
         if prompts is None or isinstance(prompts, (str, Mapping, Prompt)):
             raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
-        self._run, self._terms = run, terms
+        self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
+        self._window, self._is_over, self._say_after_s = window, is_over, say_after_s
         self._name = uuid.uuid4().hex
         self._prompts = enumerate(prompts)
         self._waiting: deque[GroupAsked] = deque()
@@ -81,7 +84,7 @@ class GroupStream:
 
     async def __anext__(self) -> ScoredGroup:
         while True:
-            if self._terms.is_over():
+            if self._is_over():
                 raise StopAsyncIteration
             given = await self._next()
             if given is None:
@@ -98,7 +101,7 @@ class GroupStream:
         Raises:
             RunError: One failed.
         """
-        groups, self.wanted = list[ScoredGroup](), self._terms.window
+        groups, self.wanted = list[ScoredGroup](), self._window
         while (given := await self._next()) is not None:
             if given.group is None:
                 raise RunError(f"there is no group of prompt {self._waiting[0].number}: {given.why_over}")
@@ -116,9 +119,9 @@ class GroupStream:
     async def _next(self) -> GroupGiven | None:
         """Return what became of the next group, waiting for it; None: there are no more prompts."""
         if not self._given:
-            for number, prompt in itertools.islice(self._prompts, self._terms.window - len(self._waiting)):
+            for number, prompt in itertools.islice(self._prompts, self._window - len(self._waiting)):
                 one = _as_prompt(prompt, f"{self._name}/{number}")
-                self._waiting.append(GroupAsked(number, one, self._terms.size, self._terms.max_new_tokens))
+                self._waiting.append(GroupAsked(number, one, self._size, self._max_new_tokens))
                 self._unsaid.add(number)
             if not self._waiting:
                 return None
@@ -134,7 +137,7 @@ class GroupStream:
 
     async def _say_what_is_held(self) -> None:
         """Say so once where nothing comes until the caller does something."""
-        await asyncio.sleep(self._terms.say_after_s)
+        await asyncio.sleep(self._say_after_s)
         with contextlib.suppress(RunError):
             status = await self._run.status()
             if CALLER_HOLDS in status.waiting and not status.groups["taken"]:

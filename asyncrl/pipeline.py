@@ -104,7 +104,7 @@ async def run_controller(
     """
     from asyncrl.buffer.open import open_buffer
     from asyncrl.control.api import RunApi, serve_api
-    from asyncrl.control.controller import Controller, RunParts
+    from asyncrl.control.controller import Controller
     from asyncrl.control.join import Membership
     from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
@@ -137,8 +137,8 @@ async def run_controller(
             from asyncrl.control.launch.ray import open_launcher
 
             launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
-        parts = RunParts(config, run_folder, buffer, task, listener, launcher or LocalLauncher(), membership, clock, recorder)
-        controller = Controller(parts)
+        launcher = launcher or LocalLauncher()
+        controller = Controller(config, run_folder, buffer, task, listener, launcher, membership, clock, recorder)
         async with serve_api(RunApi(controller), run_folder):
             gc.freeze()  # what is there by now stays, and what messages leave behind is hardly ever a cycle
             gc.set_threshold(COLLECT_EVERY)

@@ -36,7 +36,7 @@ from asyncrl.config.load import Overrides, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
-from asyncrl.groups import GroupStream, PromptLike, StreamTerms, by_member, to_its_end, with_rewards
+from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
@@ -195,7 +195,7 @@ class Session:
         self._policy, self.version, self._is_open = policy, policy.version, True
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
-        self._own = GroupStream(self.run, ordered, self._terms())
+        self._own = self.stream(ordered)
         await self.sync_weights()
 
     # -- groups ----------------------------------------------------------------------------------------------------------
@@ -211,7 +211,14 @@ class Session:
             n: Members of each group; None: `algorithm.group_size`.
             max_new_tokens: Of each member, at most the config's; None: the config's.
         """
-        return GroupStream(self.run, prompts, self._terms(n, max_new_tokens))
+        for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
+        _ = self._ready
+        window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
+        return GroupStream(
+            self.run, prompts, n or 0, max_new_tokens or 0, window, is_over=lambda: self.version >= self.config.num_steps
+        )  # fmt: skip
 
     async def generate(
         self, prompts: Sequence[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None
@@ -384,14 +391,6 @@ class Session:
 
     def _with_rate(self, learning_rate: float) -> RunConfig:
         return resolve_config(self.config, {"learner.learning_rate": learning_rate})
-
-    def _terms(self, n: int | None = None, max_new_tokens: int | None = None) -> StreamTerms:
-        for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
-        _ = self._ready
-        window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
-        return StreamTerms(n or 0, max_new_tokens or 0, window, lambda: self.version >= self.config.num_steps)
 
     async def _backward(
         self,

@@ -96,36 +96,24 @@ class ScalingRule(Machine[Window | Told, int]):
         return self.wanted
 
 
+@dataclass(eq=False)
 class Autoscaler:
-    """The generators of one run, as many as it wants.
+    """The generators of one run, as many as it wants."""
 
-    Args:
-        config: The run's; without `launch.elastic` the number never changes.
-        dispatcher: Who holds what.
-        peers: Who is connected.
-        membership: Whose names are let in.
-        post: Tells the lifecycle.
-        terminate: Ends a process that has no connection yet.
-    """
+    config: RunConfig
+    """Without `launch.elastic` the number never changes."""
+    dispatcher: Dispatcher
+    peers: Peers
+    membership: Membership
+    """Whose names are let in."""
+    post: Callable[[Event], None]
+    """Tells the lifecycle."""
+    terminate: Callable[[str], None]
+    """Ends a process that has no connection yet."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        dispatcher: Dispatcher,
-        peers: Peers,
-        membership: Membership,
-        post: Callable[[Event], None],
-        terminate: Callable[[str], None],
-    ) -> None:
-        elastic = config.launch.elastic
-        self.scaler = ScalingRule(elastic, config.generate.num_workers) if elastic is not None else None
-        self._wanted = config.generate.num_workers
-        self._grace_s = config.supervision.drain_timeout_s
-        self._dispatcher = dispatcher
-        self._peers = peers
-        self._membership = membership
-        self._post = post
-        self._terminate = terminate
+    def __post_init__(self) -> None:
+        elastic, self._wanted = self.config.launch.elastic, self.config.generate.num_workers
+        self.scaler = ScalingRule(elastic, self._wanted) if elastic is not None else None
         self._began_s: float | None = None
         self._looks: list[tuple[bool, float]] = []
         """Of the window that is being measured: whether the learner was idle, and the share of slots in use."""
@@ -141,10 +129,10 @@ class Autoscaler:
             learner_idle: Whether the learner is there and has nothing in hand.
         """
         for name, since_s in list(self.leaving.items()):
-            leaver = self._peers.get(name)
+            leaver = self.peers.get(name)
             if leaver is None or not leaver.num_slots:
-                self._terminate(name)
-            elif self._dispatcher.holds_nothing(name) or now - since_s > self._grace_s:
+                self.terminate(name)
+            elif self.dispatcher.holds_nothing(name) or now - since_s > self.config.supervision.drain_timeout_s:
                 leaver.tell(Shutdown("the run can do without it"))
             else:
                 continue
@@ -157,9 +145,9 @@ class Autoscaler:
         if not running:
             return
         names = {f"generator-{number}" for number in range(self.scaler.wanted)}
-        ready = [peer for peer in self._peers.of("generator") if peer.num_slots and peer.name in names]
+        ready = [peer for peer in self.peers.of("generator") if peer.num_slots and peer.name in names]
         slots = sum(peer.num_slots for peer in ready)
-        held = sum(min(self._dispatcher.state.pool.members_on(peer.name), peer.num_slots) for peer in ready)
+        held = sum(min(self.dispatcher.state.pool.members_on(peer.name), peer.num_slots) for peer in ready)
         self._looks.append((learner_idle, held / slots if slots else 0.0))
         if now - (self._began_s or now) >= self.scaler.config.decide_every_s:
             idle, used = (sum(values) / len(self._looks) for values in zip(*self._looks, strict=True))
@@ -174,15 +162,15 @@ class Autoscaler:
     def want(self, number: int, now: float) -> None:
         """Have this many generators from now on; those with the highest numbers leave."""
         for added in range(self._wanted, number):
-            self._membership.expect(f"generator-{added}", "generator")
-            self._post(ProcessWanted(f"generator-{added}", "generator"))
+            self.membership.expect(f"generator-{added}", "generator")
+            self.post(ProcessWanted(f"generator-{added}", "generator"))
         for spare in range(number, self._wanted):
-            self._post(ProcessUnwanted(f"generator-{spare}"))
+            self.post(ProcessUnwanted(f"generator-{spare}"))
         self._wanted = number
         if self.scaler is not None:
             self.scaler.handle(Told(number), now)
 
     def leaves(self, name: str, now: float) -> None:
         """Give a generator nothing more, and tell it to go when it holds nothing; groups for its window still go out."""
-        self._dispatcher.tell(GeneratorLeaving(name))
+        self.dispatcher.tell(GeneratorLeaving(name))
         self.leaving[name] = now

@@ -23,6 +23,7 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,22 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
 from asyncrl.control.batch_feeder import BatchFeeder, Checkpoints, RecordedStep
 from asyncrl.control.dispatcher import Dispatcher
-from asyncrl.control.edge import Edge, vocabulary_of
+from asyncrl.control.edge import Edge
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.local import Launcher
-from asyncrl.control.launch.processes import plan_processes, spec_maker
+from asyncrl.control.launch.processes import plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.pid_file import PidRecord
 from asyncrl.control.lifecycle.state import Lifecycle
-from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
+from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.control.stall_detector import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
+from asyncrl.control.tools.memory import number_of_model
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
 from asyncrl.observe.decisions.journal import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
@@ -75,9 +77,9 @@ LINGER_S = 30.0
 """How long an ended run still answers questions when its owner does not hang up."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunParts:
-    """What pipeline.py has opened for one run."""
+@dataclass(eq=False)
+class Controller:
+    """One run, from its first process to its last; pipeline.py opens what it is made of."""
 
     config: RunConfig
     run_folder: Path
@@ -91,17 +93,11 @@ class RunParts:
     recorder: Recorder | None = None
     """Where observe.record is on; it has been told what the ledger held."""
 
-
-class Controller:
-    """One run, from its first process to its last."""
-
-    def __init__(self, parts: RunParts) -> None:
-        self.config, self.run_folder, self.buffer, self.clock = parts.config, parts.run_folder, parts.buffer, parts.clock
-        self.listener, self.membership = parts.listener, parts.membership
-        config, clock, self._held_out = parts.config, parts.clock, list(parts.task.held_out)
+    def __post_init__(self) -> None:
+        config, clock, self._held_out = self.config, self.clock, list(self.task.held_out)
         self.started_s = clock.now()
         self.peers = Peers()
-        self.dispatcher = Dispatcher(config, self.buffer, PromptSequence(parts.task.train, config.seed), self.peers, clock)
+        self.dispatcher = Dispatcher(config, self.buffer, PromptSequence(self.task.train, config.seed), self.peers, clock)
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
@@ -120,7 +116,6 @@ class Controller:
             evaluate_last=config.eval.at_end and bool(self._held_out),
             logs_folder=str(self.run_folder / "logs"),
         )
-        self.recorder = parts.recorder
         if (recorder := self.recorder) is not None:
             self.lifecycle.watchers = (recorder.note,)
             if config.observe.record == "batches":
@@ -129,13 +124,10 @@ class Controller:
                 ).write(recorder.folder)  # fmt: skip
             evaluates = self.lifecycle.evaluate_first, self.lifecycle.evaluate_last
             recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
-        callbacks = SupervisorCallbacks(
-            self._on_dead, self._on_phase, self._on_end, self._on_restart,
-            on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
-        )  # fmt: skip
-        spec_for = spec_maker(config, self.run_folder)
         self.supervisor = Supervisor(
-            self.lifecycle, parts.launcher, spec_for, config.supervision, callbacks, clock, self.run_folder
+            self.lifecycle, self.launcher, partial(spec_of, config, self.run_folder), config.supervision, clock, self.run_folder,
+            on_dead=self._on_dead, on_phase=self._on_phase, on_end=self._on_end, on_restart=self._on_restart,
+            on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
         )  # fmt: skip
         self.autoscaler = Autoscaler(
             config, self.dispatcher, self.peers, self.membership, self.post, self.supervisor.terminate
@@ -378,7 +370,9 @@ class Controller:
                 **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
             }  # fmt: skip
             if running and self.config.learner.kind == "builtin":  # else its caller says when the next step is
-                for alarm in self.reporter.note_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now)):
+                for alarm in self.reporter.tell(
+                    self.reporter.alarms.take_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now))
+                ):
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, waits, queues, working)
@@ -641,7 +635,7 @@ class Controller:
     def know_model(self, folder: str) -> None:
         """Note where the model is, and how large its vocabulary is: token ids beyond that are refused from now on."""
         self.model_folder = folder
-        if size := vocabulary_of(folder):
+        if size := number_of_model(folder, "vocab_size"):
             for group_id in self.buffer.know_vocabulary(size, self.clock.now()):
                 log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of %d", group_id, size)
 

@@ -11,7 +11,6 @@ What is checked where it is stored (samples' arrays, a score's parts) is in buff
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -184,15 +183,6 @@ class Edge:
                 known = known or self._prompts.setdefault(message.group_id, message.prompt_ids)
                 return "" if known == message.prompt_ids else f"its prompt is not that of group {message.group_id}"
         return ""
-
-
-def vocabulary_of(model_folder: str) -> int:
-    """Return the size of a model's vocabulary, by its configuration; 0 where that does not say."""
-    try:
-        model = json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8"))
-        return int(model.get("vocab_size") or model.get("text_config", {}).get("vocab_size") or 0)
-    except (OSError, ValueError, AttributeError, TypeError):
-        return 0
 
 
 def _beyond(name: str, value: int, least: int, most: int) -> str:

@@ -296,7 +296,7 @@ class Reporter:
         if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
             self.steps.append(report)
             self._steps_file.write(report)
-            raised = self._tell(self.alarms.take(report))
+            raised = self.tell(self.alarms.take(report))
             if len(self.steps) > STEPS_WITH_METRICS:
                 old = self.steps[-STEPS_WITH_METRICS - 1]
                 self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
@@ -309,11 +309,7 @@ class Reporter:
         )  # fmt: skip
         return raised
 
-    def note_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
-        """Look at a step that is not done yet; return alarms that it raises (`Alarms.take_open_step`)."""
-        return self._tell(self.alarms.take_open_step(open_s, version, waiting))
-
-    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
+    def tell(self, alarms: list[Alarm]) -> list[Alarm]:
         """Tell of alarms everywhere; return those that are not over."""
         for alarm in alarms:
             self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
@@ -392,7 +388,16 @@ class Reporter:
         """Return what is known at any moment, by the names of metrics.py."""
         counts = dispatcher.buffer.counts()
         beats = {peer.name: peer.heartbeat for peer in peers.values() if peer.heartbeat is not None}
-        shares = [_idle_share(beats[peer.name], idle) for peer in peers.of("generator") if peer.name in beats]
+        shares = list[float]()
+        for peer in peers.of("generator"):  # of the time between its last two heartbeats, without anything to generate
+            if (beat := peer.heartbeat) is not None:
+                sent_s, before_s, share = idle.get(beat.name, (0.0, 0.0, 0.0))
+                idle_s = beat.gauges.get("process/idle_s", 0.0)
+                if beat.sent_s > sent_s:
+                    if sent_s:
+                        share = min(max(idle_s - before_s, 0.0) / (beat.sent_s - sent_s), 1.0)
+                    idle[beat.name] = (beat.sent_s, idle_s, share)
+                shares.append(share)
         return {
             **{
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
@@ -439,14 +444,3 @@ class Reporter:
 def _lengths(counts: Iterable[VersionCounts]) -> list[int]:
     """Return the trained tokens of each sample."""
     return [sum(number for _, number in of_sample) for of_sample in counts]
-
-
-def _idle_share(beat: Heartbeat, told: dict[str, tuple[float, float, float]]) -> float:
-    """Return the share of the time between its last two heartbeats in `told` in which a generator had nothing to generate."""
-    sent_s, before_s, share = told.get(beat.name, (0.0, 0.0, 0.0))
-    idle_s = beat.gauges.get("process/idle_s", 0.0)
-    if beat.sent_s > sent_s:
-        if sent_s:
-            share = min(max(idle_s - before_s, 0.0) / (beat.sent_s - sent_s), 1.0)
-        told[beat.name] = (beat.sent_s, idle_s, share)
-    return share

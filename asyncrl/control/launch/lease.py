@@ -82,11 +82,9 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
                 owner.nobody.set()
                 grace = loop.call_later(config.grace_s, absent)
 
-    def remove() -> None:
-        (run_folder / SOCKET_FILE).unlink(missing_ok=True)
-
+    socket = run_folder / SOCKET_FILE
     _stop_by_signal(owner)
-    remove()
+    socket.unlink(missing_ok=True)
     with _short_path(run_folder) as path:
         before = os.umask(0o177)
         try:
@@ -99,7 +97,7 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
         finally:
             grace.cancel()
             server.close()
-            remove()
+            socket.unlink(missing_ok=True)
 
 
 async def take_lease(run_folder: Path) -> asyncio.StreamWriter | None:

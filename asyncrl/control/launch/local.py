@@ -12,6 +12,7 @@ process holds open: the child ends when it reads end of file (process_main.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -133,10 +134,8 @@ class LocalProcess:
             self._kill_group()
 
     def _kill_group(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies alone
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that holds only a zombie
-            return
 
 
 def child_environment(base: Mapping[str, str], spec: ProcessSpec) -> dict[str, str]:

@@ -103,9 +103,15 @@ async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connect
         if not all(isinstance(cause, ConnectionClosed) for cause in causes):
             log.exception("%s cannot go on", name)
             reason = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)[:MOST_TRACE_CHARS]
+            comes_again = any(  # a restart would meet the same error
+                isinstance(cause, _FATAL)
+                or _FATAL_NAMES & {kind.__name__ for kind in type(cause).__mro__}
+                or any(words in str(cause) for words in _FATAL_WORDS)
+                for cause in causes
+            )
             with contextlib.suppress(ConnectionClosed, TimeoutError):
                 async with asyncio.timeout(TELL_S):
-                    await connection.send(Fault(name, reason, fatal=any(map(_comes_again, causes))), Lane.CONTROL)
+                    await connection.send(Fault(name, reason, fatal=comes_again), Lane.CONTROL)
                     await connection.flush(TELL_S)
             return EXIT_FAULT
         log.info("the controller is gone")
@@ -118,9 +124,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _comes_again(cause: BaseException) -> bool:
-    """Return whether a restart would meet the same error."""
-    names = {kind.__name__ for kind in type(cause).__mro__}
-    return isinstance(cause, _FATAL) or bool(names & _FATAL_NAMES) or any(words in str(cause) for words in _FATAL_WORDS)

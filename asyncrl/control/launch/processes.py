@@ -5,9 +5,7 @@ All of it follows from the config. The learner is one process here: its rank 0, 
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.learner import ScratchModel
@@ -15,6 +13,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.placement.gpu_share import generator_environment
+from asyncrl.control.tools.memory import number_of_model
 from asyncrl.packing.pack import CostModel, RankPlan
 from asyncrl.schema.control import ProcessKind
 
@@ -42,29 +41,19 @@ def plan_ranks(config: RunConfig) -> RankPlan:
         return RankPlan()
     if isinstance(config.model, ScratchModel):
         return RankPlan(config.learner.ranks, CostModel.of_model(config.model.hidden_size))
-    try:
-        said = json.loads((Path(config.model.path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        said = {}  # the learner says what is wrong with the folder
-    hidden_size = int(said.get("text_config", said).get("hidden_size", 0))
+    hidden_size = number_of_model(config.model.path, "hidden_size")  # the learner says what is wrong with the folder
     return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
 
 
 def num_threads(config: RunConfig, kind: ProcessKind) -> int:
     """Return how many OpenMP threads a process of this kind may use."""
-    if kind == "learner":
-        return config.learner.num_threads
-    if kind == "inference":
-        return config.inference.num_threads
-    return int(getattr(config.generate.engine, "num_threads", 1)) if kind == "generator" else 1
+    if kind == "generator":
+        return int(getattr(config.generate.engine, "num_threads", 1))
+    return {"learner": config.learner.num_threads, "inference": config.inference.num_threads}.get(kind, 1)
 
 
-def spec_maker(config: RunConfig, run_folder: Path) -> Callable[[str, ProcessKind, int], ProcessSpec]:
-    """Return what `Supervisor` takes as `spec_for`: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
-
-    def spec_for(name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
-        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
-        log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
-        return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)
-
-    return spec_for
+def spec_of(config: RunConfig, run_folder: Path, name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
+    """Return how a process is started: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
+    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
+    log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
+    return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)

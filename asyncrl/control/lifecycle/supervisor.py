@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -39,21 +39,6 @@ KILL_GRACE_S = 3.0
 """Between asking a process to end and ending it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorCallbacks:
-    """What the controller wants to be told, on the event loop, at once."""
-
-    on_dead: Callable[[str, ProcessKind], None]
-    """A process is gone and will come back: issue its groups again, or replay its steps."""
-    on_phase: Callable[[Phase], None]
-    on_end: Callable[[bool, str], None]
-    """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
-    on_restart: Callable[[PidRecord], None] = lambda _: None
-    """A process that was there before is started again."""
-    on_leave: Callable[[str], None] = lambda _: None
-    """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
-
-
 @dataclass(slots=True)
 class LiveProcess:
     """A process from its start to its exit."""
@@ -64,50 +49,43 @@ class LiveProcess:
     """When it is killed, once it was asked to end."""
 
 
+@dataclass(eq=False)
 class Supervisor:
-    """Owns the processes of one run. Nothing starts before `run`.
-
-    Args:
-        lifecycle: The state machine that decides.
-        launcher: Where processes come from.
-        spec_for: (name, kind, incarnation) to what is to be started.
-        config: Heartbeat interval.
-        callbacks: What the controller wants to know.
-        clock: Time, real or virtual.
-        run_folder: Where pids.jsonl lies.
+    """Owns the processes of one run. Nothing starts before `run`. Callbacks are called on the event loop, at once.
 
     Example:
-        >>> supervisor = Supervisor(lifecycle, LocalLauncher(), spec_for, config.supervision, callbacks, clock, run_folder)
+        >>> supervisor = Supervisor(lifecycle, LocalLauncher(), spec_for, config.supervision, clock, run_folder, on_dead, ...)
         >>> async with asyncio.TaskGroup() as group:
         ...     group.create_task(supervisor.run())
         ...     ...  # on_end fired: say goodbye, then
         ...     await supervisor.shutdown(deadline_s=10.0)
     """
 
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        launcher: Launcher,
-        spec_for: Callable[[str, ProcessKind, int], ProcessSpec],
-        config: SupervisionConfig,
-        callbacks: SupervisorCallbacks,
-        clock: Clock,
-        run_folder: Path,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._launcher = launcher
-        self._spec_for = spec_for
-        self._config = config
-        self._callbacks = callbacks
-        self._clock = clock
-        self._run_folder = run_folder
-        self.live: dict[str, LiveProcess] = {}
-        self._inbox: deque[ev.Event] = deque()
-        self._handling = False
-        self._group: asyncio.TaskGroup | None = None
-        self._owners: dict[str, asyncio.Task[None]] = {}
-        self._none_left = asyncio.Event()
-        self._closing = False
+    lifecycle: Lifecycle
+    """It decides."""
+    launcher: Launcher
+    spec_for: Callable[[str, ProcessKind, int], ProcessSpec]
+    """(name, kind, incarnation) to what is to be started."""
+    config: SupervisionConfig
+    clock: Clock
+    run_folder: Path
+    """Where pids.jsonl lies."""
+    on_dead: Callable[[str, ProcessKind], None]
+    """A process is gone and will come back: issue its groups again, or replay its steps."""
+    on_phase: Callable[[Phase], None]
+    on_end: Callable[[bool, str], None]
+    """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
+    on_restart: Callable[[PidRecord], None] = lambda _: None
+    """A process that was there before is started again."""
+    on_leave: Callable[[str], None] = lambda _: None
+    """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
+    live: dict[str, LiveProcess] = field(default_factory=dict, init=False)
+    _inbox: deque[ev.Event] = field(default_factory=deque, init=False)
+    _handling: bool = field(default=False, init=False)
+    _group: asyncio.TaskGroup | None = field(default=None, init=False)
+    _owners: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _none_left: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _closing: bool = field(default=False, init=False)
 
     def post(self, event: ev.Event) -> None:
         """Tell the lifecycle what happened and carry out what follows; safe to call from a callback.
@@ -121,7 +99,7 @@ class Supervisor:
         self._handling = True
         try:
             while self._inbox:
-                for instruction in self._lifecycle.handle(self._inbox.popleft(), self._clock.now()):
+                for instruction in self.lifecycle.handle(self._inbox.popleft(), self.clock.now()):
                     self._carry_out(instruction)
         finally:
             self._handling = False
@@ -129,7 +107,7 @@ class Supervisor:
     def terminate(self, name: str) -> None:
         """End a process that cannot be told over its channel; nothing where it is gone."""
         if (process := self.live.get(name)) is not None:
-            process.kill_at_s = self._clock.now() + KILL_GRACE_S
+            process.kill_at_s = self.clock.now() + KILL_GRACE_S
             process.handle.terminate()
 
     async def run(self) -> None:
@@ -143,9 +121,9 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watching = group.create_task(self._watch(), name="supervisor-watch")
-                if (self._run_folder / PIDS_FILE).exists():
-                    await asyncio.to_thread(end_left, self._run_folder)
-                begin_pids(self._run_folder, self._clock.now())
+                if (self.run_folder / PIDS_FILE).exists():
+                    await asyncio.to_thread(end_left, self.run_folder)
+                begin_pids(self.run_folder, self.clock.now())
                 self.post(ev.Begin())
                 await self._none_left.wait()
                 watching.cancel()
@@ -191,44 +169,44 @@ class Supervisor:
             case ev.RetireProcess(name, _, incarnation):
                 log.info("%s is not needed any more", name)
                 if name in self.live:
-                    self._callbacks.on_leave(name)
+                    self.on_leave(name)
                     return
                 if (owner := self._owners.get(name)) is not None:
                     owner.cancel()
                 self.post(ev.ProcessExited(name, 0, incarnation))
             case ev.AnnounceDead(name, kind, reason):
-                was_wanted = self._lifecycle.processes[name].state != "left"
+                was_wanted = self.lifecycle.processes[name].state != "left"
                 log.log(logging.WARNING if was_wanted else logging.INFO, "%s is gone: %s", name, reason)
-                self._callbacks.on_dead(name, kind)
+                self.on_dead(name, kind)
             case ev.EnterPhase(phase):
                 log.info("phase %s", phase)
-                self._callbacks.on_phase(phase)
+                self.on_phase(phase)
             case ev.EndRun(ok, reason):
                 log.log(logging.INFO if ok else logging.ERROR, "run ended: %s", reason)
-                self._callbacks.on_end(ok, reason)
+                self.on_end(ok, reason)
 
     async def _own(self, start: ev.StartProcess) -> None:
         """Start one incarnation and stay with it until it is gone."""
-        await self._clock.sleep(start.delay_s)
+        await self.clock.sleep(start.delay_s)
         log.info("starting %s (incarnation %d)", start.name, start.incarnation)
         try:
-            handle = await self._launcher.start(self._spec_for(start.name, start.kind, start.incarnation))
+            handle = await self.launcher.start(self.spec_for(start.name, start.kind, start.incarnation))
         except LaunchError as error:
             log.error("%s", error)  # noqa: TRY400 - the message is complete
             self.post(ev.ProcessExited(start.name, COULD_NOT_START, start.incarnation))
             return
-        record = PidRecord(start.name, start.kind, handle.pid, start.incarnation, self._clock.now())
+        record = PidRecord(start.name, start.kind, handle.pid, start.incarnation, self.clock.now())
         self.live[start.name] = LiveProcess(handle, record)
-        note_pid(self._run_folder, record)
+        note_pid(self.run_folder, record)
         if start.incarnation > 1:
-            self._callbacks.on_restart(record)
+            self.on_restart(record)
         self.post(ev.ProcessStarted(start.name, start.incarnation))
         code = await handle.wait()
         self._went_away(start.name)
         self.post(ev.ProcessExited(start.name, code, start.incarnation))
 
     def _went_away(self, name: str) -> None:
-        note_pid(self._run_folder, msgspec.structs.replace(self.live.pop(name).pid, ended_s=self._clock.now()))
+        note_pid(self.run_folder, msgspec.structs.replace(self.live.pop(name).pid, ended_s=self.clock.now()))
 
     def _owner_done(self, name: str, task: asyncio.Task[None]) -> None:
         if self._owners.get(name) is task:
@@ -238,9 +216,9 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while True:
-            await self._clock.sleep(self._config.heartbeat_s)
+            await self.clock.sleep(self.config.heartbeat_s)
             self.post(ev.Tick())
-            now = self._clock.now()
+            now = self.clock.now()
             for process in self.live.values():
                 if process.kill_at_s is not None and now >= process.kill_at_s:
                     process.handle.kill()
@@ -249,7 +227,7 @@ class Supervisor:
         """Return whether every process was gone before `deadline_s` had passed."""
         async with asyncio.TaskGroup() as group:
             gone = group.create_task(self._none_left.wait(), name="none-left")
-            late = group.create_task(self._clock.sleep(deadline_s), name="deadline")
+            late = group.create_task(self.clock.sleep(deadline_s), name="deadline")
             await asyncio.wait({gone, late}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             late.cancel()

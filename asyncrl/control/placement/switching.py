@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec.structs import replace
@@ -44,38 +45,26 @@ METRICS: dict[Activity, str] = {
 ROLES: dict[ProcessKind, st.Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
 
 
+@dataclass(eq=False)
 class Switching:
-    """The phases of one run whose placement takes turns; at first nobody holds the device.
+    """The phases of one run whose placement takes turns; at first nobody holds the device."""
 
-    Args:
-        peers: Of the run; orders go to them.
-        dispatcher: Held, except in `rollout`.
-        feeder: One step ahead, except in `train`.
-        reporter: Told of switches, for spans.
-        stall_detector: Told that things move.
-        clock: Times phases.
-        judges_too: Inference workers take turns too.
-    """
+    peers: Peers
+    """Of the run; orders go to them."""
+    dispatcher: Dispatcher
+    """Held, except in `rollout`."""
+    feeder: BatchFeeder
+    """One step ahead, except in `train`."""
+    reporter: Reporter
+    """Told of switches, for spans."""
+    stall_detector: StallDetector
+    """Told that things move."""
+    clock: Clock
+    judges_too: bool = False
+    """Inference workers take turns too."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        dispatcher: Dispatcher,
-        feeder: BatchFeeder,
-        reporter: Reporter,
-        stall_detector: StallDetector,
-        clock: Clock,
-        *,
-        judges_too: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.phases = st.Phases()
-        self._judges_too = judges_too
-        self._peers = peers
-        self._dispatcher = dispatcher
-        self._feeder = feeder
-        self._reporter = reporter
-        self._stall_detector = stall_detector
-        self._clock = clock
         self._announced = -1
         """The version whose weights were announced last."""
         self._model_folder = ""
@@ -84,17 +73,17 @@ class Switching:
         self._answers: list[PhaseReached] = []
         self._activity: Activity = "start"
         self._activity_number = 0
-        self._began_s = self._counted_s = clock.now()
+        self._began_s = self._counted_s = self.clock.now()
         self._spent_s: defaultdict[Activity, float] = defaultdict(float)
         """Seconds by activity since the last step's report."""
-        dispatcher.take_turn(False)
-        feeder.take_turn(False)
+        self.dispatcher.take_turn(False)
+        self.feeder.take_turn(False)
 
     # -- what happens ----------------------------------------------------------------------------------------------------
 
     def takes_turns(self, kind: ProcessKind) -> bool:
         """Return whether processes of this kind are on the shared device."""
-        return kind in {"learner", "generator"} or (kind == "inference" and self._judges_too)
+        return kind in {"learner", "generator"} or (kind == "inference" and self.judges_too)
 
     def join(self, peer: Peer, model_folder: str) -> None:
         """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
@@ -112,9 +101,9 @@ class Switching:
 
     def reached(self, answer: PhaseReached) -> None:
         """Take in a process's answer."""
-        self._stall_detector.moved(f"phase {answer.phase}", self._clock.now())
+        self.stall_detector.moved(f"phase {answer.phase}", self.clock.now())
         self._answers.append(answer)
-        self._reporter.note_spans(*spans_of(answer))
+        self.reporter.note_spans(*spans_of(answer))
         self._handle(st.Reached(answer.name, answer.number))
         self.consider()
 
@@ -125,15 +114,15 @@ class Switching:
 
     def consider(self) -> None:
         """Want another phase, where the one that is on has nothing left to do."""
-        now, feed, unjudged = self.phases.now, self._feeder, self._dispatcher.scores.num_open("inference")
+        now, feed, unjudged = self.phases.now, self.feeder, self.dispatcher.scores.num_open("inference")
         is_at_rest = feed.idle and not feed.woken.is_set()
         if now in {"rollout", "inference"} and feed.wants_turn:
             self._handle(st.Wanted("train"))
         elif now == "rollout" and self.phases.has("inference") and (unjudged or self.phases.has_newcomer("inference")):
             # Models judge once generation has made what a step needs, or all that it can.
-            counts, needed = self._dispatcher.buffer.counts(), self._dispatcher.state.limits.groups_per_step
+            counts, needed = self.dispatcher.buffer.counts(), self.dispatcher.state.limits.groups_per_step
             is_step_made = bool(unjudged) and counts.ready < needed <= counts.ready + counts.scoring
-            if is_step_made or all(self._dispatcher.holds_nothing(peer.name) for peer in self._peers.of("generator")):
+            if is_step_made or all(self.dispatcher.holds_nothing(peer.name) for peer in self.peers.of("generator")):
                 self._handle(st.Wanted("inference"))
         elif now == "inference" and is_at_rest and not unjudged:
             self._handle(st.Wanted("rollout"))
@@ -155,7 +144,7 @@ class Switching:
     @property
     def may_judge(self) -> bool:
         """Return whether inference workers may work now: it is their turn, or they take none."""
-        return not self._judges_too or self.phases.now == "inference"
+        return not self.judges_too or self.phases.now == "inference"
 
     def figured(self, done: StepDone) -> StepDone:
         """Return a step's report with the seconds of each phase and of switches since the step before."""
@@ -167,13 +156,13 @@ class Switching:
     # -- carrying out ----------------------------------------------------------------------------------------------------
 
     def _handle(self, event: st.PhaseEvent) -> None:
-        for item in self.phases.handle(event, self._clock.now()):
+        for item in self.phases.handle(event, self.clock.now()):
             match item:
                 case st.LeavePhase(phase):
                     self._give_turn(phase, False)
                     self._begin("switch")
                 case st.Tell(name, order):
-                    peer = self._peers.get(name)
+                    peer = self.peers.get(name)
                     if peer is None:
                         continue
                     # Before the first order that puts something of a process on the device it is told which model.
@@ -199,23 +188,23 @@ class Switching:
 
     def _give_turn(self, phase: Phase, has_turn: bool) -> None:
         if phase == "rollout":
-            self._dispatcher.take_turn(has_turn)
+            self.dispatcher.take_turn(has_turn)
         elif phase == "train":
-            self._feeder.take_turn(has_turn)
+            self.feeder.take_turn(has_turn)
 
     def _begin(self, activity: Activity) -> float:
         """Begin a phase or a switch; return how long the activity before took."""
         now = self._count()
         took_s = now - self._began_s
         of_phase = span(PHASE, self._began_s, now, "controller", phase=self._activity, number=self._activity_number)
-        self._reporter.note_spans(of_phase)
+        self.reporter.note_spans(of_phase)
         self._activity, self._activity_number, self._began_s = activity, self.phases.number, now
-        self._stall_detector.moved(f"phase {activity}", now)
+        self.stall_detector.moved(f"phase {activity}", now)
         return took_s
 
     def _count(self) -> float:
         """Count the time of the phase or switch that is on, and return what the clock says."""
-        now = self._clock.now()
+        now = self.clock.now()
         self._spent_s[self._activity] += now - self._counted_s
         self._counted_s = now
         return now

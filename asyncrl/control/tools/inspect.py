@@ -87,30 +87,24 @@ def _story_text(story: GroupStory | SampleStory, kept: SampleRow | None) -> str:
             ],
         ),
     ]  # fmt: skip
-    if isinstance(story, SampleStory):
-        lines += ["", *_sample_lines(story, kept)]
-    return "\n".join(lines)
-
-
-def _sample_lines(story: SampleStory, kept: SampleRow | None) -> list[str]:
+    if not isinstance(story, SampleStory):
+        return "\n".join(lines)
     sample, row = story.sample, story.row
+    rewards = f"rewards: {row.parts or row.reward}"
     if sample is None:
         why = row.failure or "trained before the oldest checkpoint"
         text = f"completion: {kept.text!r}" if kept else "completion: not among the samples that observe.samples keeps as text"
-        return [f"g{row.group_id}.{row.index}: its tokens are not kept ({why})", text, f"rewards: {row.parts or row.reward}"]
+        lines += ["", f"g{row.group_id}.{row.index}: its tokens are not kept ({why})", text, rewards]
+        return "\n".join(lines)
     ids, logprobs = ids_from_bytes(sample.token_ids), logprobs_from_bytes(sample.logprobs)
     versions = ids_from_bytes(sample.versions)
     rows = [
         (position, token, f"{logprob:.4f}", version)
         for position, (token, logprob, version) in enumerate(zip(ids[:TOKENS_SHOWN], logprobs, versions, strict=False))
     ]
-    more = [f"... {len(ids) - TOKENS_SHOWN} more"] if len(ids) > TOKENS_SHOWN else []
-    return [
-        f"completion: {sample.text!r}",
-        f"rewards: {row.parts or row.reward}",
-        _table(("t", "token", "logprob", "version"), rows),
-        *more,
-    ]
+    lines += ["", f"completion: {sample.text!r}", rewards, _table(("t", "token", "logprob", "version"), rows)]
+    lines += [f"... {len(ids) - TOKENS_SHOWN} more"] if len(ids) > TOKENS_SHOWN else []
+    return "\n".join(lines)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -149,6 +149,15 @@ def version_bytes(config: RunConfig) -> int:
     return sent * BYTES[config.learner.dtype if dtype == "model" else dtype]
 
 
+def number_of_model(folder: str, field: str) -> int:
+    """Return a number that a model's config.json says, of its text model where that has one of its own; 0: it does not say."""
+    try:
+        model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return int(model.get(field) or model.get("text_config", {}).get(field) or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+
+
 def stored_elements(path: str, field: str) -> int:
     """Return how many numbers the safetensors files of a folder hold, from their headers.
 
@@ -158,16 +167,15 @@ def stored_elements(path: str, field: str) -> int:
     files = list(Path(path).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{field} {path!r} has no *.safetensors")
+    number = 0
     try:
-        return sum(prod(entry["shape"]) for file in files for name, entry in _header(file).items() if name != "__metadata__")
+        for file in files:
+            with file.open("rb") as stream:
+                header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            number += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{field} {path!r} has a *.safetensors that cannot be read ({error})") from error
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return header
+    return number
 
 
 def _reference_elements(config: RunConfig) -> int:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import asyncrl
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.groups import GroupStream, StreamTerms
+from asyncrl.groups import GroupStream
 from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
@@ -297,7 +297,7 @@ async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixtur
         weights = {"step-000000": before, "step-000001": digest(session.model)}[saved.result().name]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in written.items())
         await session.generate(SUMS[:4])  # and has all places from now on
-        one = GroupStream(session.run, SUMS[:1], StreamTerms(1, 0, 1, lambda: False, say_after_s=0.2))
+        one = GroupStream(session.run, SUMS[:1], 1, 0, 1, lambda: False, say_after_s=0.2)
         async with asyncio.timeout(60):
             while "4 groups are neither trained nor released" not in caplog.text:
                 with contextlib.suppress(TimeoutError):

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
-from asyncrl.control.controller import Controller, RunParts
+from asyncrl.control.controller import Controller
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.processes import plan_processes
@@ -53,7 +53,7 @@ class World:
         self.listener = InProcessListener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
         self.controller = Controller(
-            RunParts(config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock())
+            config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock()
         )  # fmt: skip
 
     async def join(self, kind: str, name: str) -> Connection:

@@ -12,7 +12,7 @@ from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.state import Lifecycle
-from asyncrl.control.lifecycle.supervisor import Supervisor, SupervisorCallbacks
+from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 from tests.fake_launcher import FakeLauncher
@@ -31,8 +31,10 @@ class World:
 
         self.launcher, self.clock, self.dead = FakeLauncher(ignores_terminate=True), VirtualClock(), list[str]()
         self.lifecycle = Lifecycle(PLAN, CONFIG)
-        callbacks = SupervisorCallbacks(lambda name, _: self.dead.append(name), on_phase, lambda *_: None)
-        self.supervisor = Supervisor(self.lifecycle, self.launcher, spec, CONFIG, callbacks, self.clock, folder)
+        self.supervisor = Supervisor(
+            self.lifecycle, self.launcher, spec, CONFIG, self.clock, folder,
+            on_dead=lambda name, _: self.dead.append(name), on_phase=on_phase, on_end=lambda *_: None,
+        )  # fmt: skip
 
     async def pass_seconds(self, seconds: int, *beating: str) -> None:
         """Let time pass and all run that can; who beats is heard each second."""

@@ -115,6 +115,15 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False, onto
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:
     """Make a folder and lock it; once more where another process's sweep came between."""
     while True:

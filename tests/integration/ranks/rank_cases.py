@@ -182,7 +182,7 @@ def leave_and_come_back(residents, train_state, step):
     held = residents.reach("train", 2 * step).resident
     left = residents.reach("rollout", 2 * step)
     still = [tensor for tensor in train_state.model.state_dict().values() if tensor.to_local().untyped_storage().nbytes()]
-    counted = residents.allocated_bytes
+    counted = residents.device.allocated_bytes
     residents.reach("train", 2 * step + 1)
     return torch.tensor([[counted, sum(held.values()), len(left.resident), len(still)]])
 

@@ -79,6 +79,11 @@ class RefusalCounts:
     unknown_peer: int = 0
     unauthenticated: int = 0
 
+    @property
+    def total(self) -> int:
+        """Return the sum over all reasons."""
+        return self.malformed + self.oversized + self.wrong_protocol + self.unknown_peer + self.unauthenticated
+
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:

@@ -125,3 +125,12 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False, onto
     """Write a file whole or not at all; see `replacing`."""
     with replacing(path, private=private, onto_disk=onto_disk) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -23,8 +23,8 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def random_words(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return one 64-bit word for each (seed, position).
+def uniforms(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return uniform doubles in [0, 1), one for each (seed, position).
 
     Args:
         seeds: Any shape that broadcasts with `positions`.
@@ -32,12 +32,8 @@ def random_words(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.ui
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and then to seed plus counter.
     """
-    return _mix(_mix(np.atleast_1d(seeds) + _GOLDEN_GAMMA) + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
-
-
-def uniforms(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return uniform doubles in [0, 1), one for each (seed, position)."""
-    return (random_words(seeds, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    words = _mix(_mix(np.atleast_1d(seeds) + _GOLDEN_GAMMA) + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seed_word(seed: int) -> np.uint64:

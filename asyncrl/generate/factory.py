@@ -34,6 +34,11 @@ _MODULES = {
 def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
     """Import what the engine needs, which may take seconds, and make it."""
     settings, lora, trusts = config.generate.engine, config.learner.lora, config.trusts_code
+    if settings.needs_folder and not folder.is_dir():
+        raise GenerationError(
+            f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
+            "(generate.model_folder; `asyncrl join --model FOLDER`)"
+        )
     module: Any = import_module(_MODULES[settings.kind])
     engine: Engine
     match settings:
@@ -74,7 +79,7 @@ async def start_engine(
         ConfigError: There is no server for this generator.
         GenerationError: The model is not on this machine, or the engine does not start.
     """
-    config, folder = with_own_server(config, generator), model_folder_here(config, model_folder)
+    config, folder = with_own_server(config, generator), Path(config.generate.model_folder or model_folder)
     settings = config.generate.engine
     engine = await asyncio.to_thread(_build, config, folder, clock)
     codec: PromptCodec = TokenizerCodec(folder, trust_remote_code=config.trusts_code, replays=settings.replays)
@@ -82,21 +87,6 @@ async def start_engine(
         codec = ByteCodec(settings.vocabulary_size)
     await engine.start()
     return engine, codec
-
-
-def model_folder_here(config: RunConfig, told: Path) -> Path:
-    """Return where this machine has the model that the learner has at `told`.
-
-    Raises:
-        GenerationError: It is not there.
-    """
-    folder = Path(config.generate.model_folder or told)
-    if config.generate.engine.needs_folder and not folder.is_dir():
-        raise GenerationError(
-            f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
-            "(generate.model_folder; `asyncrl join --model FOLDER`)"
-        )
-    return folder
 
 
 def with_own_server(config: RunConfig, generator: str) -> RunConfig:

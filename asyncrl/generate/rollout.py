@@ -24,7 +24,7 @@ from asyncrl.schema.samples import FinishReason, GroupWork, SampleFailure, Sampl
 SendResult = Callable[[Samples | SampleFailure], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rollout:
     """What turns work into samples: an engine, a codec, and where results go."""
 
@@ -34,10 +34,10 @@ class Rollout:
     generator: str
     """Name that samples carry."""
     send: SendResult
-    count_tokens: Callable[[int], None] = lambda _: None
-    """Told of new tokens as they come, long before their sample is finished."""
     is_aborted: Callable[[GroupWork], bool] = lambda _: False
     """Asked before a member begins: an engine forgets an abort of what it was not given yet."""
+    num_tokens: int = 0
+    """That came so far, those of unfinished samples too."""
 
     async def run_group(self, work: GroupWork) -> None:
         """Generate the members that `work` names and send each result; returns once the last one was handed to `send`.
@@ -92,7 +92,7 @@ class Rollout:
         """Take what came for a member; return why it has failed, if it has. Raises EngineDied."""
         try:
             while member.finish_reason is None and (chunk := member.stream.take()) is not None:
-                self.count_tokens(len(chunk.token_ids))
+                self.num_tokens += len(chunk.token_ids)
                 member.token_ids += chunk.token_ids
                 member.logprobs += chunk.logprobs
                 member.versions += chunk.versions

@@ -77,11 +77,7 @@ async def run_generator(
         GenerationError: The model cannot be loaded, or a version's weights do not fit it.
         ConfigError: The configured engine is not built.
     """
-    worker = GeneratorWorker(config, connection, clock, fetch_weights, name, SleepWake(config, run_folder, clock, name))
-    try:
-        await worker.run()
-    finally:
-        await worker.close()
+    await GeneratorWorker(config, connection, clock, fetch_weights, name, SleepWake(config, run_folder, clock, name)).run()
 
 
 class GeneratorWorker:
@@ -117,19 +113,17 @@ class GeneratorWorker:
         self._is_paused = False
         self._is_loading = False
         """The engine starts, which takes minutes for a large model: that is work, and no wait."""
-        self._num_tokens = 0
         self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
         self._connection, self._idle = connection, self._stage.idle
 
     async def run(self) -> None:
-        """Serve until the orders end."""
-        await self._stage.run(self._obey, self._serve_groups(), self._follow_weights())
-
-    async def close(self) -> None:
-        """Close the engine, if there is one."""
-        self._cycle.close()
-        if self._rollout is not None:
-            await self._rollout.engine.close()
+        """Serve until the orders end, then close the engine, if there is one."""
+        try:
+            await self._stage.run(self._obey, self._serve_groups(), self._follow_weights())
+        finally:
+            self._cycle.close()
+            if self._rollout is not None:
+                await self._rollout.engine.close()
 
     async def _obey(self, order: Message) -> None:
         match order:
@@ -157,17 +151,12 @@ class GeneratorWorker:
         if self._rollout is None:
             self._is_loading = True
             engine, codec = await start_engine(self._config, folder, self._clock, self._name)
-
-            def count(num_tokens: int) -> None:
-                self._num_tokens += num_tokens
-
             self._rollout = Rollout(
                 engine,
                 codec,
                 self._clock,
                 self._name,
                 send=lambda result: self._connection.send(result, Lane.DATA),
-                count_tokens=count,
                 is_aborted=lambda work: work.purpose == "train" and work.group_id in self._aborted,
             )
             if self._is_paused:
@@ -186,11 +175,11 @@ class GeneratorWorker:
         async def take_weights() -> None:
             if not await self._take_newest(engine):
                 self._weights_news.set()
-            self._idle.go_on()
+            self._idle.stand_still(False)
 
         async with self._taking:
             if order.phase != "rollout":
-                self._idle.stand_still()
+                self._idle.stand_still(True)
                 reached = await self._cycle.sleep(engine, order)
             else:
                 reached = await self._cycle.wake(engine, order, take_weights)
@@ -292,7 +281,7 @@ class GeneratorWorker:
         if is_news and self._connection.try_send(EngineRoom(self._name, num_slots), Lane.CONTROL):
             self._told_slots = num_slots
         return self._waiting_for(), {
-            "process/tokens_generated": float(self._num_tokens),
+            "process/tokens_generated": float(self._rollout.num_tokens if self._rollout is not None else 0),
             "process/requests_running": float(engine.num_running if engine is not None else 0),
             "process/slots": float(num_slots),
             "process/version": float(engine.version if engine is not None else -1),

@@ -36,11 +36,6 @@ class PackedSequences:
     sequences: tuple[NDArray[np.int64], ...]
     """S arrays [P + T]: where the tokens of each sequence lie."""
 
-    @property
-    def last_index(self) -> torch.Tensor:
-        """int64 [S], where the last token of each sequence lies."""
-        return torch.tensor([int(sequence[-1]) for sequence in self.sequences])
-
     def to(self, device: torch.device) -> PackedSequences:
         """Return the same batch on another device."""
         if device.type == "cpu":

@@ -215,7 +215,8 @@ def _hidden_states(model: PreTrainedModel, batch: PackedSequences) -> torch.Tens
 def _packed_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
     batch = batch.to(model.device)
     hidden_ND = _hidden_states(model, batch)
-    last_SD = hidden_ND.index_select(0, batch.last_index.to(hidden_ND.device))
+    last_S = torch.tensor([int(sequence[-1]) for sequence in batch.sequences], device=hidden_ND.device)
+    last_SD = hidden_ND.index_select(0, last_S)
     return [float(score) for score in model.score(last_SD).float().squeeze(-1).tolist()]
 
 

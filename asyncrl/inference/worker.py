@@ -63,11 +63,7 @@ async def run_inference_worker(
     Raises:
         ConfigError: A model cannot be opened, or is not of the sort its place needs.
     """
-    worker = InferenceWorker(config, run_folder, connection, clock, name)
-    try:
-        await worker.run()
-    finally:
-        await worker.close()
+    await InferenceWorker(config, run_folder, connection, clock, name).run()
 
 
 class InferenceWorker:
@@ -94,19 +90,18 @@ class InferenceWorker:
         self._num_tokens = 0
 
     async def run(self) -> None:
-        """Serve until the orders end."""
-        await self._stage.run(self._obey, self._receive(), self._serve())
-
-    async def close(self) -> None:
-        """Wait for the batch in hand, and end the thread."""
+        """Serve until the orders end; then wait for the batch in hand, and end the thread."""
 
         def end() -> None:
             self._thread.shutdown()
             if self._offload is not None:
                 self._offload[1].close()
 
-        # Shielded: a cancelled future that no thread has begun yet is never run.
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end))
+        try:
+            await self._stage.run(self._obey, self._receive(), self._serve())
+        finally:
+            # Shielded: a cancelled future that no thread has begun yet is never run.
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 

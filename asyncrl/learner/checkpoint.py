@@ -24,7 +24,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from asyncrl.learner.checkpoint_folder import TrainerState, read_state, write_checkpoint
 from asyncrl.learner.model.critic import load_critic, save_critic
@@ -46,7 +45,17 @@ def save_checkpoint(
     """Write a checkpoint of `train_state`, the policy at `state.version`; otherwise as `write_checkpoint`."""
 
     def fill(partial: Path) -> None:
-        _save_policy(train_state.model, tokenizer, partial)
+        model, tensors = train_state.model, publishable_tensors(train_state.model)
+        if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            save_policy(model, tokenizer, partial)
+        elif has_adapters(model):
+            save_policy(model, tokenizer, partial, whole=dict(whole_tensors(tensors.items())))
+        else:  # divided over ranks: gathered tensor by tensor and written shard by shard
+            save_shards(whole_tensors(tensors.items()), tensors, partial)
+            model.config.save_pretrained(partial)
+            if model.can_generate():
+                model.generation_config.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
         trainer = partial / "trainer"
         train_state.optimizer.save(trainer / OPTIMIZER)
         if train_state.critic is not None and train_state.critic_optimizer is not None:
@@ -90,21 +99,6 @@ def load_trainer(checkpoint: Path, train_state: TrainState) -> TrainerState:
         if f"cuda:{index}" in rng:
             torch.cuda.set_rng_state(rng[f"cuda:{index}"], index)
     return state
-
-
-def _save_policy(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
-    """Write the policy. One that is divided over ranks is gathered tensor by tensor and written shard by shard."""
-    tensors = publishable_tensors(model)
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        save_policy(model, tokenizer, folder)
-    elif has_adapters(model):
-        save_policy(model, tokenizer, folder, whole=dict(whole_tensors(tensors.items())))
-    else:
-        save_shards(whole_tensors(tensors.items()), tensors, folder)
-        model.config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 def save_shards(

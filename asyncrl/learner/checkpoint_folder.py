@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from asyncrl.errors import LearnerError
+from asyncrl.folders import sync
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +163,15 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
         partial.mkdir()
         fill(partial)
         for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+            if not path.is_symlink():
+                sync(path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error
     if target.exists():
         _remove(target)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     return target
 
 
@@ -194,13 +195,3 @@ def _complete(folder: Path) -> list[Path]:
     named = re.compile(rf"{PREFIX}[0-9]+")
     found = [path for path in folder.glob(f"{PREFIX}*") if named.fullmatch(path.name) and (path / STATE).is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
-
-
-def _sync(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -56,8 +56,28 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
     process = f"{PROCESS}-{rank}" if rank else PROCESS
     device = open_device(config, rank)
     swap = run_folder / SWAP_FOLDER / (process if rank else "")
-    components = learner_components(state, config, device, swap)
-    phases = learner_phases(state, config)
+    components = [TensorComponent.of_module(POLICY, state.model, device, swap)]
+    modules: list[torch.nn.Module] = [state.model]
+    # An optimizer that is kept in host memory anyway is no component.
+    if not config.learner.offload_optimizer:
+        components.append(TensorComponent(POLICY_OPTIMIZER, device, state.optimizer.state_tensors, swap))
+    if state.critic is not None and state.critic_optimizer is not None:
+        modules.append(state.critic)
+        components.append(TensorComponent.of_module(CRITIC, state.critic, device, swap))
+        if not config.learner.offload_optimizer:
+            components.append(TensorComponent(CRITIC_OPTIMIZER, device, state.critic_optimizer.state_tensors, swap))
+    if state.reference is not None and state.reference.is_own_model:
+        components.append(TensorComponent.of_module(REFERENCE, state.reference.model, device, swap, is_frozen=True))
+    trained = (POLICY, CRITIC, POLICY_OPTIMIZER, CRITIC_OPTIMIZER)
+    stays = (POLICY,) if config.placement.kind == "hybrid" else ()
+    gradients = 0
+    for parameter in (one for module in modules for one in module.parameters() if one.requires_grad):
+        gradients += _SUM_BYTES * (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+    phases = [
+        PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
+        PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
+        PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
+    ]
     timeline = open_memory(run_folder, process)
     manager = ResidencyManager(
         process,
@@ -81,32 +101,3 @@ def open_device(config: RunConfig, rank: int = 0) -> Device:
     share = 1 - placement.generation_share if is_shared else 1.0
     budget = int(placement.device_memory_gib * GIB * share) or None
     return device_at(rank_device(config, rank), budget)
-
-
-def learner_components(state: TrainState, config: RunConfig, device: Device, swap: Path) -> list[TensorComponent]:
-    """Return a state's components; an optimizer that is kept in host memory anyway is none."""
-    components: list[TensorComponent] = [TensorComponent.of_module(POLICY, state.model, device, swap)]
-    if not config.learner.offload_optimizer:
-        components.append(TensorComponent(POLICY_OPTIMIZER, device, state.optimizer.state_tensors, swap))
-    if state.critic is not None and state.critic_optimizer is not None:
-        components.append(TensorComponent.of_module(CRITIC, state.critic, device, swap))
-        if not config.learner.offload_optimizer:
-            components.append(TensorComponent(CRITIC_OPTIMIZER, device, state.critic_optimizer.state_tensors, swap))
-    if state.reference is not None and state.reference.is_own_model:
-        components.append(TensorComponent.of_module(REFERENCE, state.reference.model, device, swap, is_frozen=True))
-    return components
-
-
-def learner_phases(state: TrainState, config: RunConfig) -> list[PhaseNeeds]:
-    """Return what the learner needs in each phase."""
-    trained = (POLICY, CRITIC, POLICY_OPTIMIZER, CRITIC_OPTIMIZER)
-    stays = (POLICY,) if config.placement.kind == "hybrid" else ()
-    modules: list[torch.nn.Module] = [state.model, *([] if state.critic is None else [state.critic])]
-    gradients = 0
-    for parameter in (one for module in modules for one in module.parameters() if one.requires_grad):
-        gradients += _SUM_BYTES * (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
-    return [
-        PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
-        PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
-        PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
-    ]

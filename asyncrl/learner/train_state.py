@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -64,16 +63,7 @@ class Offload:
 
     def __init__(self, manager: ResidencyManager, device: Device, state: TrainState, timeline: JsonLines[MemoryLine]) -> None:
         """Take over a state that is on the device."""
-        self._manager, self._device, self._state, self._timeline = manager, device, state, timeline
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What this rank has on its device."""
-        return self._device.allocated_bytes
-
-    def close(self) -> None:
-        """Close the timeline's file."""
-        self._timeline.close()
+        self.manager, self.device, self.timeline, self._state = manager, device, timeline, state
 
     def reach(self, phase: Phase, number: int) -> PhaseReached:
         """Do what the controller asks.
@@ -85,7 +75,7 @@ class Offload:
             ResidencyError: It cannot be done, here or on another rank.
         """
         try:
-            reached = self._manager.switch("train" if phase == "train" else "rollout", number)
+            reached = self.manager.switch("train" if phase == "train" else "rollout", number)
         except Exception:  # the boundary: the other ranks wait for this one's answer
             self._num_failed(1.0)
             raise
@@ -97,14 +87,6 @@ class Offload:
         """Wait for all ranks, and return how many of them failed."""
         return int(self._state.ranks.sum(torch.tensor(own)).item())
 
-    def prefetch(self) -> None:
-        """Bring what training needs nearer while generation has the device."""
-        self._manager.prefetch("train")
-
-    def readable(self) -> AbstractContextManager[None]:
-        """Return a context in which everything can be saved, wherever it is."""
-        return self._manager.readable()
-
     def bring(self, phase: Phase) -> None:
         """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
 
@@ -112,7 +94,7 @@ class Offload:
             ResidencyError: It does not fit.
         """
         if phase == "train" or (self._state.reference is not None and self._state.reference.is_own_model):
-            self._manager.switch(phase)
+            self.manager.switch(phase)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -120,7 +102,7 @@ class Offload:
 
         With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
         """
-        device, is_alone = self._device, self._state.ranks.size == 1
+        device, is_alone = self.device, self._state.ranks.size == 1
         if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
             yield
             return
@@ -130,5 +112,5 @@ class Offload:
 
     def describe(self) -> str:
         """Return what is on the device, in words."""
-        held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self._manager.resident.items())
-        return f"{held or 'no component'}, {gib(self._device.allocated_bytes)} in all of {gib(self._device.budget_bytes or 0)}"
+        held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.manager.resident.items())
+        return f"{held or 'no component'}, {gib(self.device.allocated_bytes)} in all of {gib(self.device.budget_bytes or 0)}"

@@ -21,7 +21,6 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,14 +111,6 @@ async def run_learner(
         await worker.close(all_well=all_well)
 
 
-@dataclass(slots=True)
-class _Ready:
-    """A decoded batch and the delivery to acknowledge when its step is done."""
-
-    prepared: PreparedBatch
-    delivery: Delivery
-
-
 class LearnerWorker:
     """The learner's state and loops; `run_learner` is the way in."""
 
@@ -139,7 +130,8 @@ class LearnerWorker:
         self._launcher = launcher
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
         self._initial: InitialState | None = None
-        self._ready: _Ready | None = None
+        self._ready: tuple[PreparedBatch, Delivery] | None = None
+        """A decoded batch, and what to acknowledge when its step is done."""
         self._checkpoint: Checkpoint | None = None
         self._wanted_phase: SetPhase | None = None
         self._phase: Phase = "train"
@@ -181,7 +173,7 @@ class LearnerWorker:
             await asyncio.to_thread(self._thread.shutdown)
             self._token_file.close()
             if self._offload is not None:
-                self._offload.close()
+                self._offload.timeline.close()
             if self._versions is not None:
                 self._versions.close()
         finally:
@@ -231,7 +223,7 @@ class LearnerWorker:
             while self._ready is not None:
                 self._room.clear()
                 await self._room.wait()
-            self._ready = _Ready(prepared, delivery)
+            self._ready = prepared, delivery
             self._news.set()
 
     async def _serve(self) -> None:
@@ -250,13 +242,13 @@ class LearnerWorker:
                 if self._ready is not None and self._phase == "train":
                     ready, self._ready = self._ready, None
                     self._room.set()
-                    await self._take_step(ready, waiting_from_s)
+                    await self._take_step(*ready, waiting_from_s)
                     waiting_from_s = self._clock.now()
                     continue
             self._news.clear()
             if self._ready is not None and (offload := self._offload) is not None:
                 await self._on_thread(lambda: self._launcher.tell(Help("prefetch")))
-                await self._on_thread(offload.prefetch)
+                await self._on_thread(lambda: offload.manager.prefetch("train"))
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
@@ -282,14 +274,14 @@ class LearnerWorker:
 
     # -- steps and checkpoints -------------------------------------------------------------------------------------------
 
-    async def _take_step(self, ready: _Ready, waiting_from_s: float) -> None:
+    async def _take_step(self, prepared: PreparedBatch, delivery: Delivery, waiting_from_s: float) -> None:
         """Train a batch and say so; one that was trained before is only answered."""
-        step = ready.prepared.batch.step
+        step = prepared.batch.step
         if step > self._policy.version:
             raise LearnerError(f"step {step} came while the learner is at version {self._policy.version}: steps go in order")
         if step == self._policy.version:
             started_s = self._clock.now()
-            result = await self._on_thread(lambda: self._train(ready.prepared))
+            result = await self._on_thread(lambda: self._train(prepared))
             finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
             await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
@@ -298,7 +290,7 @@ class LearnerWorker:
             self._done.pop(step - REMEMBERED_STEPS, None)
         now = self._clock.now()
         await self._stage.tell(self._done.get(step, StepDone(step, step + 1, {}, now, now)))
-        ready.delivery.ack()
+        delivery.ack()
         every, version = self._config.checkpoint.every_steps, self._policy.version
         if every and version == step + 1 and version % every == 0:
             await self._write_checkpoint(Checkpoint(version))
@@ -339,7 +331,7 @@ class LearnerWorker:
         if policy.checkpoint is None or policy.saved != saved:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
             self._launcher.tell(Help("save"))
-            with contextlib.nullcontext() if self._offload is None else self._offload.readable():
+            with contextlib.nullcontext() if self._offload is None else self._offload.manager.readable():
                 policy.checkpoint = save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last)
             policy.saved = saved
         return policy.checkpoint

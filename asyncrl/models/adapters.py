@@ -38,8 +38,16 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1: B starts at 0, A random (peft's Kaiming uniform).
     """
     model.requires_grad_(False)
+    peft_config = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=list(config.target_modules) or "all-linear",
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
     try:
-        inject_adapter_in_model(peft_config(model, config), model, ADAPTER)
+        inject_adapter_in_model(peft_config, model, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"learner.lora.target_modules {list(config.target_modules)}: {error}") from error
     generator = torch.Generator().manual_seed(seed)
@@ -53,18 +61,6 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
                     values = torch.empty(parameter.shape, dtype=torch.float32)
                     torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
                     parameter.copy_(values)
-
-
-def peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
-    """Return the config as peft has it, for this model."""
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,
-        target_modules=list(config.target_modules) or "all-linear",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        task_type="CAUSAL_LM",
-    )
 
 
 @contextlib.contextmanager

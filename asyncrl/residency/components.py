@@ -131,9 +131,22 @@ class TensorComponent:
 
     def look(self) -> None:
         """See what tensors there are now, and count them; only on the device can there be new ones."""
-        if self.residence == "device":
-            self._blocks = blocks_of(self._collect(), self._device.kind)
-            self._device.hold(block.views[0].tensor for block in self._blocks)
+        if self.residence != "device":
+            return
+        objects: dict[int, list[torch.Tensor]] = {}
+        # By the address of their storage: the distinct ones that lie on the device and have memory.
+        for tensor in (own for _, whole in self._collect() for own in _owners(whole)):
+            if tensor.device != self._device.kind or not tensor.untyped_storage().nbytes():
+                continue
+            known = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
+            if all(tensor is not other for other in known):
+                known.append(tensor)
+        blocks = []
+        for known in objects.values():
+            views = [View(one, one.dtype, one.size(), one.stride(), int(one.storage_offset())) for one in known]
+            blocks.append(Block(tuple(views), known[0].untyped_storage().nbytes()))
+        self._blocks = tuple(blocks)
+        self._device.hold(block.views[0].tensor for block in blocks)
 
     def move(self, to: Residence) -> None:
         """Bring it there and return once it is; blocking.
@@ -212,22 +225,6 @@ class TensorComponent:
     def _hide(self) -> None:
         for view in (view for block in self._blocks for view in block.views):
             view.tensor.data = torch.empty(0, dtype=view.dtype, device=self._device.kind)
-
-
-def blocks_of(named: NamedTensors, device: torch.device) -> tuple[Block, ...]:
-    """Return the distinct objects that lie on a device, those of one storage together, without those that have none."""
-    objects: dict[int, list[torch.Tensor]] = {}
-    for tensor in (own for _, whole in named for own in _owners(whole)):
-        if tensor.device != device or not tensor.untyped_storage().nbytes():
-            continue
-        known = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
-        if all(tensor is not other for other in known):
-            known.append(tensor)
-    blocks = []
-    for known in objects.values():
-        views = [View(one, one.dtype, one.size(), one.stride(), int(one.storage_offset())) for one in known]
-        blocks.append(Block(tuple(views), known[0].untyped_storage().nbytes()))
-    return tuple(blocks)
 
 
 def _owners(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -23,10 +23,6 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """(from, to), uint8, of one size."""
 
 
-class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
-    """The simulated device is full; caught wherever a GPU's own error is."""
-
-
 class SimulatedDevice:
     """A budget over memory of the host.
 
@@ -112,7 +108,7 @@ class SimulatedDevice:
 
     def _require(self, num_bytes: int) -> None:
         if self.budget_bytes is not None and self.allocated_bytes + num_bytes > self.budget_bytes:
-            raise SimulatedOutOfMemoryError(
+            raise torch.OutOfMemoryError(
                 f"the simulated device is out of memory: {num_bytes} bytes asked for, {self.allocated_bytes} of "
                 f"{self.budget_bytes} taken"
             )

@@ -113,7 +113,8 @@ class IdleMeter:
         self._clock = clock
         self._num_running = 0
         self._stands_still = False
-        self._since_s = clock.now()
+        self.since_s = clock.now()
+        """Clock seconds at which it last became idle or busy."""
         self._idle_s = 0.0
         self._busy_s = 0.0
 
@@ -121,11 +122,6 @@ class IdleMeter:
     def is_idle(self) -> bool:
         """Whether nothing runs now."""
         return self._stands_still or self._num_running == 0
-
-    @property
-    def since_s(self) -> float:
-        """Clock seconds at which it last became idle or busy."""
-        return self._since_s
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -136,17 +132,13 @@ class IdleMeter:
         finally:
             self._change(self._num_running - 1, self._stands_still)
 
-    def stand_still(self) -> None:
-        """Note that nothing goes on until `go_on`, whatever is there."""
-        self._change(self._num_running, True)
-
-    def go_on(self) -> None:
-        """Note that it does again."""
-        self._change(self._num_running, False)
+    def stand_still(self, stands_still: bool) -> None:
+        """Note that from now on nothing goes on, whatever is there; or that it does again."""
+        self._change(self._num_running, stands_still)
 
     def totals_s(self) -> tuple[float, float]:
         """Return idle and busy seconds up to now."""
-        passed_s = self._clock.now() - self._since_s
+        passed_s = self._clock.now() - self.since_s
         return (self._idle_s + passed_s, self._busy_s) if self.is_idle else (self._idle_s, self._busy_s + passed_s)
 
     def _change(self, num_running: int, stands_still: bool) -> None:
@@ -154,4 +146,4 @@ class IdleMeter:
         self._num_running, self._stands_still = num_running, stands_still
         if self.is_idle != was_idle:
             self._idle_s, self._busy_s = totals_s
-            self._since_s = self._clock.now()
+            self.since_s = self._clock.now()

@@ -197,7 +197,16 @@ class ZmqConnector:
                     if not self._session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
                         self._greet()
                 case wire.Welcome() if self._phase == "greeting":
-                    self._on_welcome(packet)
+                    self._enter("open")
+                    self._session.adopt(packet.window, packet.max_message_bytes)
+                    self._session.wire = lambda parcel: self._socket.send(wire.build_parcel(self._session_id, parcel))
+                    if packet.session == self._session_id:
+                        self._session.resend_all()
+                    else:
+                        self._session_id = packet.session
+                        self._session.start_over(packet.hello)
+                    if not self._welcomed.done():
+                        self._welcomed.set_result(None)
                 case wire.GreetAgain() if self._phase == "open":
                     self._greet()
                 case wire.Refusal():
@@ -208,18 +217,6 @@ class ZmqConnector:
                     pass
         except CodecError:
             self._refused.malformed += 1
-
-    def _on_welcome(self, welcome: wire.Welcome) -> None:
-        self._enter("open")
-        self._session.adopt(welcome.window, welcome.max_message_bytes)
-        self._session.wire = lambda parcel: self._socket.send(wire.build_parcel(self._session_id, parcel))
-        if welcome.session == self._session_id:
-            self._session.resend_all()
-        else:
-            self._session_id = welcome.session
-            self._session.start_over(welcome.hello)
-        if not self._welcomed.done():
-            self._welcomed.set_result(None)
 
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""

@@ -57,11 +57,6 @@ class LoopSocket:
         self._loop.add_reader(self._fd, self._read)
         self.read_soon()
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether `close` was called."""
-        return self._socket.closed
-
     def send(self, frames: Sequence[Frame]) -> bool:
         """Send one multipart message; large frames are not copied.
 
@@ -137,8 +132,8 @@ class SocketWatch:
         self._socket = LoopSocket(watched.get_monitor_socket(events), self._note)
 
     def close(self) -> None:
-        """Stop watching."""
-        if not self._socket.is_closed:
+        """Stop watching; safe to repeat."""
+        if not self._watched.closed:
             self._socket.close(0)
             self._watched.disable_monitor()
 

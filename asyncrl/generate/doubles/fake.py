@@ -104,7 +104,17 @@ class FakeEngine:
         if self._is_closed:
             raise GenerationError("the engine is closed")
         if self._replays:
-            self._check_answer(request)
+            prompt, answer, limit = len(request.prompt_ids), len(request.answer_ids), self._config.max_sequence_tokens
+            what = f"request {request.request_id}"
+            if not prompt or not answer:
+                raise GenerationError(f"{what}: a prompt of {prompt} tokens and an answer of {answer}; need both")
+            if request.request_id in self._by_id:
+                raise GenerationError(f"{what} is running already; request ids must be unique")
+            if prompt + answer > limit:
+                raise GenerationError(
+                    f"{what}: prompt of {prompt} tokens plus answer of {answer} must fit into "
+                    f"generate.engine.max_sequence_tokens ({limit})"
+                )
         else:
             self._rules.check(request, self._by_id)
         request_id = request.request_id
@@ -260,19 +270,6 @@ class FakeEngine:
             prompt_tokens,
             weakref.ref(stream),
         )
-
-    def _check_answer(self, request: EngineRequest) -> None:
-        prompt, answer, limit = len(request.prompt_ids), len(request.answer_ids), self._config.max_sequence_tokens
-        what = f"request {request.request_id}"
-        if not prompt or not answer:
-            raise GenerationError(f"{what}: a prompt of {prompt} tokens and an answer of {answer}; need both")
-        if request.request_id in self._by_id:
-            raise GenerationError(f"{what} is running already; request ids must be unique")
-        if prompt + answer > limit:
-            raise GenerationError(
-                f"{what}: prompt of {prompt} tokens plus answer of {answer} must fit into "
-                f"generate.engine.max_sequence_tokens ({limit})"
-            )
 
     def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
         """Draw the completion's length; a log-normal one has the configured mean."""

@@ -38,14 +38,27 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
 
     Raises:
         ConfigError: A folder cannot be opened, or there is no layer that the adapters name.
-        LearnerError: The checkpoint's adapters are of another shape.
+        LearnerError: The checkpoint has no adapters, or they are not of this model and this `learner.lora`.
     """
     weights = checkpoint if checkpoint is not None and config.learner.lora is None else model_folder
     model = open_model(weights, config.learner, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
     if config.learner.lora is not None:
         import_module("asyncrl.models.adapters").add_adapters(model, config.learner.lora, config.seed)
         if checkpoint is not None:
-            load_adapters(model, checkpoint)
+            path = checkpoint / ADAPTER_FILE
+            if not path.is_file():
+                raise LearnerError(
+                    f"{checkpoint} has no {ADAPTER_FILE}: it was written without learner.lora; go on without, or start anew"
+                )
+            saved = load_file(path)
+            wanted = {_peft_name(name): parameter for name, parameter in publishable_tensors(model).items()}
+            if {name: one.shape for name, one in saved.items()} != {name: one.shape for name, one in wanted.items()}:
+                raise LearnerError(
+                    f"the adapters in {path} are not those of this model under this learner.lora: take the run's own config"
+                )
+            with torch.no_grad():
+                for name, parameter in wanted.items():
+                    parameter.copy_(saved[name])
     return model
 
 
@@ -94,26 +107,6 @@ def save_policy(
     else:
         model.save_pretrained(folder, state_dict=None if whole is None else dict(whole))
     tokenizer.save_pretrained(folder)
-
-
-def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Take over the adapters that `save_policy` wrote.
-
-    Raises:
-        LearnerError: There are none, or they are not of this model and this `learner.lora`.
-    """
-    path = folder / ADAPTER_FILE
-    if not path.is_file():
-        raise LearnerError(f"{folder} has no {ADAPTER_FILE}: it was written without learner.lora; go on without, or start anew")
-    saved, trained = load_file(path), publishable_tensors(model)
-    wanted = {_peft_name(name): parameter for name, parameter in trained.items()}
-    if {name: tensor.shape for name, tensor in saved.items()} != {name: tensor.shape for name, tensor in wanted.items()}:
-        raise LearnerError(
-            f"the adapters in {path} are not those of this model under this learner.lora: take the run's own config"
-        )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(saved[name])
 
 
 def _peft_name(name: str) -> str:

@@ -48,12 +48,6 @@ class Master:
         """Forget the gradients."""
         self.parameter.grad = self._sum = self.trained.grad = None
 
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Give the model the new weights."""
-        if self.is_copy:
-            self.parameter.copy_(self.trained, non_blocking=self.trained.is_pinned())
-
     def _add_up(self, source: torch.Tensor) -> None:
         assert source.grad is not None
         gradient = source.grad.float()

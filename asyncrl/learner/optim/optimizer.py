@@ -163,8 +163,9 @@ class PolicyOptimizer:
         else:
             for index in self._host.arrivals():
                 self._adamws[index].step()
-        for master in self._masters.values():
-            master.write_back()
+        with torch.no_grad():
+            for master in (one for one in self._masters.values() if one.is_copy):
+                master.parameter.copy_(master.trained, non_blocking=master.trained.is_pinned())
         if self.scale is not None and self._owns_scale:
             self.scale.note_update()
         self.zero_grad()

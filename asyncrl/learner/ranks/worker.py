@@ -65,13 +65,13 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                     help_copy_out(publishable_tensors(state.model))
                 case Help("offload"):
                     offload = open_offload(state, config, run_folder, SystemClock())
-                    leaving.callback(offload.close)
+                    leaving.callback(offload.timeline.close)
                 case Help("save"):
-                    with contextlib.nullcontext() if offload is None else offload.readable():
+                    with contextlib.nullcontext() if offload is None else offload.manager.readable():
                         contribute_checkpoint(state)
                 case Help("prefetch") | ReachPhase():
                     assert offload is not None, "rank 0 has its offload first"
                     if isinstance(command, ReachPhase):
                         offload.reach(command.phase, command.number)
                     else:
-                        offload.prefetch()
+                        offload.manager.prefetch("train")

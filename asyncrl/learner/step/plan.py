@@ -142,7 +142,18 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
     passes, critic = Passes(), state.critic
     if plan.needs_reference:
         started_s = time.perf_counter()
-        passes.reference = _reference(state, plan)
+        # Every row of every rank must bring them: ranks that share a reference call it equally often.
+        if all(row.reference_logprobs for row in plan.batch.rows):
+            passes.reference = [row.reference_logprobs for row in plan.rows if row.reference_logprobs is not None]
+        elif state.reference is None:
+            raise LearnerError(
+                f"step {plan.batch.step} needs log-probabilities of the reference: neither does the batch bring them "
+                "(algorithm.reference.where = 'worker') nor has the learner a reference (TrainState.reference)"
+            )
+        else:
+            state.bring("inference")
+            passes.reference = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
+            state.bring("train")
         passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
     if plan.needs_proximal or isinstance(critic, ValueHead):
         started_s = time.perf_counter()
@@ -174,18 +185,3 @@ def run_policy(state: TrainState, plan: StepPlan, row: Row, *, entropy_gradient:
         entropy_gradient=entropy_gradient,
         fused=plan.learner.logprobs == "fused",
     )
-
-
-def _reference(state: TrainState, plan: StepPlan) -> RowValues:
-    # Every row of every rank must bring them: ranks that share a reference call it equally often.
-    if all(row.reference_logprobs for row in plan.batch.rows):
-        return [row.reference_logprobs for row in plan.rows if row.reference_logprobs is not None]
-    if state.reference is None:
-        raise LearnerError(
-            f"step {plan.batch.step} needs log-probabilities of the reference: neither does the batch bring them "
-            "(algorithm.reference.where = 'worker') nor has the learner a reference (TrainState.reference)"
-        )
-    state.bring("inference")
-    logprobs = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
-    state.bring("train")
-    return logprobs

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from asyncrl.learner.metrics import batch_metrics, token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
 from asyncrl.learner.step.objective import PolicyObjective
-from asyncrl.learner.step.plan import StepPlan, make_plan, run_passes
+from asyncrl.learner.step.plan import make_plan, run_passes
 from asyncrl.learner.step.preference import PreferenceObjective
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import use_packed_attention
@@ -118,7 +118,22 @@ class OpenStep:
             LearnerError: As `train_step`; or a loss or advantages are given where pairs are trained.
         """
         self._state, self._failed_folder = state, failed_folder
-        self.plan = make_plan(_on_device(state, batch, config), config, state.memory)
+        division = division_of(state, config)
+        prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch, division)
+        if prepared.division != division:
+            prepared = prepare(prepared.batch, division)
+        whole, targets = prepared.batch, int(prepared.mask.sum())
+        if targets == 0:
+            raise LearnerError(
+                f"step {whole.step} has nothing to train: no token of its {len(whole.samples)} samples is unmasked"
+            )
+        if targets != whole.num_trained_tokens:
+            raise LearnerError(
+                f"step {whole.step} promises {whole.num_trained_tokens} trained tokens and its rows hold {targets}"
+            )
+        use_packed_attention(state.model)
+        updates = tuple(tuple(row.to(state.model.device) for row in update) for update in prepared.updates)
+        self.plan = make_plan(replace(prepared, updates=updates), config, state.memory)
         self._updates: list[dict[str, float]] = []
         self._shares = torch.zeros(2, dtype=torch.float64)
         """Of this rank: policy and value loss of the newest `backward`."""
@@ -148,14 +163,43 @@ class OpenStep:
         return float(self._state.ranks.sum(self._shares.clone())[0])
 
     def update(self) -> None:
-        """Change the weights by the gradients of `backward`.
+        """Change the weights by the gradients of `backward`: all of them, or nothing where a loss or gradient is not finite.
+
+        Where float16 gradients overflowed no weights change, the loss scale is halved and the learning rate told is 0.
 
         Raises:
-            LearnerError: As `train_step`.
+            LearnerError: It is not finite; gradients are dropped and the batch is saved. Or the device is out of memory.
         """
-        started_s = time.perf_counter()
+        started_s, state, plan = time.perf_counter(), self._state, self.plan
         with self._out_of_memory_is_said():
-            self._updates.append(_update(self._state, self.plan, self._shares, self._failed_folder))
+            loss, value_loss = state.ranks.sum(self._shares).tolist()
+            policy = state.optimizer if plan.trains_policy else None
+            norms = {own: own.clip() for own in (policy, state.critic_optimizer) if own is not None}
+            norm, value_norm = (0.0 if own is None else norms[own] for own in (policy, state.critic_optimizer))
+            is_finite = all(map(math.isfinite, norms.values()))
+            if not math.isfinite(loss + value_loss) or not (is_finite or skip_update(list(norms.items()))):
+                for own in norms:
+                    own.zero_grad()
+                figures = [f"loss {loss}, gradient norm {norm}"] if plan.trains_policy else []
+                if state.critic is not None:
+                    figures.append(f"value loss {value_loss}, its gradient norm {value_norm}")
+                message = f"step {plan.batch.step}: {', '.join(figures)}; the weights were not changed"
+                if self._failed_folder is not None:
+                    self._failed_folder.mkdir(parents=True, exist_ok=True)
+                    path = self._failed_folder / f"step-{plan.batch.step}.msgpack"
+                    path.write_bytes(msgspec.msgpack.encode(plan.batch))
+                    message += f"; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
+                raise LearnerError(message)
+            state.bring("train")
+            rates = [own.step(plan.batch.step) for own in norms] if is_finite else [0.0]
+        told: dict[str, float] = {}
+        if plan.trains_policy:
+            told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}
+        if plan.learner.dtype == "float16":
+            told["policy/skipped_updates"] = float(not is_finite)
+        if state.critic is not None:
+            told |= {"value/loss": value_loss, "value/grad_norm": value_norm}
+        self._updates.append(told)
         self._update_s += time.perf_counter() - started_s
 
     def gradient(self) -> tuple[torch.Tensor, dict[str, float]]:
@@ -178,9 +222,18 @@ class OpenStep:
 
     def result(self) -> StepResult:
         """Return what the step was like, once all its updates are made; what is remembered for the next step is set."""
-        state, plan = self._state, self.plan
-        metrics, reason = _metrics(plan, self._objective, self._updates), ""
+        state, plan, updates, reason = self._state, self.plan, self._updates, ""
+        advantages = self._objective.advantages if isinstance(self._objective, PolicyObjective) else None
+        metrics = batch_metrics(plan.batch, advantages) | self._objective.metrics() | {"policy/updates": float(len(updates))}
+        metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        if plan.trains_policy:
+            metrics["policy/learning_rate"] = updates[-1]["policy/learning_rate"]
+        if plan.learner.dtype == "float16":
+            metrics["policy/skipped_updates"] *= len(updates)
+        if plan.algorithm.kl is not None:
+            metrics["kl/coefficient"] = plan.kl_coefficient
         if plan.choice is not None:
+            metrics["policy/recipe"] = plan.choice.number
             reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
             state.memory.recipe = plan.choice.recipe
             state.memory.measured = signals_of(metrics) or state.memory.measured
@@ -211,74 +264,3 @@ class OpenStep:
 def division_of(state: TrainState, config: RunConfig) -> Division:
     """Return how a batch is to be prepared for this state."""
     return Division(config.learner.minibatches, state.ranks.rank, state.ranks.size)
-
-
-def _on_device(state: TrainState, batch: StepBatch | PreparedBatch, config: RunConfig) -> PreparedBatch:
-    """Return the batch decoded, checked, and on the model's device."""
-    division = division_of(state, config)
-    prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch, division)
-    if prepared.division != division:
-        prepared = prepare(prepared.batch, division)
-    whole, targets = prepared.batch, int(prepared.mask.sum())
-    if targets == 0:
-        raise LearnerError(f"step {whole.step} has nothing to train: no token of its {len(whole.samples)} samples is unmasked")
-    if targets != whole.num_trained_tokens:
-        raise LearnerError(f"step {whole.step} promises {whole.num_trained_tokens} trained tokens and its rows hold {targets}")
-    use_packed_attention(state.model)
-    device = state.model.device
-    return replace(prepared, updates=tuple(tuple(row.to(device) for row in update) for update in prepared.updates))
-
-
-def _update(state: TrainState, plan: StepPlan, shares: torch.Tensor, failed_folder: Path | None) -> dict[str, float]:
-    """Change the weights by the gradients that are there: all of them, or nothing where a loss or gradient is not finite.
-
-    Returns:
-        What it was like, by metric. Where float16 gradients overflowed no weights changed, the loss scale is halved and the
-        learning rate told is 0.
-
-    Raises:
-        LearnerError: It is not finite; gradients are dropped and the batch is saved.
-    """
-    loss, value_loss = state.ranks.sum(shares).tolist()
-    policy = state.optimizer if plan.trains_policy else None
-    norms = {own: own.clip() for own in (policy, state.critic_optimizer) if own is not None}
-    norm, value_norm = (0.0 if own is None else norms[own] for own in (policy, state.critic_optimizer))
-    is_finite = all(map(math.isfinite, norms.values()))
-    if not math.isfinite(loss + value_loss) or not (is_finite or skip_update(list(norms.items()))):
-        for own in norms:
-            own.zero_grad()
-        figures = [f"loss {loss}, gradient norm {norm}"] if plan.trains_policy else []
-        if state.critic is not None:
-            figures.append(f"value loss {value_loss}, its gradient norm {value_norm}")
-        message = f"step {plan.batch.step}: {', '.join(figures)}; the weights were not changed"
-        if failed_folder is not None:
-            failed_folder.mkdir(parents=True, exist_ok=True)
-            path = failed_folder / f"step-{plan.batch.step}.msgpack"
-            path.write_bytes(msgspec.msgpack.encode(plan.batch))
-            message += f"; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
-        raise LearnerError(message)
-    state.bring("train")
-    rates = [own.step(plan.batch.step) for own in norms] if is_finite else [0.0]
-    told: dict[str, float] = {}
-    if plan.trains_policy:
-        told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}
-    if plan.learner.dtype == "float16":
-        told["policy/skipped_updates"] = float(not is_finite)
-    if state.critic is not None:
-        told |= {"value/loss": value_loss, "value/grad_norm": value_norm}
-    return told
-
-
-def _metrics(plan: StepPlan, objective: Objective, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    advantages = objective.advantages if isinstance(objective, PolicyObjective) else None
-    metrics = batch_metrics(plan.batch, advantages) | objective.metrics() | {"policy/updates": float(len(updates))}
-    metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-    if plan.trains_policy:
-        metrics["policy/learning_rate"] = updates[-1]["policy/learning_rate"]
-    if plan.learner.dtype == "float16":
-        metrics["policy/skipped_updates"] *= len(updates)
-    if plan.algorithm.kl is not None:
-        metrics["kl/coefficient"] = plan.kl_coefficient
-    if plan.choice is not None:
-        metrics["policy/recipe"] = plan.choice.number
-    return metrics

@@ -37,6 +37,7 @@ from msgspec import Meta
 
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
+from asyncrl.folders import sync
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of
@@ -98,10 +99,10 @@ class FilesWriter(MediumWriter):
         try:
             writing.mkdir()
             self._write_shards(writing, self._slots[slot], version, fingerprint)
-            _sync(os.open(writing, os.O_RDONLY))
+            sync(writing)
             self._set_aside(version)
             writing.rename(target)
-            _sync(os.open(self._folder, os.O_RDONLY))
+            sync(self._folder)
             versions = sorted(version_of(path) for path in self._folder.glob("version-*") if version_of(path) >= 0)
             kept = [number for number in versions if number <= version][-self._config.keep_last :]
             for number in {*versions} - {*kept}:
@@ -256,11 +257,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(handle: int) -> None:
-    """Bring a folder to the disk and close it."""
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

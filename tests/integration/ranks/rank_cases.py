@@ -172,9 +172,9 @@ def run_moved(name, ranks, folder):
         train_step(train_state, batch_at(step, case["rows"], ranks.size), config)
         found["left"] = ranks.gather(leave_and_come_back(residents, train_state, step))
     residents.reach("rollout", 2 * STEPS)
-    with residents.readable():
+    with residents.manager.readable():
         found |= {f"read/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
-    residents.close()
+    residents.timeline.close()
     return found
 
 
@@ -182,7 +182,7 @@ def leave_and_come_back(residents, train_state, step):
     held = residents.reach("train", 2 * step).resident
     left = residents.reach("rollout", 2 * step)
     still = [tensor for tensor in train_state.model.state_dict().values() if tensor.to_local().untyped_storage().nbytes()]
-    counted = residents.allocated_bytes
+    counted = residents.device.allocated_bytes
     residents.reach("train", 2 * step + 1)
     return torch.tensor([[counted, sum(held.values()), len(left.resident), len(still)]])
 
@@ -203,7 +203,7 @@ def run_refused(ranks, folder):
         said = str(error)
     residents.reach("train", 1)
     train_step(train_state, batch_at(0, 60, ranks.size), config)
-    residents.close()
+    residents.timeline.close()
     return {"said": ranks.gather(as_bytes(f"rank {ranks.rank}: {said}\n")), **dict(the_rest(train_state, config, 60))}
 
 

@@ -31,9 +31,9 @@ def test_time_is_idle_while_nothing_runs_or_all_stands_still():
     clock.advance(1)
     with idle.running(), idle.running():
         clock.advance(2)
-        idle.stand_still()
+        idle.stand_still(True)
         clock.advance(4)
-        idle.go_on()
+        idle.stand_still(False)
         clock.advance(8)
     clock.advance(16)
     assert idle.totals_s() == (1 + 4 + 16, 2 + 8)

@@ -134,3 +134,10 @@ def laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str,
             table = table.setdefault(key, {})
         table[last] = value
     return settings
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for what no event tells of."""
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.005)

@@ -13,6 +13,8 @@ time, nor later.
 """
 
 import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if name_of(item).startswith(TIMED):
             item.add_marker(pytest.mark.timed)
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """List what lies where folders for sockets are made; nobody else makes them there."""
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as parent:  # pytest's own names are too long for sockets
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        yield lambda: os.listdir(parent)

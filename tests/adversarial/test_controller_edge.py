@@ -48,7 +48,7 @@ from asyncrl.schema.samples import (
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
-from tests.builders import answer_to, hello, receive, score_of
+from tests.builders import answer_to, hello, receive, score_of, until
 from tests.unit.control.test_controller import World
 
 GUEST = "joined-b-7-0"
@@ -74,9 +74,17 @@ async def running(folder, **settings):
 
 async def settled(world, refused):
     """Wait until so many messages were refused."""
-    async with asyncio.timeout(30):
-        while world.controller.edge.refused.total() < refused:
-            await asyncio.sleep(0.005)
+    await until(lambda: world.controller.edge.refused.total() >= refused)
+
+
+async def generate_and_score(generator, reward, num_groups):
+    """Answer so many groups as their generator and their reward worker do."""
+    for _ in range(num_groups):
+        work = await receive(generator, GroupWork, Lane.DATA)
+        for index in work.indices:
+            await generator.send(answer_to(work, index))
+            request = await receive(reward, ScoreRequest, Lane.DATA)
+            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
 
 
 def weights(version):
@@ -187,9 +195,7 @@ async def test_forged_versions_let_no_forged_tokens_in(tmp_path):
         work = await receive(guest, GroupWork, Lane.DATA)
         await guest.send(answer_to(work, 0, GUEST, versions=(10**6, 10**6)))
         await settled(world, 1)
-        async with asyncio.timeout(30):
-            while world.buffer.state.member_state(work.group_id, 0) == "pending":
-                await asyncio.sleep(0.005)
+        await until(lambda: world.buffer.state.member_state(work.group_id, 0) != "pending")
         assert world.buffer.state.member_state(work.group_id, 0) == "failed"
         assert world.buffer.newest_version == 0
 
@@ -210,9 +216,7 @@ async def test_a_learner_says_which_checkpoint_it_began_from_and_it_must_be_one_
         await learner.send(LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
         await settled(world, 1)
         await learner.send(LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
-        async with asyncio.timeout(30):
-            while world.controller.feeder.version < 0:
-                await asyncio.sleep(0.005)
+        await until(lambda: world.controller.feeder.version >= 0)
         assert RunApi(world.controller).status().resumed == ""  # it was not: nothing was issued before
 
 
@@ -220,12 +224,7 @@ async def test_a_step_is_done_after_the_one_before_it(tmp_path):
     """One that was passed over would stay taken for ever."""
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        for _ in range(4):
-            work = await receive(generator, GroupWork, Lane.DATA)
-            for index in work.indices:
-                await generator.send(answer_to(work, index))
-                request = await receive(reward, ScoreRequest, Lane.DATA)
-                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
+        await generate_and_score(generator, reward, 4)
         assert [(await receive(learner, StepBatch, Lane.DATA)).step for _ in range(2)] == [0, 1]
         await learner.send(StepDone(1, 2, {}, 0.0, 1.0), Lane.CONTROL)
         await settled(world, 1)
@@ -238,9 +237,7 @@ async def test_a_score_of_a_worker_that_was_not_asked_is_refused(tmp_path):
         other = await world.join("reward", "reward-1")
         work = await receive(generator, GroupWork, Lane.DATA)
         await generator.send(answer_to(work))
-        async with asyncio.timeout(30):
-            while not any(peer.connection.unacknowledged() for peer in world.controller.peers.of("reward")):
-                await asyncio.sleep(0.005)
+        await until(lambda: any(peer.connection.unacknowledged() for peer in world.controller.peers.of("reward")))
         asked = {peer.name for peer in world.controller.peers.of("reward") if peer.connection.unacknowledged()}
         liar = other if asked == {"reward-0"} else reward
         await liar.send(score_of(work.group_id, 0, attempt=work.attempt))
@@ -262,12 +259,7 @@ async def test_failures_without_words_end_nothing(tmp_path):
 async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_can_be_read(tmp_path, name):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        for _ in range(2):
-            work = await receive(generator, GroupWork, Lane.DATA)
-            for index in work.indices:
-                await generator.send(answer_to(work, index))
-                request = await receive(reward, ScoreRequest, Lane.DATA)
-                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
+        await generate_and_score(generator, reward, 2)
         batch = await receive(learner, StepBatch, Lane.DATA)
         await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
         async with asyncio.timeout(30):
@@ -282,11 +274,7 @@ async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(t
         guest = await world.let_in()
         for _ in range(MOST_REFUSALS):
             await guest.send(Heartbeat("learner", 0.0), Lane.CONTROL)
-        async with asyncio.timeout(30):
-            while not guest.closed_reason:
-                await asyncio.sleep(0.005)
-            while world.controller.membership.joined:
-                await asyncio.sleep(0.005)
+        await until(lambda: guest.closed_reason and not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if "is ended" in record.message]
         assert lines == [
             f"the connection of {GUEST} is ended: its messages were refused, the last, a Heartbeat: it speaks for 'learner'"
@@ -301,9 +289,7 @@ async def test_a_guest_whose_samples_all_fail_is_sent_away_with_one_line_and_the
             work = await receive(guest, GroupWork, Lane.DATA)
             for index in work.indices:
                 await guest.send(SampleFailure(work.group_id, index, work.attempt, "generate", "no such kernel"))
-        async with asyncio.timeout(30):
-            while world.controller.membership.joined:
-                await asyncio.sleep(0.005)
+        await until(lambda: not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if "is ended" in record.message]
         assert lines == [f"the connection of {GUEST} is ended: {MOST_GUEST_FAILURES} of its samples in a row failed"]
         failures = world.controller.dispatcher.failures
@@ -340,12 +326,7 @@ async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tm
 async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        for _ in range(3):
-            work = await receive(generator, GroupWork, Lane.DATA)
-            for index in work.indices:
-                await generator.send(answer_to(work, index))
-                request = await receive(reward, ScoreRequest, Lane.DATA)
-                await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
+        await generate_and_score(generator, reward, 3)
         for life in (1, 2):
             await receive(learner, StepBatch, Lane.DATA)
             (await world.launcher.started("learner", life)).exit(-9)
@@ -353,9 +334,7 @@ async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_p
             learner = await world.join("learner", "learner")
             await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
         path = tmp_path / "set_aside" / "step-0.msgpack"
-        async with asyncio.timeout(30):
-            while not path.exists():
-                await asyncio.sleep(0.005)
+        await until(path.exists)
         assert [group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] == [0, 1]
         assert world.buffer.counts().dropped == {"the learner died over it 2 times": 2}
         assert "groups 0, 1 are set aside" in caplog.text

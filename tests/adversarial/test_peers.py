@@ -22,7 +22,7 @@ from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
 from asyncrl.transport.zmq_socket import MOST_DRAINED, LoopSocket
 from tests.adversarial.test_controller_edge import GUEST, running
-from tests.builders import answer_to, receive
+from tests.builders import answer_to, receive, until
 
 
 async def test_a_guest_s_key_lets_nobody_in_as_a_process_of_the_run(tmp_path):
@@ -79,9 +79,7 @@ async def test_a_prompt_that_a_guest_made_up_costs_its_group_and_no_generator_of
         while (work := await receive(generator, GroupWork, Lane.DATA)).group_id != own.group_id:
             pass
         await generator.send(answer_to(work, 1))
-        async with asyncio.timeout(30):
-            while own.group_id in world.buffer.state.groups:
-                await asyncio.sleep(0.005)
+        await until(lambda: own.group_id not in world.buffer.state.groups)
         assert world.buffer.counts().dropped == {"its generators say different prompts": 1}
         assert not world.controller.edge.refused
         assert "is dropped: its generators say different prompts" in caplog.text
@@ -109,9 +107,7 @@ async def test_a_guest_s_fault_ends_its_connection_with_one_line_that_can_be_sho
         guest = await world.let_in()
         for _ in range(10):
             await guest.send(Fault(GUEST, "\x1b[2Jno such kernel", fatal=True), Lane.CONTROL)
-        async with asyncio.timeout(30):
-            while world.controller.membership.joined:
-                await asyncio.sleep(0.005)
+        await until(lambda: not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if re.search("no such kernel", record.message)]
         assert lines == [f"the connection of {GUEST} is ended: it cannot go on: ?[2Jno such kernel"] or (
             len(lines) == 2 and "has left" in lines[1]

@@ -796,12 +796,6 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
     )
 
 
-def test_a_test_that_a_program_leaves_hanging_costs_no_other_test():
-    code = "def f(n):\n    while n == 1: pass\n    return n"
-    tests = ["assert f(0) == 0", "assert f(1) == 1", "f(0)\nwhile True: pass", "assert f(2) == 2"]
-    assert passed(code, *tests) == 2
-
-
 def test_a_whole_completion_is_scored():
     reward = build_reward(CodeExecReward(wall_s=5))
     text = "Thinking.\n\n```bash\nls\n```\n1. Code:\n   ```{python}\n   def add(a, b):\n       return a + b\n   ```\n"

@@ -9,8 +9,6 @@ import os
 import random
 import resource
 import stat
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -28,6 +26,7 @@ from asyncrl.transport.protocol import Connection, Lane, LinkLimits, new_hello
 from asyncrl.transport.security import load_client_keys, make_keys
 from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener
+from tests.builders import until
 from tests.contract.tcp_proxy import tcp_proxy
 from tests.descriptors import open_descriptors
 
@@ -111,13 +110,6 @@ async def consume(connection: Connection, count: int, after_each=lambda number: 
     return numbers
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Counters and windows have no event to await."""
-    async with asyncio.timeout(WAIT_S):
-        while not is_so():
-            await asyncio.sleep(0.001)
-
-
 async def test_the_listener_s_sizes_hold_at_both_ends():
     for of_connector in (LIMITS.max_message_bytes // 2, 2 * LIMITS.max_message_bytes):
         other = dataclasses.replace(LIMITS, window=1, max_message_bytes=of_connector)
@@ -160,14 +152,6 @@ async def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
         with pytest.raises(TransportError, match="cannot listen on tcp://nowhere"):
             make_listener("tcp://nowhere", these)
         assert open_descriptors() <= descriptors
-
-
-@pytest.fixture
-def folders(monkeypatch):
-    """List what lies where folders for sockets are made; nobody else makes them there."""
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as parent:  # pytest's own names are too long for sockets
-        monkeypatch.setattr(tempfile, "tempdir", parent)
-        yield lambda: os.listdir(parent)
 
 
 async def test_a_listener_that_cannot_be_opened_leaves_no_folder(tmp_path, folders):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-import tempfile
 import threading
 
 import pytest
@@ -15,14 +13,6 @@ from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, TransportError
 from asyncrl.pipeline import ENDPOINT_FILE, run_controller
 from tests.fake_launcher import FakeLauncher
-
-
-@pytest.fixture
-def folders(monkeypatch):
-    """List what lies where folders for sockets are made; nobody else makes them there."""
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as parent:  # pytest's own names are too long for sockets
-        monkeypatch.setattr(tempfile, "tempdir", parent)
-        yield lambda: os.listdir(parent)
 
 
 @pytest.mark.parametrize(("settings", "error"), [

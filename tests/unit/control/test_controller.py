@@ -24,7 +24,7 @@ from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.protocol import Connection, Lane
-from tests.builders import answer_to, hello, receive, score_of
+from tests.builders import answer_to, hello, receive, score_of, until
 from tests.fake_launcher import FakeLauncher
 from tests.in_process import InProcessListener
 
@@ -86,9 +86,7 @@ class World:
         return guest
 
     async def until(self, phase: str) -> None:
-        async with asyncio.timeout(30):
-            while self.controller.lifecycle.phase != phase:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.controller.lifecycle.phase == phase)
 
     async def restart_learner(self, version: int) -> Connection:
         self.launcher.history[0].exit(-9)
@@ -151,9 +149,7 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         learner, reward, generator = await world.start()
         await _generate(generator, reward, 4 * B)
         assert (await receive(learner, StepBatch, Lane.DATA)).step == 0
-        async with asyncio.timeout(30):
-            while world.buffer.counts().taken < 2 * B:
-                await asyncio.sleep(0.01)
+        await until(lambda: world.buffer.counts().taken >= 2 * B)
         world.controller.post(DrainRequested())
         again = await world.restart_learner(version=0)
         await _train(again, range(2))
@@ -190,9 +186,7 @@ async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_af
         world.controller.post(PauseRequested())
         await receive(guest, Pause)
         await guest.close()
-        async with asyncio.timeout(30):
-            while name in world.controller.membership.joined:
-                await asyncio.sleep(0.01)
+        await until(lambda: name not in world.controller.membership.joined)
         world.controller.post(ResumeRequested())
         await world.until("running")
         assert await receive(await world.let_in(name), Resume) == Resume()
@@ -205,9 +199,7 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         before = await world.let_in(late)
         assert membership.refusal(hello("generator", late)) == ""  # it is judged as it comes back, and taken in later
         await before.close()
-        async with asyncio.timeout(30):
-            while late in membership.joined:
-                await asyncio.sleep(0.01)
+        await until(lambda: late not in membership.joined)
         await world.let_in("joined-b-8-0")
         again = await world.join("generator", late)
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):

@@ -39,12 +39,6 @@ def test_rows_hold_whole_samples_with_everything_aligned_to_its_token():
     assert [s.reward for s in batch.samples] == [1.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize(("tokens_per_row", "rows"), [(9, [0, 0, 1]), (6, [0, 1, 2])])
-def test_a_group_is_packed_whole_and_cut_only_where_its_distinct_tokens_do_not_fit(tokens_per_row, rows):
-    batch = pack_step(5, GROUPS, tokens_per_row=tokens_per_row, temperature=0.7)
-    assert [sample.row for sample in batch.samples] == rows
-
-
 @pytest.mark.parametrize(
     ("mask_below", "oldest", "num_trained"), [({}, [3, 4, 5], 6), ({"mask_below": 5}, [-1, -1, 5], 1)], ids=["all", "masked"]
 )

@@ -11,11 +11,6 @@ def run(number, gpus=0, cores=1, memory=0, priority=0, **more):
     return RunRecord(id=f"r{number}", number=number, priority=priority, demand=Demand(gpus, cores, memory), **more)
 
 
-def test_a_gpu_is_given_once():
-    live = RunRecord(id="r1", number=1, state="live", gpus=("a",), demand=Demand(1))
-    assert admit(Machine(("a", "b"), cores=4), [live, run(2, gpus=1)]) == {"r2": ("b",)}
-
-
 def test_what_a_run_waits_for_is_said():
     machine = Machine(("a", "b"), cores=4, memory_bytes=8 << 30)
     live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))

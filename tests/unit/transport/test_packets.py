@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from asyncrl.errors import CodecError
-from asyncrl.transport.packets import ParcelHead, parse, parse_hello, parse_parcel
+from asyncrl.transport.packets import ParcelHead, parse_parcel
 
 
 @pytest.mark.parametrize(("shape", "body"), [
@@ -14,11 +13,3 @@ from asyncrl.transport.packets import ParcelHead, parse, parse_hello, parse_parc
 def test_a_shape_that_does_not_fit_its_frames_is_refused(shape, body):
     with pytest.raises(CodecError):
         parse_parcel(ParcelHead("session", [], [], shape), body)
-
-
-def test_the_protocol_number_is_readable_whatever_the_hello_became():
-    frame = msgspec.msgpack.encode(["g", 99, {"entirely": "different"}, "token", ""])
-    greeting = parse(frame)
-    assert greeting.protocol == 99
-    with pytest.raises(CodecError, match="not a hello"):
-        parse_hello(greeting)

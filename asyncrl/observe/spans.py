@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -106,40 +106,26 @@ def read_spans(run_folder: Path) -> Iterator[Span]:
 
 
 def write_trace(run_folder: Path) -> Path:
-    """Write trace.json beside spans.jsonl, for chrome://tracing or ui.perfetto.dev, and return its path."""
-    path = run_folder / TRACE_FILE
-    path.write_bytes(msgspec.json.encode({"traceEvents": list(trace_events(read_spans(run_folder))), "displayTimeUnit": "ms"}))
-    return path
+    """Write trace.json beside spans.jsonl, for chrome://tracing or ui.perfetto.dev, and return its path.
 
-
-class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of the trace event format: `X` a complete event, `M` a name for a process or a row. Times in microseconds."""
-
-    name: str
-    ph: str
-    pid: int
-    tid: int = 0
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, float | str] = {}
-
-
-def trace_events(spans: Iterable[Span]) -> list[TraceEvent]:
-    """Return spans as trace events: a process each, overlapping spans of one process on rows of their own."""
-    ordered = sorted(spans, key=lambda item: (item.start_s, item.end_s))
-    if not ordered:
-        return []
-    origin_s = ordered[0].start_s
+    A process each; overlapping spans of one process are on rows of their own. Times are microseconds since the first span.
+    """
+    ordered = sorted(read_spans(run_folder), key=lambda item: (item.start_s, item.end_s))
     pids = {name: number for number, name in enumerate(sorted({item.process for item in ordered}), start=1)}
-    events = [TraceEvent("process_name", "M", pid, args={"name": name}) for name, pid in pids.items()]
+    events: list[dict[str, object]] = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for name, pid in pids.items()
+    ]
     rows_busy_until: dict[str, list[float]] = {name: [] for name in pids}
     for item in ordered:
-        busy_until_s, pid = rows_busy_until[item.process], pids[item.process]
+        busy_until_s = rows_busy_until[item.process]
         row = next((row for row, until_s in enumerate(busy_until_s) if until_s <= item.start_s), len(busy_until_s))
         busy_until_s[row : row + 1] = [item.end_s]
-        start_us, length_us = (round(seconds * 1e6, 3) for seconds in (item.start_s - origin_s, item.end_s - item.start_s))
-        events.append(TraceEvent(item.name, "X", pid, row, start_us, length_us, item.attributes))
-    return events
+        start_us, length_us = (round(1e6 * s, 3) for s in (item.start_s - ordered[0].start_s, item.end_s - item.start_s))
+        place = {"pid": pids[item.process], "tid": row, "ts": start_us, "dur": length_us}
+        events.append({"name": item.name, "ph": "X", **place, "args": item.attributes})
+    path = run_folder / TRACE_FILE
+    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path
 
 
 MOST_SHOWN_SPANS = 300

@@ -262,24 +262,27 @@ class Keeper:
     async def drain_all(self) -> None:
         """Drain every live run and wait for their ends; nothing else is started. The next daemon goes on with them."""
         self._drains = True
-        live = [record.id for record in self.records.runs.values() if record.state in {"starting", "live"}]
-        async with asyncio.TaskGroup() as group:
-            for run in live:
-                group.create_task(self._drain(run))
 
-    async def _drain(self, run: str) -> None:
-        while self.records.runs[run].state in {"starting", "live"}:
-            with contextlib.suppress(AsyncRLError):
-                async with connect(self.records.run_folder(run)) as client:
-                    await client.drain()
-            await asyncio.wait([self._tasks[run]], timeout=LOOK_S)
+        async def drain(run: str) -> None:
+            while self.records.runs[run].state in {"starting", "live"}:
+                with contextlib.suppress(AsyncRLError):
+                    async with connect(self.records.run_folder(run)) as client:
+                        await client.drain()
+                await asyncio.wait([self._tasks[run]], timeout=LOOK_S)
+
+        async with asyncio.TaskGroup() as group:
+            for record in self.records.runs.values():
+                group.create_task(drain(record.id))
 
     # -- one run ---------------------------------------------------------------------------------------------------------
 
     async def _find_again(self, record: RunRecord) -> None:
-        """Take up a run that an earlier daemon began."""
-        folder = self.records.run_folder(record.id)
-        await _until_answers(folder)
+        """Take up a run that an earlier daemon began; where that was starting its controller, wait for it or kill it in time."""
+        folder, until_s = self.records.run_folder(record.id), time.monotonic() + START_TIMEOUT_S
+        while not live_controller(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
+            if time.monotonic() > until_s:
+                kill_controllers(folder)
+            await asyncio.sleep(0.1)
         record = self.records.runs[record.id]  # it may have been told to end meanwhile
         if is_live(folder):
             await self.tell("adopted", record.id)
@@ -410,15 +413,6 @@ class Keeper:
         self.records.put_run(replace(record, state="ended", outcome=outcome, gpus=(), ended_s=self._clock.now()))
         await self.tell("ended", record.id, f"{outcome}: {record.reason}")
         self._changed.set()
-
-
-async def _until_answers(folder: Path) -> None:
-    """Wait for a controller that a daemon which is gone was starting; one that does not answer in time is killed."""
-    until_s = time.monotonic() + START_TIMEOUT_S
-    while not live_controller(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
-        if time.monotonic() > until_s:
-            kill_controllers(folder)
-        await asyncio.sleep(0.1)
 
 
 def _last_phase(folder: Path, after: int) -> tuple[str, str] | None:

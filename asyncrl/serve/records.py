@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -155,8 +154,13 @@ class Records:
                     part.replace(aside.with_name(aside.name + suffix))
             self._db = _open(path, timeout_s)
             self.runs, self.tokens = {}, {}
-        for record in _records_in_folders(folder):
-            if record.id not in self.runs:
+        for copy in sorted((folder / RUNS).glob(f"*/{RECORD_FILE}")):
+            try:
+                record = msgspec.json.decode(copy.read_bytes(), type=RunRecord)
+            except (OSError, msgspec.DecodeError) as error:
+                log.error("%s is damaged and its run is not listed: %s", copy, error)  # noqa: TRY400
+                continue
+            if record.id == copy.parent.name and record.id not in self.runs:
                 self.put_run(record)
 
     def run_folder(self, run: str) -> Path:
@@ -239,14 +243,3 @@ def _open(path: Path, timeout_s: float) -> sqlite3.Connection:
     if (fault := database.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(fault)
     return database
-
-
-def _records_in_folders(folder: Path) -> Iterator[RunRecord]:
-    for path in sorted((folder / RUNS).glob(f"*/{RECORD_FILE}")):
-        try:
-            record = msgspec.json.decode(path.read_bytes(), type=RunRecord)
-        except (OSError, msgspec.DecodeError) as error:
-            log.error("%s is damaged and its run is not listed: %s", path, error)  # noqa: TRY400
-            continue
-        if record.id == path.parent.name:
-            yield record

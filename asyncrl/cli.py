@@ -402,6 +402,7 @@ def bench(
     ] = 0,
     engine: Annotated[str, typer.Option(help="Of `engine`: transformers (the default) or vllm.")] = "",
     media: Annotated[str, typer.Option(help="Of `broadcast`: all (the default), or names with commas between.")] = "",
+    profile: Annotated[bool, typer.Option("--profile", help="Of `learner`: where a step's time goes.")] = False,
 ) -> None:
     """Measure one part against its plain counterpart, both sides interleaved in the same run."""
     folder = Path(__file__).parent.parent / "experiments"
@@ -409,7 +410,7 @@ def bench(
         raise ConfigError("benchmarks are in a checkout of the repository, not in the wheel: run `asyncrl bench` from a checkout")
     sys.path.insert(0, str(folder))
     benchmarks = importlib.import_module("benchmarks.harness")
-    asked = {"engine": engine, "media": media}
+    asked = {"engine": engine, "media": media, "profile": "yes" if profile else ""}
     result = benchmarks.run_benchmark(name, rounds, **{option: value for option, value in asked.items() if value})
     _print_figures(result, as_json=as_json)
 

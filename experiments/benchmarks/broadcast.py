@@ -90,6 +90,15 @@ def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> 
     weights = {name: tensor.detach() for name, tensor in smollm2_model(torch.bfloat16).named_parameters()}
     samples = _hand_overs(weights, rounds, names, counts)
     figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
+    ratios = _ratios_of(samples)
+    if "shared_memory" in names:
+        costs = delta_costs(NUM_TRAIN_STEPS)
+        ratios["delta_bytes"] = ratio(round(costs.pop("delta_bytes"), 5), DELTA_GOAL, at_least=False)
+        figures |= costs
+    return BenchResult("broadcast", {"model_bytes": num_bytes_of(weights), "rounds": rounds, **figures}, ratios)
+
+
+def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
     ratios: dict[str, Ratio] = {}
     if copies := samples.get("shared_memory_live_copies"):
         ratios["shm_vs_two_copies"] = ratio(round(2 / statistics.median(copies), 3), SHM_GOAL)
@@ -98,11 +107,7 @@ def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> 
     if fetches := samples.get("zeromq_fetch_ms"):
         shares = [bare / fetch for bare, fetch in zip(samples["bare_zeromq_live_ms"], fetches, strict=True)]
         ratios["zeromq_vs_bare"] = ratio(round(statistics.median(shares), 3), ZEROMQ_GOAL)
-    if "shared_memory" in names:
-        costs = delta_costs(NUM_TRAIN_STEPS)
-        ratios["delta_bytes"] = ratio(round(costs.pop("delta_bytes"), 5), DELTA_GOAL, at_least=False)
-        figures |= costs
-    return BenchResult("broadcast", {"model_bytes": num_bytes_of(weights), "rounds": rounds, **figures}, ratios)
+    return ratios
 
 
 def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Rounds:

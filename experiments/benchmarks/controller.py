@@ -11,6 +11,8 @@ heartbeats and reports.
 `cpu_vs_bare_4` and `_1000`: the same figure for samples of 4 and of 1,000 tokens with 8 generators, over that of a bare loop for
 the same samples in the same round: decode with msgspec, insert into SQLite in batches, pack. The bare loop has no socket, asks no
 reward workers, checks nothing and can repeat nothing. `rounds` 0 means 2.
+
+`recorded_cpu`: the same figure with `observe.record = "decisions"` over that without, samples of 256 tokens, 8 generators.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -44,6 +47,7 @@ from benchmarks.samples import random_sample
 SIZES = (8, 64, 256)
 ROUNDS = 2
 GROWTH_GOAL = 1.3
+RECORDED_GOAL = 1.02
 NUM_TOKENS = 256
 VS_BARE_GOALS = {4: 3.0, 1000: 1.5}
 """By tokens of a sample."""
@@ -51,6 +55,7 @@ GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_ROW = 256, 8, 4096
 BARE_BATCH = 64
 MAX_STALENESS = 2
 CPU, LOST = "cpu_s_per_1000_samples", "lost_groups"
+START_TIMEOUT_S = 30.0
 RUN_TIMEOUT_S = 120.0
 
 
@@ -69,6 +74,8 @@ def run(rounds: int = 0) -> BenchResult:
                 bare_us = 1e6 * bare_cpu_s(folder / f"bare-{num_tokens}-{number}", num_tokens)
                 row |= {f"cpu_us_of_{num_tokens}_tokens": 1000 * figures[CPU], f"bare_cpu_us_of_{num_tokens}_tokens": bare_us}
                 row |= {f"cpu_vs_bare_{num_tokens}": 1000 * figures[CPU] / bare_us, f"lost_groups_{num_tokens}": figures[LOST]}
+            figures = asyncio.run(measure(folder / f"recorded-{number}", SIZES[0], record="decisions"))
+            row |= {f"{CPU}_recorded": figures[CPU], "recorded_cpu": figures[CPU] / row[f"{CPU}_{SIZES[0]}"]}
             measured.append(row)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,6 +84,7 @@ def run(rounds: int = 0) -> BenchResult:
     ratios = {"cpu_growth": ratio(round(growth, 3), GROWTH_GOAL, at_least=False)}
     for num_tokens, goal in VS_BARE_GOALS.items():
         ratios[f"cpu_vs_bare_{num_tokens}"] = ratio(round(middle.pop(f"cpu_vs_bare_{num_tokens}"), 2), goal, at_least=False)
+    ratios["recorded_cpu"] = ratio(round(middle.pop("recorded_cpu"), 3), RECORDED_GOAL, at_least=False)
     lost = sum(value for row in measured for name, value in row.items() if name.startswith(LOST))
     ratios["lost"] = ratio(lost, 0, at_least=False)
     return BenchResult("controller", middle, ratios)
@@ -114,40 +122,21 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
         return (time.process_time() - begun_s) / num_samples
 
 
-async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS) -> dict[str, float]:
+async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS, record: str = "off") -> dict[str, float]:
     """Host one run to its end and return its figures.
 
     Raises:
         LaunchError: The controller did not come up; RunError where its run failed.
     """
     (run_folder / "logs").mkdir(parents=True)
-    config = parse_config({
-        "name": run_folder.name,
-        "folder": str(run_folder.parent),
-        "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
-        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": num_tokens},
-                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 2048}},
-        "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
-        "packing": {"tokens_per_row": TOKENS_PER_ROW},
-        "reward": {"num_workers": 1},
-        "buffer": {"max_staleness": MAX_STALENESS},
-        "eval": {"at_start": False, "at_end": False},
-        "checkpoint": {"every_steps": 0},
-    })  # fmt: skip
+    config = parse_config(_settings(run_folder, num_workers, num_tokens) | {"observe": {"record": record}})
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
     command = (sys.executable, "-m", "benchmarks.controller", str(run_folder))
     with (run_folder / "logs" / "controller.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log)
     try:
         async with asyncio.timeout(RUN_TIMEOUT_S):
-            while read_endpoint(run_folder) is None:
-                if process.returncode is not None:
-                    raise LaunchError((run_folder / "logs" / "controller.log").read_text(errors="replace")[-2000:])
-                await asyncio.sleep(0.05)
-            async with connect(run_folder) as live:
-                async for _ in live.steps(first=1 << 60):
-                    pass
-                groups = dict((await live.status()).groups)
+            lost = await follow(run_folder, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -159,8 +148,38 @@ async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKE
         "samples_per_s": samples / wall_s,
         CPU: 1000 * cpu_s / samples,
         "busy_cores": cpu_s / wall_s,
-        LOST: float(abs(groups.pop("issued") - sum(groups.values()))),
+        LOST: float(lost),
     }
+
+
+async def follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
+    """Wait until the run has ended; return how many groups are in no state."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while read_endpoint(run_folder) is None:
+            if process.returncode is not None:
+                raise LaunchError((run_folder / "logs" / "controller.log").read_text(errors="replace")[-2000:])
+            await asyncio.sleep(0.05)
+    async with connect(run_folder) as live:
+        async for _ in live.steps(first=1 << 60):
+            pass
+        groups = dict((await live.status()).groups)
+    return abs(groups.pop("issued") - sum(groups.values()))
+
+
+def _settings(run_folder: Path, num_workers: int, num_tokens: int) -> dict[str, Any]:
+    return {
+        "name": run_folder.name,
+        "folder": str(run_folder.parent),
+        "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
+        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": num_tokens},
+                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 2048}},
+        "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
+        "packing": {"tokens_per_row": TOKENS_PER_ROW},
+        "reward": {"num_workers": 1},
+        "buffer": {"max_staleness": MAX_STALENESS},
+        "eval": {"at_start": False, "at_end": False},
+        "checkpoint": {"every_steps": 0},
+    }  # fmt: skip
 
 
 class FakeClusterLauncher:

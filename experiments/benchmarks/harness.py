@@ -35,6 +35,7 @@ BENCHMARKS = (
 OPTIONS: dict[str, frozenset[str]] = {
     "engine": frozenset({"engine"}),
     "broadcast": frozenset({"media"}),
+    "learner": frozenset({"profile"}),
 }
 """Further words that `run` of a benchmark takes, by its name."""
 

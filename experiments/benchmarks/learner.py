@@ -10,10 +10,15 @@ layers, 192 wide, vocabulary 2,048, float32, one thread, AdamW; decoupled PPO wi
 - `share_of_bare`: seconds of the same packed rows through forward, output layer and backward of a plain sum, over those of the
   whole step.
 - `shared_prefix_speedup_GROUPSxMEMBERS`: samples per second of `train_step` with groups packed whole and a prompt computed once,
-  over those with every sample packed and computed with a prompt of its own; one row each. Llamas of
-  their own.
+  over those with every sample packed and computed with a prompt of its own; one row each. `before_GROUPSxMEMBERS_speedup` is the
+  same over rows filled sample by sample, in which members share a prompt where they happen to lie in one row (the rows of
+  configs/smollm2.toml and configs/quickstart.toml before groups were packed whole: 1,024 and 512 tokens). Llamas of their own.
 - `logits_memory`: peak memory of log-probabilities at vocabulary 49,152 for 4,096 tokens, forward and backward, over that of the
   usual way with all [T, V] logits; each in a process of its own.
+
+`asyncrl bench learner --profile` says where a step's time goes instead, for a step of configs/quickstart.toml and for one of the
+shape of configs/smollm2.toml (random weights, float32): by torch.profiler, milliseconds of self time by kind of operator, and
+`outside_operators_*`, the share in which no torch operator worked (Python, dispatch to it, numpy).
 
 Sides are measured in turns within a round; figures are medians.
 """
@@ -26,22 +31,26 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model.policy import made_ready
@@ -53,10 +62,19 @@ from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import ScoredGroup
 from benchmarks.harness import BenchResult, interleaved, ratio, seconds_of
-from benchmarks.workload import llama, scored_group
+from benchmarks.workload import llama, scored_group, smollm2_model
 
 DEFAULT_ROUNDS = 5
 PACKED_GOAL, TRL_GOAL, BARE_GOAL, LOGITS_GOAL = 2.0, 1.5, 0.85, 0.25
+CONFIGS = Path(__file__).parents[2] / "configs"
+KINDS = {
+    "matrix_products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "attention": ("aten::_scaled_dot_product", "aten::scaled_dot_product"),
+    "optimizer": ("aten::_fused_adamw", "aten::_foreach"),
+    "autograd": ("autograd::", "torch::autograd"),
+    "other_operators": ("aten::",),
+}
+"""Of operators, by how their names begin; the first that fits."""
 NUM_GROUPS, GROUP_SIZE, PROMPT_TOKENS, MOST_TOKENS = 16, 4, 24, 512
 MICRO_BATCH = 8
 VOCABULARY = 2048
@@ -73,6 +91,7 @@ class _Groups:
     prompt: int
     response: float
     """Tokens, on average."""
+    row_before: int
     model: tuple[int, int, int, int, int]
     goal: float
 
@@ -82,8 +101,8 @@ class _Groups:
 
 
 SHARED = (
-    _Groups(4, 8, 149, 9.0, (192, 4, 4, 768, 2048), 4.0),
-    _Groups(64, 4, 6, 3.6, (128, 2, 4, 512, 16), 1.3),
+    _Groups(4, 8, 149, 9.0, 1024, (192, 4, 4, 768, 2048), 4.0),
+    _Groups(64, 4, 6, 3.6, 512, (128, 2, 4, 512, 16), 1.3),
 )
 
 
@@ -103,12 +122,12 @@ class _Work:
         return int(self.mask.sum())
 
 
-def run(rounds: int = 0) -> BenchResult:
-    """Measure all sides; `rounds` 0 means 5."""
+def run(rounds: int = 0, profile: str = "") -> BenchResult:
+    """Measure all sides, or profile steps; `rounds` 0 means 5."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(rounds or DEFAULT_ROUNDS)
+        return (_profiles if profile else _measure)(rounds or DEFAULT_ROUNDS)
     finally:
         torch.set_num_threads(threads)
 
@@ -129,7 +148,40 @@ def _measure(rounds: int) -> BenchResult:
         "logits_memory": ratio(ours / whole, LOGITS_GOAL, at_least=False),
     }
     memory = {"logits_chunked_mb": ours / 1e6, "logits_whole_mb": whole / 1e6}
-    figures = {"trained_tokens": float(work.num_tokens), **rates, **memory}
+    before = {f"before_{one.name}_speedup": times["before"] / times["shared"] for one, times in shared}
+    figures = {"trained_tokens": float(work.num_tokens), **rates, **before, **memory}
+    return BenchResult(bench="learner", figures=figures, ratios=ratios)
+
+
+def _profiles(rounds: int) -> BenchResult:
+    """Say where the time of a step goes."""
+    figures: dict[str, float] = {}
+    ratios = {}
+    for name, groups, model, goal in (
+        ("quickstart", SHARED[1], llama(*SHARED[1].model), 0.15),
+        ("smollm2", SHARED[0], smollm2_model(), 0.05),
+    ):
+        config = load_config(CONFIGS / f"{name}.toml", {"learner.dtype": "float32"})
+        state = TrainState(made_ready(model, config.learner), build_optimizer(model, config.learner, config.num_steps))
+        packed = pack_step(0, _scored_groups(groups), tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
+        step = partial(train_step, state, prepare(packed), config)
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            started_s = time.perf_counter()
+            for _ in range(rounds):
+                step()
+            seconds = time.perf_counter() - started_s
+        spent_ms = dict.fromkeys(KINDS, 0.0)
+        for event in trace.key_averages():
+            kind = next((kind for kind, starts in KINDS.items() if event.key.startswith(starts)), None)
+            if kind is None and event.key.endswith(("Backward0", "Backward1", "AccumulateGrad")):
+                kind = "autograd"
+            if kind is not None:
+                spent_ms[kind] += event.self_cpu_time_total / 1000 / rounds
+        outside = 1 - sum(spent_ms.values()) / (1000 * seconds / rounds)
+        figures |= {f"{name}_{kind}_ms": value for kind, value in spent_ms.items()}
+        figures[f"{name}_step_ms"] = 1000 * seconds / rounds
+        ratios[f"outside_operators_{name}"] = ratio(outside, goal, at_least=False)
     return BenchResult(bench="learner", figures=figures, ratios=ratios)
 
 
@@ -148,15 +200,18 @@ def _scored_groups(groups: _Groups) -> list[ScoredGroup]:
 
 
 def _shared_sides(groups: _Groups) -> dict[str, Callable[[], float]]:
-    """Return the same step with prompts shared, and not shared."""
+    """Return the same step with prompts shared, by chance shared, and not shared."""
     whole, alone = _scored_groups(groups), []
     for number, member in enumerate(member for group in whole for member in group.members):
         sample = msgspec.structs.replace(member.sample, group_id=number)
         alone.append(ScoredGroup(number, whole[0].prompt, (msgspec.structs.replace(member, sample=sample),)))
     pack = partial(pack_step, 0, temperature=1.0)
+    by_sample = pack(alone, tokens_per_row=groups.row_before)
+    named = tuple(msgspec.structs.replace(one, group_id=one.group_id // groups.size) for one in by_sample.samples)
     one_row = 2 * groups.num_groups * groups.size * (groups.prompt + int(groups.response))
     batches = {
         "shared": pack(whole, tokens_per_row=one_row),
+        "before": msgspec.structs.replace(by_sample, samples=named),
         "own": pack(alone, tokens_per_row=one_row),
     }
     config = _config()

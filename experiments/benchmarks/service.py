@@ -2,13 +2,19 @@
 
 `session_vs_run`: steps a second as a loop over a `Session`, against a `Run` of the same config, in turns.
 
+`kept_vs_not`: steps a second with events, seconds and samples written, against a run that writes none of them, in turns. The
+spread is that of the rounds.
+
 `read_vs_alone`: steps a second of a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in
 turns of 20 steps of the same run. The readers are on the same cores, and cost little. The spread is that of the pairs.
 
-`step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50.
+`step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50. `step_on_page_s`: to its
+figures on the page, in a Chromium on the same cores, of the same run. `first_chart_s`: from the address of a run of 10,000 steps
+to its charts; median of the rounds. These two are left out where there is no Chromium or no playwright (`make browser`).
 
-`adoption_s`: a live run, the daemon killed by SIGKILL; from the start of the next one until it has adopted the run and is ready,
-Python's own start included. `lost_or_repeated` counts its steps that are not in steps.jsonl exactly once.
+`adoption_s`: three live runs, the daemon killed by SIGKILL; from the start of the next one until it has adopted all and is ready,
+Python's own start included. The daemon is told that it has 64 cores, so that three runs fit. `lost_or_repeated` counts their
+steps that are not in steps.jsonl exactly once.
 """
 
 from __future__ import annotations
@@ -23,33 +29,38 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import aiohttp
 
 from asyncrl.client import Run
-from asyncrl.config.load import load_config
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.errors import AsyncRLError
-from asyncrl.observe.steps import STEPS_FILE, StepReport, read_lines
+from asyncrl.observe.steps import STEPS_FILE, StepReport, read_lines, read_steps
 from asyncrl.serve.client import Server
 from asyncrl.serve.daemon import URL_FILE
 from asyncrl.serve.records import TOKEN_FILE
 from asyncrl.session import Session
+from benchmarks.controller import follow
 from benchmarks.harness import BenchResult, Ratio, ratio
+from benchmarks.service_page import can_look, first_chart_s, step_on_page_s, write_long_run
 
 ROUNDS = 3
 NUM_STEPS = 60
 SKIPPED_STEPS = 10
 """At the start of a run, while pipelines fill."""
+KEPT_STEPS = 110
 NUM_READERS = 50
 READ_BYTES, READ_PAUSE_S = 4096, 0.5
 """8 kB a second; the run writes 50."""
 WINDOW_STEPS, SETTLE_STEPS = 20, 5
 PAIRS = 6
 """Of windows, for each round."""
+NUM_ADOPTED = 3
 LONG = 100_000
 """Steps of a run that is told to end."""
 SETTINGS = {
@@ -63,7 +74,7 @@ def run(rounds: int = 0) -> BenchResult:
     """Run the benchmark; `rounds` 0 means 3."""
     figures: dict[str, float] = {}
     ratios: dict[str, Ratio] = {}
-    for figure in (session_vs_run, read_vs_alone, adopted):
+    for figure in (session_vs_run, kept_vs_not, read_vs_alone, adopted):
         with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder:
             try:
                 asyncio.run(figure(Path(folder), rounds or ROUNDS, figures, ratios))
@@ -84,24 +95,38 @@ async def session_vs_run(folder: Path, rounds: int, figures: dict[str, float], r
     ratios["session_vs_run"] = ratio(middle["session"] / middle["run"], 0.9)
 
 
+async def kept_vs_not(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Measure both sides in turns, the first of which alternates."""
+    sides: dict[str, list[float]] = {"kept": [], "bare": []}
+    for number in range(2 * rounds):
+        for side in sorted(sides, reverse=number % 2 == 0):
+            more = {"num_steps": KEPT_STEPS, "observe.samples": 32 if side == "kept" else 0}
+            sides[side].append(await _of_hosted(_quickstart(folder, f"{side}-{number}", more), side))
+    _enter("kept_vs_not", sides["kept"], sides["bare"], figures, ratios)
+
+
 async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
     """Measure windows of one run with readers and without; and how late steps come where nobody else reads."""
     sides: dict[str, list[float]] = {"alone": [], "read": []}
     late_s = list[float]()
     async with _daemon(folder) as server:
         await server.submit("quickstart", name="read", set=SETTINGS | {"num_steps": LONG})
-        await _reach(server, "read", SKIPPED_STEPS)
+        await _reach(server, ["read"], SKIPPED_STEPS)
         for number in range(2 * PAIRS * rounds):
             side = "read" if number % 4 in {1, 2} else "alone"
             async with _readers(folder, "read", NUM_READERS if side == "read" else 0):
                 times, late = await _window(server, "read")
             sides[side].append(WINDOW_STEPS / (times[-1] - times[0]))
             late_s += late if side == "alone" else []
-    pairs = sorted(read / alone for read, alone in zip(sides["read"], sides["alone"], strict=True))
-    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
-    figures |= {"read_vs_alone_quarter_below": low, "read_vs_alone_quarter_above": high}
-    figures["read_vs_alone_steps_per_s"] = statistics.median(sides["read"])
-    ratios["read_vs_alone"] = ratio(middle, 0.99)
+        if can_look():
+            figures["step_on_page_s"] = await step_on_page_s(*_address(folder), folder / "runs" / "read")
+            write_long_run(folder / "long", _quickstart(folder, "long"))
+            figures["first_chart_s"] = await first_chart_s(folder / "long", rounds)
+            for name in ("step_on_page_s", "first_chart_s"):
+                ratios[name] = ratio(figures[name], 1.0, at_least=False)
+        else:
+            print("no playwright, or no Chromium: the page is not measured; `make browser` brings both", file=sys.stderr)
+    _enter("read_vs_alone", sides["read"], sides["alone"], figures, ratios)
     figures["step_in_stream_s"] = statistics.median(late_s[:50])
     ratios["step_in_stream_s"] = ratio(figures["step_in_stream_s"], 1.0, at_least=False)
 
@@ -120,27 +145,38 @@ async def _window(server: Server, name: str) -> tuple[list[float], list[float]]:
 
 
 async def adopted(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
-    """Kill the daemon of a live run, and start the next, over and over; then count the run's steps."""
-    took_s = list[float]()
+    """Kill the daemon of live runs, and start the next, over and over; then count the runs' steps."""
+    names, took_s = [f"run-{number}" for number in range(NUM_ADOPTED)], list[float]()
     async with _daemon(folder, "kill") as server:
-        await server.submit("quickstart", name="run", set=SETTINGS | {"num_steps": LONG, "algorithm.groups_per_step": 8})
-        await _reach(server, "run", SKIPPED_STEPS)
+        for name in names:
+            await server.submit("quickstart", name=name, set=SETTINGS | {"num_steps": LONG, "algorithm.groups_per_step": 8})
+        await _reach(server, names, SKIPPED_STEPS)
     for _ in range(rounds):
         begun_s = time.perf_counter()
         async with _daemon(folder, "kill") as server:
             await _ready(folder)
             took_s.append(time.perf_counter() - begun_s)
-            begun = await server.show("run")
-            await _reach(server, "run", begun.version + SKIPPED_STEPS)
-    done = Counter(report.step for report in read_lines(folder / "runs" / "run" / STEPS_FILE, StepReport))
-    wrong = begun.attempts - 1 + sum(done[step] != 1 for step in range(max(done) + 1))
+            begun = [await server.show(name) for name in names]
+            await _reach(server, names, max(record.version for record in begun) + SKIPPED_STEPS)
+    wrong = sum(record.attempts for record in begun) - NUM_ADOPTED
+    for name in names:
+        done = Counter(report.step for report in read_lines(folder / "runs" / name / STEPS_FILE, StepReport))
+        wrong += sum(done[step] != 1 for step in range(max(done) + 1))
     figures["adoption_s"] = statistics.median(took_s)
     ratios["adoption_s"] = ratio(max(took_s), 5.0, at_least=False)
     ratios["lost_or_repeated"] = ratio(wrong, 0, at_least=False)
 
 
-def _quickstart(folder: Path, name: str) -> RunConfig:
-    return load_config("quickstart", {**SETTINGS, "name": name, "folder": str(folder)})
+def _enter(name: str, side: list[float], other: list[float], figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
+    """Enter the median of the ratios of pairs, and their middle half as the spread."""
+    pairs = sorted(one / two for one, two in zip(side, other, strict=True))
+    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
+    figures |= {f"{name}_quarter_below": low, f"{name}_quarter_above": high, f"{name}_steps_per_s": statistics.median(side)}
+    ratios[name] = ratio(middle, 0.99)
+
+
+def _quickstart(folder: Path, name: str, more: Mapping[str, int] = MappingProxyType({})) -> RunConfig:
+    return load_config("quickstart", {**SETTINGS, "name": name, "folder": str(folder), **more})
 
 
 async def _of_run(config: RunConfig) -> float:
@@ -157,28 +193,48 @@ async def _of_session(config: RunConfig) -> float:
     return _steps_per_s(times)
 
 
+async def _of_hosted(config: RunConfig, kind: str) -> float:
+    """Have a run to its end; `bare` is one that keeps nothing but its steps."""
+    run_folder = Path(config.folder, config.name)
+    (run_folder / "logs").mkdir(parents=True)
+    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    async with _started(kind, run_folder, "end") as process:
+        await follow(run_folder, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+    return _steps_per_s([report.time_s for report in read_steps(run_folder)])
+
+
 def _steps_per_s(times: list[float]) -> float:
     return (len(times) - 1 - SKIPPED_STEPS) / (times[-1] - times[SKIPPED_STEPS])
 
 
 @contextlib.asynccontextmanager
-async def _daemon(folder: Path, leave: str = "end") -> AsyncIterator[Server]:
-    """Have a daemon, which leaves its runs alive; leaving, it is killed, or told to end."""
-    (folder / URL_FILE).unlink(missing_ok=True)
-    command = (sys.executable, "-m", "asyncrl", "serve", "--folder", str(folder), "--port", "0")
-    with (folder / "daemon.log").open("ab") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
+async def _started(kind: str, folder: Path, leave: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start service_host.py; leaving, it is killed, or told to end."""
+    command, log = (sys.executable, "-m", "benchmarks.service_host", kind, str(folder)), folder / f"{kind}.log"
+    with log.open("ab") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file)
     try:
+        yield process
+    finally:
+        if process.returncode is None:
+            (process.kill if leave == "kill" else process.terminate)()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _daemon(folder: Path, leave: str = "end") -> AsyncIterator[Server]:
+    """Have a daemon of 64 cores, which leaves its runs alive."""
+    (folder / URL_FILE).unlink(missing_ok=True)
+    async with _started("daemon", folder, leave) as process:
         while not (folder / URL_FILE).exists():
             if process.returncode is not None:
                 raise AsyncRLError((folder / "daemon.log").read_text(errors="replace")[-2000:])
             await asyncio.sleep(0.02)
         async with Server(*_address(folder)) as server:
             yield server
-    finally:
-        if process.returncode is None:
-            (process.kill if leave == "kill" else process.terminate)()
-        await process.wait()
 
 
 def _address(folder: Path) -> tuple[str, str]:
@@ -195,12 +251,13 @@ async def _ready(folder: Path) -> None:
             await asyncio.sleep(0.02)
 
 
-async def _reach(server: Server, name: str, version: int) -> None:
-    """Wait until a run is live and has done so many steps."""
-    while (record := await server.show(name)).state != "live" or record.version < version:
-        if record.state == "ended":
-            raise AsyncRLError(record.reason)
-        await asyncio.sleep(0.02)
+async def _reach(server: Server, names: list[str], version: int) -> None:
+    """Wait until runs are live and have done so many steps."""
+    for name in names:
+        while (record := await server.show(name)).state != "live" or record.version < version:
+            if record.state == "ended":
+                raise AsyncRLError(record.reason)
+            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

@@ -193,15 +193,15 @@ def odd_value(message: msgspec.Struct) -> str:
     """Return what is wrong with a message's numbers, tables and texts, or nothing; structs in tuples are looked at likewise."""
     for name in message.__struct_fields__:
         value = getattr(message, name)
-        if isinstance(value, float | int):
+        if isinstance(value, (float, int)):
             if not -MOST_NUMBER <= value <= MOST_NUMBER and name not in CHECKED_ELSEWHERE:  # true of NaN, too
                 return f"{value} is no usable number"
         elif isinstance(value, str):
             if len(value) > MOST_TEXT:
                 return f"{len(value)} characters are too many"
         elif isinstance(value, tuple):
-            for each in value:
-                if isinstance(each, msgspec.Struct) and (odd := odd_value(each)):
+            for each in value if value and isinstance(value[0], msgspec.Struct) else ():
+                if odd := odd_value(each):
                     return odd
         elif isinstance(value, dict):
             if len(value) > MOST_VALUES:

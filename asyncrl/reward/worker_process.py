@@ -174,7 +174,7 @@ class ScoringProcess:
         Raises:
             RewardError: It cannot be started.
         """
-        self.num_sent = 0
+        self.num_sent = self._num_functions = 0
         self._output = output
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -211,7 +211,7 @@ class ScoringProcess:
             ConfigError: The rewards are configured wrongly.
             RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
         """
-        output = self._output
+        output, self._num_functions = self._output, len(config.functions)
 
         class Printing(asyncio.Protocol):
             def data_received(self, data: bytes) -> None:
@@ -261,8 +261,10 @@ class ScoringProcess:
             judgements = _judgements.decode(await self._read())
         except msgspec.MsgspecError as error:
             raise ProcessDied("it sent something that is no judgement") from error
-        if not 0 < len(judgements) <= most:
+        if not 0 < len({judgement.number for judgement in judgements}) == len(judgements) <= most:
             raise ProcessDied(f"it sent {len(judgements)} judgements of {most} samples")
+        if any(not 0 <= function < self._num_functions for judgement in judgements for function in judgement.late):
+            raise ProcessDied("it named a function that there is not")
         return judgements
 
     def kill(self) -> None:

@@ -123,6 +123,8 @@ ACTS = {
     "write junk": lambda: write_everywhere(b"\x04\0\0\0junk" * 4),
     "write a length": lambda: write_everywhere(b"\xff\xff\xff\x7fjunkjunkjunk"),
     "write judgements": lambda: write_everywhere(b"\x51\0\0\0\xdc\0\x28" + b"\x81\xa0" * 39),
+    "write one twice": lambda: write_everywhere(b"\x13\0\0\0\x92" + b"\x81\xa6number\x01" * 2),
+    "write a function": lambda: write_everywhere(b"\x11\0\0\0\x91\x82\xa6number\x01\xa4late\x91\x63"),
     "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "pid": os.getpid,
     "torch": lambda: "torch" in sys.modules,

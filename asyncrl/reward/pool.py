@@ -8,8 +8,8 @@ Invariants:
 - What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
   not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
-Processes are warm and reused. Cheap rewards are sent several at a time: at most about 20 ms of work waits behind
-one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER` samples at the same time, and none waits
+Processes are warm and reused. Cheap rewards are sent several at a time, and the next of them while a process scores the last:
+at most about 40 ms of work waits behind one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER` samples at the same time, and none waits
 for another: where one runs past `timeout_s`, its process goes on.
 """
 
@@ -116,7 +116,7 @@ class RewardPool:
     def capacity(self) -> int:
         """Samples that are worth handing in at once."""
         several = self._ready.takes_several or self._ready.is_concurrent
-        return self._config.concurrency * (MOST_TOGETHER if several else MAX_BATCH)
+        return self._config.concurrency * (MOST_TOGETHER if several else 2 * MAX_BATCH)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
@@ -181,10 +181,15 @@ class RewardPool:
                 process = await self._replace(process)
             else:
                 jobs = deque([await self._waiting.get()])
-                by_time = max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
-                self._take_waiting(jobs, MAX_BATCH if self._ready.takes_several else by_time)
+                self._take_waiting(jobs, MAX_BATCH if self._ready.takes_several else _batch_size(mean_s))
             _send(process, jobs)
             while jobs:
+                most = _batch_size(mean_s)
+                if 1 < most >= len(jobs) and not self._ready.takes_several:
+                    behind = deque[_Job]()
+                    self._take_waiting(behind, most)
+                    _send(process, behind)
+                    jobs += behind
                 stopped, judgements = "", tuple[Judgement, ...]()
                 try:
                     async with asyncio.timeout(self._config.timeout_s):
@@ -333,6 +338,10 @@ class RewardPool:
         for process in tuple(self._processes):
             await self._stop(process)
         self._output.close()
+
+
+def _batch_size(mean_s: float) -> int:
+    return max(1, min(MAX_BATCH, int(_BATCH_WORK_S / max(mean_s, 1e-9))))
 
 
 def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:

@@ -25,7 +25,8 @@ async function checked(response) {
 }
 
 export const ask = async (path) => (await checked(await fetch(path))).json();
-export const askText = async (path, headers = {}) => (await checked(await fetch(path, { headers }))).text();
+// A file grows, and of a part of one the browser would show what it has.
+export const askText = async (path, headers = {}) => (await checked(await fetch(path, { headers, cache: "no-store" }))).text();
 export const order = async (path, body, method = "POST") =>
   (await checked(await fetch(path, { method, body: body && JSON.stringify(body) }))).json();
 

@@ -4,6 +4,7 @@ import { ask, askText, h, notice, Stream, table, time, visible } from "./dom.js"
 
 const MOST_EVENTS = 2000;
 const LOG_BYTES = 65536;
+const FOLLOW_MS = 1000;
 export const pathOf = (name) => `/v1/runs/${encodeURIComponent(name)}`;
 export const titled = (name, what, ...children) => h("div", {}, h("h1", {}, `${name}: ${what}`), ...children);
 
@@ -82,25 +83,33 @@ export async function logs(name) {
   const pick = h("select", { id: "log" }, found.map((file) => h("option", {}, file.name)));
   const text = h("pre", { class: "log", tabindex: 0, "aria-label": "Newest lines" });
   const toEnd = () => { text.scrollTop = text.scrollHeight; };
+  const follows = h("input", { id: "follows", type: "checkbox" });
+  let shownBytes = -1; // of the log, where the text is a log's
   const load = async () => {
     const file = `${pathOf(name)}/files/logs/${encodeURIComponent(pick.value)}`;
-    const size = (await ask(`${pathOf(name)}/files/logs`)).find((one) => one.name === pick.value)?.bytes;
+    const size = (await ask(`${pathOf(name)}/files/logs`)).find((one) => one.name === pick.value)?.bytes ?? 0;
+    if (size === shownBytes) return;
     const tail = size ? await askText(file, { Range: `bytes=${Math.max(size - LOG_BYTES, 0)}-` }) : "";
     text.textContent = visible(size > LOG_BYTES ? tail.slice(tail.indexOf("\n") + 1) : tail);
+    shownBytes = size;
     toEnd();
   };
+  const loadAnew = () => { shownBytes = -1; return load(); };
   const wanted = h("input", { id: "wanted", type: "search" });
   const pattern = h("input", { id: "pattern", type: "checkbox" });
   const search = async () => {
     const lines = await ask(`${pathOf(name)}/logs?${pattern.checked ? "pattern" : "q"}=${encodeURIComponent(wanted.value)}`);
     text.textContent = visible(lines.map(([process, line]) => `${process}: ${line}`).join("\n")) || "No line has that.";
+    follows.checked = false;
     toEnd();
   };
   const show = (what) => what().catch((error) => { text.textContent = visible(error.message); });
-  pick.addEventListener("change", () => show(load));
+  pick.addEventListener("change", () => show(loadAnew));
   await load();
-  return { shown: toEnd, node: titled(name, "logs",
-    h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick, h("button", { type: "button", onclick: () => show(load) }, "Newest lines")),
+  const timer = setInterval(() => { if (follows.checked) show(load); }, FOLLOW_MS);
+  return { shown: toEnd, leave: () => clearInterval(timer), node: titled(name, "logs",
+    h("div", { class: "bar" }, h("label", { for: "log" }, "Log of"), pick,
+      h("button", { type: "button", onclick: () => show(loadAnew) }, "Newest lines"), follows, h("label", { for: "follows" }, "Follow")),
     h("form", { class: "bar", onsubmit: (event) => { event.preventDefault(); show(search); } },
       h("label", { for: "wanted" }, "Lines of all processes with"), wanted, pattern, h("label", { for: "pattern" }, "as a regular expression"), h("button", {}, "Search")), text) };
 }

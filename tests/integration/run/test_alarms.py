@@ -1,7 +1,8 @@
 """Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; most without a model.
 
 What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
-experiments/alarms, over runs that collapse; disks and memory that fill up are in tests/unit/observe/test_alarms.py.
+experiments/alarms, over runs that collapse; a disk that fills up and a slow generator are in test_full_disk.py; memory that fills
+up, of the machine or of a device, is in tests/unit/observe/test_alarms.py.
 """
 
 from __future__ import annotations

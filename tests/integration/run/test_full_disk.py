@@ -1,9 +1,11 @@
-"""A disk that is full: the run ends and says so, and goes on where it stopped once there is room. Needs a small disk to mount."""
+"""A disk that fills up and one that is full: said before, and the run ends and goes on once there is room. Mounts a small disk."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import Records
 from asyncrl.serve.routes import Service
-from tests.integration.conftest import NO_MODELS, assert_balanced, tiny_settings, trained_groups
+from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced, tiny_settings, trained_groups
+from tests.integration.run.test_alarms import said
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -83,6 +86,33 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
         await go_on(config, run_folder)
     filler_of(small_disk).unlink()
     await go_on(config, run_folder)
+
+
+async def fill_slowly(disk: Path) -> None:
+    with filler_of(disk).open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+            await asyncio.sleep(2)
+
+
+@pytest.mark.timeout(480)  # both alarms look every ten seconds, and want several looks
+async def test_a_disk_that_fills_up_and_a_generator_that_is_slow_are_told_and_mended(small_disk):
+    engine = {**NO_MODEL, "token_latency_s": 0.05}
+    config = config_of(small_disk, generate__engine=engine, placement__most_joining_generators=1)
+    async with asyncrl.Run(config | {"num_steps": 100_000}) as run:
+        command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.4"]
+        guest = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        filling = asyncio.create_task(fill_slowly(small_disk))
+        try:
+            uneven = await said(run, "generation.uneven", "look at its log and its machine")
+            full = await said(run, "disk.full", "make room")
+        finally:
+            filling.cancel()
+            guest.terminate()
+            await guest.wait()
+        filler_of(small_disk).unlink()
+        await said(run, "generation.uneven", "is over", uneven)
+        await said(run, "disk.full", "is over", full)
 
 
 async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):

@@ -9,8 +9,8 @@ Invariants:
   not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
 
 Processes are warm and reused. Cheap rewards are sent several at a time, and the next of them while a process scores the last:
-at most about 40 ms of work waits behind one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER` samples at the same time, and none waits
-for another: where one runs past `timeout_s`, its process goes on.
+at most about 40 ms of work waits behind one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER`
+samples at the same time, and none waits for another: where one runs past `timeout_s`, its process goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A disk that fills up and one that is full: said before, and the run ends and goes on once there is room. Mounts a small disk."""
+"""A disk that fills up is told of; on one that is full a run ends, and goes on once there is room. Mounts a small disk."""
 
 from __future__ import annotations
 
@@ -88,6 +88,17 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
     await go_on(config, run_folder)
 
 
+@contextlib.asynccontextmanager
+async def slow_generator(run: asyncrl.Run):
+    command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.4"]
+    guest = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        guest.terminate()
+        await guest.wait()
+
+
 async def fill_slowly(disk: Path) -> None:
     with filler_of(disk).open("wb", buffering=0) as file:
         while True:
@@ -100,16 +111,11 @@ async def test_a_disk_that_fills_up_and_a_generator_that_is_slow_are_told_and_me
     engine = {**NO_MODEL, "token_latency_s": 0.05}
     config = config_of(small_disk, generate__engine=engine, placement__most_joining_generators=1)
     async with asyncrl.Run(config | {"num_steps": 100_000}) as run:
-        command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.4"]
-        guest = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        filling = asyncio.create_task(fill_slowly(small_disk))
-        try:
+        async with slow_generator(run), asyncio.TaskGroup() as group:
+            filling = group.create_task(fill_slowly(small_disk))
             uneven = await said(run, "generation.uneven", "look at its log and its machine")
             full = await said(run, "disk.full", "make room")
-        finally:
             filling.cancel()
-            guest.terminate()
-            await guest.wait()
         filler_of(small_disk).unlink()
         await said(run, "generation.uneven", "is over", uneven)
         await said(run, "disk.full", "is over", full)

@@ -422,7 +422,8 @@ async def test_the_timeline_tells_what_the_spans_tell_and_moves_by_keyboard(page
             before = told.setdefault((process, what), [0, 0.0, set()])
             told[process, what] = [before[0] + int(times), before[1] + float(seconds), before[2] | {versions}]
         for process, names, what in (
-            ("generator-0", {"generate"}, "generates"), ("learner", {"step"}, "trains"), ("generator-0", {"swap"}, "swaps weights"),
+            ("generator-0", {"generate"}, "generates"), ("learner", {"step"}, "trains"),
+            ("generator-0", {"swap"}, "swaps weights"),
             ("learner", {"wait", "idle"}, "waits"), ("generator-0", {"wait", "idle"}, "waits"),
         ):  # fmt: skip
             own = [span for span in spans if span.process == process and span.name in names]

@@ -12,6 +12,7 @@ Legend: M tokens of a row, N trained tokens of all ranks, C columns.
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy as np
 import torch
@@ -34,7 +35,6 @@ from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, Trunca
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.observe.samples import CLIPPED, KEPT, MOST_ROW_TOKENS, TRAINED, TokenRow, kept_members
 from asyncrl.schema.batches import StepBatch
-from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes, logprobs_to_bytes
 
 Places = NDArray[np.int64]
 Columns = dict[str, FloatArray]
@@ -186,6 +186,9 @@ def batch_staleness(batch: StepBatch) -> dict[str, float]:
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
 
 
+NO_VERSION = struct.pack("<i", -1)
+
+
 def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
     """Return what the learner saw of the samples that are kept, without texts; see `kept_members`.
 
@@ -199,34 +202,31 @@ def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
     log_ratios = first["learner"] - first["behaviour"]
     extremes = first["samples"][[int(log_ratios.argmin()), int(log_ratios.argmax())]].astype(int).tolist()
     chosen = kept_members([(sample.group_id, sample.index, sample.reward) for sample in batch.samples], most)
-    is_wanted = np.zeros(len(batch.samples), dtype=np.bool_)
-    is_wanted[[*chosen, *extremes]] = True
-    own = np.flatnonzero(is_wanted[first["samples"].astype(int)])
-    own = own[np.argsort(first["samples"][own], kind="stable")]
-    first = {name: values[own] for name, values in first.items()}
+    places = list(dict.fromkeys([*chosen, *extremes]))
+    ends = np.cumsum([batch.samples[place].response_tokens for place in places])
+    begins = np.full(len(batch.samples), -1)
+    begins[places] = np.concatenate([[0], ends[:-1]])  # where a kept sample's tokens begin among those of all
+    begin_of_token = begins[first["samples"].astype(int)]
+    own = begin_of_token >= 0
+    at = (begin_of_token + first["offsets"].astype(int))[own]
+    values, flags = np.full((4, ends[-1]), np.nan, dtype="<f4"), np.zeros(ends[-1], dtype=np.uint8)
+    values[:, at] = [first[name][own] for name in ("learner", "weights", "entropy", "advantages")]
+    clipped = (first["clipped"] > 0) | (first["dual_clipped"] > 0)
+    flags[at] = (TRAINED + KEPT * (first["kept"] > 0) + CLIPPED * clipped)[own]
     rows = []
-    for place in dict.fromkeys([*chosen, *extremes]):
-        begin, end = np.searchsorted(first["samples"], [place, place + 1])
-        if begin == end:
+    for place, begin, end in zip(places, begins[places].tolist(), ends.tolist(), strict=True):
+        if not flags[begin:end].any():
             continue  # none of its tokens is trained
         sample = batch.samples[place]
         row, start = batch.rows[sample.row], sample.start + sample.prompt_tokens
-        where = slice(start, start + sample.response_tokens)
-        ids, behaviour = ids_from_bytes(row.token_ids)[where], logprobs_from_bytes(row.behaviour_logprobs)[where]
-        versions = ids_from_bytes(row.versions)[where] if row.versions else np.full(len(ids), -1, dtype=np.int32)
-        values = np.full((4, len(ids)), np.nan, dtype=np.float32)
-        learner, weights, entropy, advantages = values
-        offsets, flags = first["offsets"][begin:end].astype(int), np.zeros(len(ids), dtype=np.uint8)
-        for line, name in zip(values, ("learner", "weights", "entropy", "advantages"), strict=True):
-            line[offsets] = first[name][begin:end]
-        clipped = (first["clipped"][begin:end] > 0) | (first["dual_clipped"][begin:end] > 0)
-        flags[offsets] = TRAINED + KEPT * (first["kept"][begin:end] > 0) + CLIPPED * clipped
-        for one in range(0, len(ids), MOST_ROW_TOKENS):
-            part = slice(one, one + MOST_ROW_TOKENS)
+        for one in range(0, end - begin, MOST_ROW_TOKENS):
+            num_tokens = min(MOST_ROW_TOKENS, end - begin - one)
+            part, in_row = slice(begin + one, begin + one + num_tokens), slice(4 * (start + one), 4 * (start + one + num_tokens))
+            learner, weights, entropy, advantages = (line[part].tobytes() for line in values)
             rows.append(TokenRow(
-                batch.step, sample.group_id, sample.index, sample.reward, one, ids[part].tobytes(), versions[part].tobytes(),
-                logprobs_to_bytes(behaviour[part]), logprobs_to_bytes(learner[part]), logprobs_to_bytes(weights[part]),
-                logprobs_to_bytes(entropy[part]), logprobs_to_bytes(advantages[part]), flags[part].tobytes(),
+                batch.step, sample.group_id, sample.index, sample.reward, one, row.token_ids[in_row],
+                row.versions[in_row] or NO_VERSION * num_tokens, row.behaviour_logprobs[in_row],
+                learner, weights, entropy, advantages, flags[part].tobytes(),
             ))  # fmt: skip
     return rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     for item in read_spans(run_folder):
         spans[item.name].append(msgspec.structs.replace(item, start_s=working_s(item.start_s), end_s=working_s(item.end_s)))
     steps = sorted(spans[STEP], key=lambda item: item.start_s)
-    samples = [item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"]
+    samples = _each_sample([item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"])
     if len(steps) < 5 or not samples:
         raise ConfigError(f"{run_folder} has {len(steps)} steps and {len(samples)} samples: take a run of at least 5 steps")
     num_slots, group_size = config.generate.engine.slots, config.algorithm.members_per_group
@@ -63,7 +63,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     swaps = [(item, float(item.attributes["swap_ms"]) / 1e3) for item in spans[SWAP]]
     taken = [(item, swap_s) for item, swap_s in swaps if item.attributes["version"] in done_s]
     # Half the time from a sample's end to the start of its scoring: two hops.
-    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in spans[SCORE]}
+    began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in _each_sample(spans[SCORE])}
     ended = {(item.attributes["group"], item.attributes["index"]): item.end_s for item in samples}
     gaps = [began[key] - end_s for key, end_s in ended.items() if key in began]
     return Scenario(
@@ -88,6 +88,18 @@ def scenario_of_run(run_folder: Path) -> Scenario:
         num_steps=len(steps),
         seed=config.seed,
     )
+
+
+def _each_sample(items: Sequence[Span]) -> list[Span]:
+    """Return a span for each sample: members of a group that end together are one, with the sum of their tokens."""
+    found, placed = list[Span](), Counter[float | str]()
+    for item in items:
+        group, number = item.attributes["group"], int(item.attributes["samples"])
+        tokens = float(item.attributes.get("tokens", 0.0)) / number
+        for index in range(placed[group], placed[group] + number):
+            found.append(msgspec.structs.replace(item, attributes=item.attributes | {"index": index, "tokens": tokens}))
+        placed[group] += number
+    return found
 
 
 def working_time(run_folder: Path) -> Callable[[float], float]:

@@ -13,6 +13,7 @@ import pytest
 
 import asyncrl
 from asyncrl.observe.steps import read_events
+from asyncrl.plan.simulator.measured import scenario_of_run
 from tests.integration.conftest import NO_MODEL, NO_MODELS
 
 pytestmark = pytest.mark.timeout(240)
@@ -149,7 +150,9 @@ async def test_a_long_tail_is_flat_under_wait_and_flagged_under_drop(tiny, polic
         "buffer__policy": policy, "buffer__max_staleness": 1,
     })  # fmt: skip
     async with asyncrl.Run(config) as run:
-        last = [report async for report in run.steps()][-1].metrics
+        metrics = [report.metrics async for report in run.steps()]
+    last, seen = metrics[-1], scenario_of_run(run.run_folder)  # which the simulator takes
+    assert (seen.num_steps, seen.lengths.mean) == (40, pytest.approx(last["bias/length"], rel=0.5))
     alarms = {event.subject for event in read_events(run.run_folder) if event.kind == "alarm"}
     if policy == "wait":
         assert (last["bias/length_ratio"], last["bias/flagged"]) == (1.0, 0.0)

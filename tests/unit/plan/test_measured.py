@@ -35,17 +35,17 @@ def write_run(folder, spans, reports=(), **settings):
         (folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
 
 
-def sample_spans(step, index, start, end, scored_s):
-    generated = span("generate", start, end, "generator-0", tokens=50, group=step, index=index, purpose="train")
-    return generated, span("score", end + scored_s, end + 1.5 * scored_s, "reward-0", group=step, index=index)
+def sample_spans(step, start, end, scored_s, samples=1):
+    generated = span("generate", start, end, "generator-0", tokens=50 * samples, group=step, samples=samples, purpose="train")
+    return generated, span("score", end + scored_s, end + 1.5 * scored_s, "reward-0", group=step, samples=samples)
 
 
 def busy_spans(num_steps, pause_s=0.0):
     """A step every two seconds, with a pause in the middle."""
     for step in range(num_steps):
         now = step * 2.0 + (pause_s if step >= num_steps // 2 else 0.0)
-        for index in range(4):  # in two slots: the second pair waits for the first
-            yield from sample_spans(step, index, now, now + (0.5 if index < 2 else 1.0), 0.02)
+        for group, end in ((2 * step, 0.5), (2 * step + 1, 1.0)):  # of two members, in two slots: the second waits for the first
+            yield from sample_spans(group, now, now + end, 0.02, samples=2)
         yield span("wait", now + 1.0, now + 1.1, "learner", step=step)
         yield span("step", now + 1.1, now + 1.6, "learner", step=step, version=step + 1)
         yield span("swap", now + 1.6, now + 1.9, "generator-0", version=step + 1, fetch_ms=200.0, swap_ms=100.0)
@@ -65,7 +65,7 @@ def test_a_pause_is_no_work(tmp_path):
     """With a sample in flight as the run was paused, and finished after."""
     through, paused = tmp_path / "through", tmp_path / "paused"
     for folder, pause_s in ((through, 0.0), (paused, 500.0)):
-        in_flight = span("generate", 11.5, 12.2 + pause_s, "generator-0", tokens=50, group=99, index=0, purpose="eval")
+        in_flight = span("generate", 11.5, 12.2 + pause_s, "generator-0", tokens=50, group=99, samples=1, purpose="eval")
         write_run(folder, [*busy_spans(12, pause_s), in_flight])
     expected, made = scenario_of_run(through), scenario_of_run(paused)
     assert made.step_s.mean == pytest.approx(expected.step_s.mean, rel=0.2)
@@ -86,8 +86,8 @@ def test_a_simulation_of_what_spans_say_gives_the_run_back(tmp_path, learner):
     spans, reports = [], []
     for step in range(20):
         now, done = step * 0.8, step * 0.8 + 0.5
-        for index in range(2):
-            spans += sample_spans(step, index, now, done, 0.0)
+        for _ in range(2):
+            spans += sample_spans(step, now, done, 0.0)
         spans += [span("wait", now, done, "learner", step=step)] if learner == "builtin" else []
         spans.append(span("step", done, now + 0.8, "learner", step=step, version=step + 1))
         spans.append(span("swap", now + 0.8, now + 0.8, "generator-0", version=step + 1, fetch_ms=0.0, swap_ms=0.0))

@@ -48,10 +48,8 @@ from asyncrl.transport.stage import Stage
 T = TypeVar("T")
 
 
-async def run_inference_worker(
-    config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "inference-0"
-) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class InferenceWorker:
+    """One worker's state and loops.
 
     Args:
         config: Of the run.
@@ -59,15 +57,7 @@ async def run_inference_worker(
         connection: To the controller.
         clock: Times batches and heartbeats.
         name: This process's name, as it said at hello.
-
-    Raises:
-        ConfigError: A model cannot be opened, or is not of the sort its place needs.
     """
-    await InferenceWorker(config, run_folder, connection, clock, name).run()
-
-
-class InferenceWorker:
-    """One worker's state and loops; `run_inference_worker` is the way in."""
 
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
         self._config, self._run_folder, self._clock, self._name = config, run_folder, clock, name
@@ -90,7 +80,11 @@ class InferenceWorker:
         self._num_tokens = 0
 
     async def run(self) -> None:
-        """Serve until the orders end; then wait for the batch in hand, and end the thread."""
+        """Serve until Shutdown arrives or the connection closes; then wait for the batch in hand, and end the thread.
+
+        Raises:
+            ConfigError: A model cannot be opened, or is not of the sort its place needs.
+        """
 
         def end() -> None:
             self._thread.shutdown()

@@ -32,8 +32,8 @@ Announce = Callable[[WeightsAvailable], None]
 """Tells the controller of a version."""
 
 
-async def run_fake_learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class FakeLearner:
+    """Its state and loops.
 
     Args:
         config: Of the run; `learner.fake_step_s` is set.
@@ -41,14 +41,8 @@ async def run_fake_learner(config: RunConfig, run_folder: Path, connection: Conn
         connection: To the controller.
         clock: Time.
         announce: Is told of every version; none has tensors.
-
-    Raises:
-        LearnerError: A step came out of order, or no checkpoint is whole.
     """
-    await _FakeLearner(config, run_folder, connection, clock, announce).run()
 
-
-class _FakeLearner:
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
         self._config, self._run_folder, self._clock, self._announce = config, run_folder, clock, announce
         self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
@@ -58,7 +52,11 @@ class _FakeLearner:
         """Held by a step, and by whoever writes a checkpoint."""
 
     async def run(self) -> None:
-        """Begin where the newest checkpoint is, and take steps until the orders end."""
+        """Begin where the newest checkpoint is, and take steps until Shutdown arrives or the connection closes.
+
+        Raises:
+            LearnerError: A step came out of order, or no checkpoint is whole.
+        """
         newest = newest_checkpoint(self._run_folder / "checkpoints")
         if newest is not None:
             rename_newer(newest)

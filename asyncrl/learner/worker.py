@@ -143,7 +143,7 @@ class LearnerWorker:
             await asyncio.to_thread(self._thread.shutdown)
             self._token_file.close()
             if self._offload is not None:
-                self._offload.timeline.close()
+                self._offload.manager.close()
             if self._versions is not None:
                 self._versions.close()
         finally:

@@ -23,8 +23,8 @@ Legend: N tokens the model sees, M targets of a row, S samples (of a row, or of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
 from asyncrl.errors import LearnerError
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout
+from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout, on_device
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
@@ -92,13 +92,7 @@ class Row:
 
     def to(self, device: torch.device) -> Row:
         """Return the row on `device` (itself where it is there already)."""
-        if device.type == "cpu":
-            return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor | SequenceLayout)
-        }
-        return replace(self, **moved)
+        return self if device.type == "cpu" else on_device(self, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from asyncrl.config.algorithm_table import looks_at_whole_update
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.batch_metrics import batch_staleness
 from asyncrl.learner.checkpoint_folder import StepMemory
-from asyncrl.learner.metrics import batch_staleness
 from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row

@@ -154,7 +154,6 @@ def plan_whole(available: WeightsAvailable) -> FetchPlan:
     whole = msgspec.structs.replace(
         available,
         version=available.full_version,
-        location=available.full_location or available.location,
         fingerprint=deltas[0].base_fingerprint,
         bucket_fingerprints=available.full_bucket_fingerprints or available.bucket_fingerprints,
         deltas=(),

@@ -74,11 +74,9 @@ class Receiver(Protocol):
         Raises:
             BroadcastError: The version is gone, damaged, or does not come in time; what was yielded may be half a version.
         """
-        ...
 
     def close(self) -> None:
         """Leave; the others go on. Safe to repeat."""
-        ...
 
 
 class DeferredTensors(dict[str, torch.Tensor]):

@@ -90,19 +90,8 @@ class HybridPublisher:
         digests = _fingerprints(self._flat, manifest)
         self._header[_VERSION] = version
         blocked_ms = (time.perf_counter() - started_s) * 1e3
-        self._on_available(
-            WeightsAvailable(
-                version,
-                KIND,
-                str(self._path),
-                manifest,
-                version_fingerprint(digests),
-                self._clock.now(),
-                blocked_ms,
-                probe,
-                digests,
-            )
-        )
+        name, now, path = version_fingerprint(digests), self._clock.now(), str(self._path)
+        self._on_available(WeightsAvailable(version, KIND, path, manifest, name, now, blocked_ms, probe, digests))
         return blocked_ms
 
     def close(self) -> None:

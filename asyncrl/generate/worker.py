@@ -28,16 +28,7 @@ from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.sleep_wake import SleepWake
 from asyncrl.generate.weights_gate import WeightsGate
-from asyncrl.schema.control import (
-    AbortGroup,
-    EngineReady,
-    EngineRoom,
-    LoadModel,
-    Message,
-    Pause,
-    Resume,
-    SetPhase,
-)
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, LoadModel, Message, Pause, Resume, SetPhase
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.inference.batching import PackedSequences, pack
-from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.attention import PACKED_ATTENTION, on_device
 from asyncrl.models.causal import DTYPES, check_head, missing_weights, use_packed_attention
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
@@ -41,13 +41,7 @@ PROBE_LENGTHS = (3, 7, 12)
 class ReferenceModel:
     """A causal language model that is never trained."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    @classmethod
-    def open(
-        cls, folder: Path, *, dtype: str, device: str, fp32_head: bool = False, trust_remote_code: bool = False
-    ) -> ReferenceModel:
+    def __init__(self, folder: Path, *, dtype: str, device: str, fp32_head: bool, trust_remote_code: bool) -> None:
         """Open a Hugging Face folder.
 
         Args:
@@ -73,11 +67,10 @@ class ReferenceModel:
             )
         except (ValueError, OSError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
-        model = model.to(device).eval().requires_grad_(False)
+        self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         if fp32_head:
-            use_float32_head(model)
-        check_head(model)
-        return cls(model)
+            use_float32_head(self.model)
+        check_head(self.model)
 
     @torch.inference_mode()
     def logprobs(
@@ -93,7 +86,7 @@ class ReferenceModel:
         Returns:
             S arrays float32 [T].
         """
-        batch = batch.to(self.model.device)
+        batch = on_device(batch, self.model.device)
         hidden_ND = _hidden_states(self.model, batch)
         logprobs: list[NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(responses)
         for temperature in sorted(set(temperatures)):
@@ -118,13 +111,7 @@ class ReferenceModel:
 class RewardScorer:
     """A reward model ready to score."""
 
-    def __init__(self, name: str, model: PreTrainedModel, *, is_packed: bool) -> None:
-        self.name = name
-        self.model = model
-        self.is_packed = is_packed
-
-    @classmethod
-    def open(cls, config: RewardModel, device: str) -> RewardScorer:
+    def __init__(self, config: RewardModel, device: str) -> None:
         """Open a Hugging Face folder.
 
         Raises:
@@ -149,10 +136,9 @@ class RewardScorer:
         model = model.to(device).eval().requires_grad_(False)
         # Without a padding id transformers reads the last token, not the last one that is not the padding id.
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = None
-        is_packed = _can_run_packed(model, TOLERANCE[config.dtype])
-        if not is_packed:
+        self.name, self.model, self.is_packed = config.name, model, _can_run_packed(model, TOLERANCE[config.dtype])
+        if not self.is_packed:
             log.warning("reward model %s (%s) cannot run packed: it scores one sequence at a time", config.name, config.path)
-        return cls(config.name, model, is_packed=is_packed)
 
     def refusal(self, length: int, largest_id: int) -> str:
         """Return why a sequence cannot be scored, or an empty string.
@@ -213,7 +199,7 @@ def _hidden_states(model: PreTrainedModel, batch: PackedSequences) -> torch.Tens
 
 
 def _packed_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
-    batch = batch.to(model.device)
+    batch = on_device(batch, model.device)
     hidden_ND = _hidden_states(model, batch)
     last_S = torch.tensor([int(sequence[-1]) for sequence in batch.sequences], device=hidden_ND.device)
     last_SD = hidden_ND.index_select(0, last_S)

@@ -55,7 +55,7 @@ class Scorer:
         started_s = time.perf_counter()
         if config.has_reference_worker:
             is_own = not algorithm.reference.path
-            self.reference = ReferenceModel.open(
+            self.reference = ReferenceModel(
                 model_folder if is_own else Path(algorithm.reference.path),
                 dtype=inference.dtype,
                 device=inference.device,
@@ -63,7 +63,7 @@ class Scorer:
                 trust_remote_code=is_own and config.trusts_code,
             )
         for model in inference.reward_models:
-            self.reward_models[model.name] = RewardScorer.open(model, inference.device)
+            self.reward_models[model.name] = RewardScorer(model, inference.device)
         self._normalisers = {model.name: ScoreNormaliser(model) for model in inference.reward_models}
         mib, seconds = self.num_bytes / 2**20, time.perf_counter() - started_s
         log.info("loaded %s: %.1f MiB in %.1f s", ", ".join(self.names), mib, seconds)

@@ -64,9 +64,7 @@ class StepTokens:
         """
         self.first: Columns = {}
         """After `metrics`, where tokens are kept: the first pass over the batch."""
-        self._keeps_tokens = keeps_tokens
-        self._rows = rows
-        self._corrections = corrections
+        self._keeps_tokens, self._rows, self._corrections = keeps_tokens, rows, corrections
         self._ranks = ranks or Ranks()
         self._tables: list[torch.Tensor] = []
         """float32 (float64 of a float64 model) [C, M] a row; ids and versions are exact up to 2^24."""

@@ -192,9 +192,7 @@ class DeltaOffers:
     """
 
     def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
-        self._config = config
-        self._writer = writer
-        self._manifest = manifest
+        self._config, self._writer, self._manifest = config, writer, manifest
         self._chain = DeltaChain(manifest.total_bytes, config.full_every)
         self._warned = False
         self._newest = np.empty(manifest.total_bytes, np.uint8)

@@ -58,8 +58,7 @@ class FakeEngine:
         if isinstance(config, ReplayEngineConfig):
             slots, limit = config.num_slots, config.max_sequence_tokens
             config = FakeEngineConfig(num_slots=slots, max_sequence_tokens=limit, token_latency_s=0.0)
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._version = -1
         self._by_id: dict[str, _Scripted] = {}
         self._waiting: deque[_Scripted] = deque()

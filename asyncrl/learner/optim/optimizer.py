@@ -107,8 +107,7 @@ class PolicyOptimizer:
             shares_scale_of: The optimizer that runs the backward pass of a loss whose gradients reach these parameters too (a
                 value head beside its policy); it owns the loss scale.
         """
-        self._config = config
-        self._num_steps = num_steps
+        self._config, self._num_steps = config, num_steps
         on_host = config.offload_optimizer
         self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
         masters = list(self._masters.values())

@@ -113,9 +113,7 @@ class CollectiveWriter(MediumWriter):
     def __init__(
         self, config: GlooMedium | NCCLMedium, keys: ClientKeys | None = None, through: Callable[[], torch.device] | None = None
     ) -> None:
-        self._config = config
-        self._keys = keys
-        self._through = through
+        self._config, self._keys, self._through = config, keys, through
         self._backend: Backend = "nccl" if isinstance(config, NCCLMedium) else "gloo"
         self._lock = threading.Lock()
         self._versions: dict[int, tuple[int, str]] = {}

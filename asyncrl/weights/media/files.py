@@ -167,8 +167,7 @@ class FilesReader(MediumReader):
     """A generator's end."""
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._run_folder = run_folder
-        self._config = config
+        self._run_folder, self._config = run_folder, config
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Read the version's folder, several tensors at once; see MediumReader."""

@@ -66,8 +66,7 @@ class SharedMemoryWriter(MediumWriter):
     keeps_slots = True
 
     def __init__(self, run_folder: Path, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._run_folder = run_folder
-        self._now_s = now_s
+        self._run_folder, self._now_s = run_folder, now_s
         self._path: Path | None = None
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
         self._locks: list[int] = []

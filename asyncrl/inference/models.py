@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.inference.batching import PackedSequences, pack
 from asyncrl.models.attention import PACKED_ATTENTION, on_device
-from asyncrl.models.causal import DTYPES, check_head, missing_weights, use_packed_attention
+from asyncrl.models.causal import check_head, open_folder, use_packed_attention
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
 
@@ -54,19 +53,8 @@ class ReferenceModel:
         Raises:
             ConfigError: The folder is missing something, or the model cannot run on packed rows.
         """
-        missing = missing_weights(folder)
-        if missing:
-            raise ConfigError(f"algorithm.reference.path: {folder} has no {', no '.join(missing)}")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=DTYPES[dtype],
-                attn_implementation=PACKED_ATTENTION,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-            )
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
+        way, options = AutoModelForCausalLM, {"attn_implementation": PACKED_ATTENTION, "trust_remote_code": trust_remote_code}
+        model, _ = open_folder("algorithm.reference.path", folder, way, dtype, **options)
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         if fp32_head:
             use_float32_head(self.model)
@@ -119,15 +107,7 @@ class RewardScorer:
                 weights are not in the folder.
         """
         folder, field = Path(config.path), f"inference.reward_models {config.name!r}"
-        missing = missing_weights(folder)
-        if missing:
-            raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
-        try:
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=DTYPES[config.dtype], local_files_only=True, output_loading_info=True
-            )
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"{field}: cannot open {folder} for sequence classification: {error}") from error
+        model, loading = open_folder(field, folder, AutoModelForSequenceClassification, config.dtype)
         if model.config.num_labels != 1:
             raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")
         if loading["missing_keys"]:

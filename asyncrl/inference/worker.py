@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from asyncrl.clock import Clock
@@ -39,7 +40,7 @@ from asyncrl.residency.device import device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import LoadModel, Message, ModelsReady, SetPhase
-from asyncrl.schema.samples import InferRequest, InferResult
+from asyncrl.schema.samples import InferRequest
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
@@ -155,13 +156,9 @@ class InferenceWorker:
                 requests = take_batch(self._queue, self._config.inference.tokens_per_batch)
                 started_s = self._clock.now()
                 answers = await self._on_thread(partial(self._scorer.score, requests))
-                finished_s = self._clock.now()
+                told = {"worker": self._name, "started_s": started_s, "finished_s": self._clock.now()}
                 for request, answer in zip(requests, answers, strict=True):
-                    result = InferResult(
-                        request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards,
-                        answer.error, self._name, started_s, finished_s, request.purpose,
-                    )  # fmt: skip
-                    await self._stage.connection.send(result, Lane.DATA)
+                    await self._stage.connection.send(msgspec.structs.replace(answer, **told), Lane.DATA)
                     self._deliveries.pop(id(request)).ack()
                 self._num_scored += len(requests)
                 self._num_failed += sum(bool(answer.error) for answer in answers)

@@ -261,14 +261,8 @@ class FakeEngine:
         draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
         token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
         logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
-        return _Scripted(
-            request.request_id,
-            tuple(token_ids.tolist()),
-            tuple(logprobs.astype(np.float32).tolist()),
-            finish_reason,
-            prompt_tokens,
-            weakref.ref(stream),
-        )
+        said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
+        return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, weakref.ref(stream))
 
     def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
         """Draw the completion's length; a log-normal one has the configured mean."""

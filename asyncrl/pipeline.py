@@ -155,12 +155,12 @@ def _ledger_failed(error: LedgerError) -> None:
 
 
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
-    from asyncrl.generate.worker import run_generator
+    from asyncrl.generate.worker import GeneratorWorker
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
     if config.learner.fake_step_s is not None:
-        await run_generator(config, run_folder, connection, clock, _no_weights, name)
+        await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
         return
     from asyncrl.weights.media.registry import receiver_of
     from asyncrl.weights.media.shared_params import HybridSubscriber
@@ -185,7 +185,7 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
         return DeferredTensors(available, *receiver)
 
     try:
-        await run_generator(config, run_folder, connection, clock, fetch_weights, name)
+        await GeneratorWorker(config, run_folder, connection, clock, fetch_weights, name).run()
     finally:
         if subscriber is not None:
             subscriber.close()
@@ -227,12 +227,13 @@ async def _announcements(connection: Connection) -> AsyncIterator[Callable[[Weig
 
 async def _learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock) -> None:
     if config.learner.fake_step_s is not None:
-        from asyncrl.learner.fake import run_fake_learner
+        from asyncrl.learner.fake import FakeLearner
 
         async with _announcements(connection) as announce:
-            await run_fake_learner(config, run_folder, connection, clock, announce)
+            await FakeLearner(config, run_folder, connection, clock, announce).run()
         return
-    from asyncrl.learner.worker import run_learner
+    from asyncrl.learner.ranks.launch import RankLauncher
+    from asyncrl.learner.worker import LearnerWorker
     from asyncrl.weights.media.shared_params import HybridPublisher
     from asyncrl.weights.publisher import Publisher
 
@@ -247,11 +248,9 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
     async with _announcements(connection) as announce:
         publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
         try:
-            await run_learner(
-                config, run_folder, connection, clock,
-                publish=publisher.publish, warm_start_examples=lambda: list(task.worked_examples), alphabet=task.alphabet,
-                start_rank=start_rank,
-            )  # fmt: skip
+            launcher = RankLauncher(config, start_rank)
+            worker = LearnerWorker(config, run_folder, connection, clock, publisher.publish, launcher)
+            await worker.run(lambda: list(task.worked_examples), task.alphabet)
         finally:
             publisher.close()
 
@@ -293,10 +292,10 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
             work = RewardWorker(config, run_folder, connection, clock, name).run()
         else:
-            from asyncrl.inference.worker import run_inference_worker
+            from asyncrl.inference.worker import InferenceWorker
 
             os.nice(NICENESS)
-            work = run_inference_worker(config, run_folder, connection, clock, name)
+            work = InferenceWorker(config, run_folder, connection, clock, name).run()
         return await process.run_to_exit_code(work, name, connection)
     finally:
         await connection.close()

@@ -103,11 +103,7 @@ def _ratio(inputs: LossInputs, of: str) -> torch.Tensor:
     return bounded_exp(log_S)[inputs.sequence_ids]
 
 
-WEIGHT_OF_TRUNCATED = {
-    kinds.TruncatedToken: "token",
-    kinds.TruncatedSequence: "sequence",
-    kinds.TruncatedGeometric: "geometric",
-}
+WEIGHT_OF_TRUNCATED = {kinds.TruncatedToken: "token", kinds.TruncatedSequence: "sequence", kinds.TruncatedGeometric: "geometric"}
 
 
 def _binary_kl(inputs: LossInputs) -> torch.Tensor:

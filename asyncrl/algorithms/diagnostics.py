@@ -7,7 +7,6 @@ of tokens, and with it the packing, does not show.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,7 @@ def token_figures(learner: FloatArray, behaviour: FloatArray) -> dict[str, float
         "ratio/mean": mean,
         "ratio/max": float(rho.max()),
         "ratio/min": float(rho.min()),
-        **dict(zip(RATIO_LEVELS, quantiles(rho, tuple(RATIO_LEVELS.values())), strict=True)),
+        **dict(zip(RATIO_LEVELS, np.quantile(rho, [*RATIO_LEVELS.values()]).tolist(), strict=True)),
         "ratio/ess": mean * mean / second_moment,
         "ratio/chi2_token": second_moment - 1.0,
         "kl/mean": float(k3.mean()),
@@ -133,25 +132,6 @@ def mismatch_figures(learner: FloatArray, behaviour: FloatArray) -> dict[str, fl
 def staleness_bucket(staleness: FloatArray) -> NDArray[np.int64]:
     """Return [N], the index into STALENESS_BUCKETS of each staleness [N] in versions; -1 where it is negative (unknown)."""
     return np.where(staleness < 0, -1, np.searchsorted(_BUCKET_STARTS, staleness, side="right"))
-
-
-def quantiles(values: FloatArray, levels: Sequence[float]) -> tuple[float, ...]:
-    """Return the quantiles of `values` [N] at each of `levels`, interpolated linearly between neighbours.
-
-    Selects the few order statistics that are needed instead of sorting everything.
-
-    Args:
-        values: [N] of any real type, N at least 1, no NaN.
-        levels: Each in [0, 1].
-
-    Source: Hyndman and Fan 1996, definition 7: the default of numpy and torch.
-    """
-    positions = np.asarray(levels, dtype=np.float64) * (len(values) - 1)
-    below = np.floor(positions).astype(np.int64)
-    above = np.minimum(below + 1, len(values) - 1)
-    chosen = np.partition(values, np.union1d(below, above))
-    low, high = chosen[below].astype(np.float64), chosen[above].astype(np.float64)
-    return tuple((low + (positions - below) * (high - low)).tolist())
 
 
 def explained_variance(values: FloatArray, returns: FloatArray) -> float:

@@ -38,11 +38,7 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def kl_penalty(
-    logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    config: KLConfig,
+    logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, config: KLConfig
 ) -> torch.Tensor:
     """Return the penalty [N] to add to the loss, without coefficient; 0 at masked tokens.
 

@@ -61,21 +61,17 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that sample now; -1 before the first `load_weights`."""
-        ...
 
     @property
     def num_slots(self) -> int:
         """Most requests that run at once, by the memory there is now: it may change. More may be submitted and wait inside."""
-        ...
 
     @property
     def num_running(self) -> int:
         """Requests submitted and not finished."""
-        ...
 
     async def start(self) -> None:
         """Load the model; ready to submit on return. Raises GenerationError; nothing is left to close then, or if cancelled."""
-        ...
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Start a request and return its stream. Closing the stream early aborts the request.
@@ -87,19 +83,15 @@ class Engine(Protocol):
         Raises:
             GenerationError: Prompt empty, token id outside the vocabulary, or prompt plus `max_new_tokens` beyond the limit.
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ids are ignored."""
-        ...
 
     async def pause(self) -> None:
         """Stop at a token boundary; requests stay in flight. Returns once no forward is running."""
-        ...
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        ...
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Replace the weights in place at a token boundary.
@@ -118,7 +110,6 @@ class Engine(Protocol):
             BroadcastError: The bytes were overwritten while they were read (`MappedTensors.check`): nothing is sampled until a
                 later `load_weights` succeeds.
         """
-        ...
 
     async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
         """Give device memory back at a token boundary; requests in flight wait.
@@ -135,19 +126,15 @@ class Engine(Protocol):
         Raises:
             GenerationError: The engine cannot sleep (vLLM on a CPU, or started without `sleep = true`).
         """
-        ...
 
     async def wake(self) -> None:
         """Take device memory again after `sleep`; awake already: nothing happens. Raises GenerationError when it is not there."""
-        ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1 (the probe)."""
-        ...
 
     async def close(self) -> None:
         """Abort everything and release the model."""
-        ...
 
 
 class TokenStream:

@@ -34,6 +34,7 @@ _MODULES = {
 def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
     """Import what the engine needs, which may take seconds, and make it."""
     settings, lora, trusts = config.generate.engine, config.learner.lora, config.trusts_code
+    fp32_head = config.model.fp32_head
     if settings.needs_folder and not folder.is_dir():
         raise GenerationError(
             f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
@@ -45,15 +46,10 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
         case FakeEngineConfig() | ReplayEngineConfig():
             engine = module.FakeEngine(settings, clock)
         case TransformersEngineConfig():
-            fp32_head = config.model.fp32_head
             engine = module.TransformersEngine(settings, folder, trust_remote_code=trusts, fp32_head=fp32_head, lora=lora)
         case VLLMEngineConfig() | VLLMServerEngineConfig():
             is_server = isinstance(settings, VLLMServerEngineConfig)
-            backend = (
-                module.VLLMServer(settings, clock)
-                if is_server
-                else module.EmbeddedVLLM(settings, fp32_head=config.model.fp32_head)
-            )
+            backend = module.VLLMServer(settings, clock) if is_server else module.EmbeddedVLLM(settings, fp32_head=fp32_head)
             made = import_module("asyncrl.generate.vllm.engine").VLLMEngine
             engine = made(backend, folder, trust_remote_code=trusts, lora=None if is_server else lora)
     return engine

@@ -26,8 +26,7 @@ class SleepWake:
 
     def __init__(self, config: RunConfig, run_folder: Path, clock: Clock, name: str) -> None:
         """Note where its timeline is written; nothing is where no turns are taken."""
-        self._clock = clock
-        self._name = name
+        self._clock, self._name = clock, name
         self._kv = config.generate.kv
         self._lines = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: Phase = "rollout"

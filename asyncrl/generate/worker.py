@@ -28,16 +28,7 @@ from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.sleep_wake import SleepWake
 from asyncrl.generate.weights_gate import WeightsGate
-from asyncrl.schema.control import (
-    AbortGroup,
-    EngineReady,
-    EngineRoom,
-    LoadModel,
-    Message,
-    Pause,
-    Resume,
-    SetPhase,
-)
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, LoadModel, Message, Pause, Resume, SetPhase
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
@@ -55,15 +46,8 @@ FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
 FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
 
 
-async def run_generator(
-    config: RunConfig,
-    run_folder: Path,
-    connection: Connection,
-    clock: Clock,
-    fetch_weights: FetchWeights,
-    name: str = "generator-0",
-) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class GeneratorWorker:
+    """One generator's state and loops.
 
     Args:
         config: Of the run.
@@ -72,31 +56,13 @@ async def run_generator(
         clock: Times samples and heartbeats.
         fetch_weights: Returns the tensors of a version, whole and verified, or raises BroadcastError when it is gone.
         name: This process's name, as it said at hello.
-
-    Raises:
-        GenerationError: The model cannot be loaded, or a version's weights do not fit it.
-        ConfigError: The configured engine is not built.
     """
-    await GeneratorWorker(config, connection, clock, fetch_weights, name, SleepWake(config, run_folder, clock, name)).run()
-
-
-class GeneratorWorker:
-    """One generator's state and loops; `run_generator` is the way in."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        connection: Connection,
-        clock: Clock,
-        fetch_weights: FetchWeights,
-        name: str,
-        cycle: SleepWake,
+        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, fetch_weights: FetchWeights, name: str
     ) -> None:
-        self._config = config
-        self._clock = clock
-        self._fetch_weights = fetch_weights
-        self._name = name
-        self._cycle = cycle
+        self._config, self._clock, self._fetch_weights, self._name = config, clock, fetch_weights, name
+        self._cycle = SleepWake(config, run_folder, clock, name)
         self._taking = asyncio.Lock()
         """Held while weights are taken or the engine falls asleep or wakes: one or the other."""
         self._rollout: Rollout | None = None
@@ -117,7 +83,12 @@ class GeneratorWorker:
         self._connection, self._idle = connection, self._stage.idle
 
     async def run(self) -> None:
-        """Serve until the orders end, then close the engine, if there is one."""
+        """Serve until Shutdown arrives or the connection closes, then close the engine, if there is one.
+
+        Raises:
+            GenerationError: The model cannot be loaded, or a version's weights do not fit it.
+            ConfigError: The configured engine is not built.
+        """
         try:
             await self._stage.run(self._obey, self._serve_groups(), self._follow_weights())
         finally:

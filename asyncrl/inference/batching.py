@@ -36,12 +36,6 @@ class PackedSequences:
     sequences: tuple[NDArray[np.int64], ...]
     """S arrays [P + T]: where the tokens of each sequence lie."""
 
-    def to(self, device: torch.device) -> PackedSequences:
-        """Return the same batch on another device."""
-        if device.type == "cpu":
-            return self
-        return PackedSequences(self.input_ids.to(device), self.position_ids.to(device), self.layout.to(device), self.sequences)
-
 
 def num_tokens(request: InferRequest) -> int:
     """Return P + T."""

@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.inference.batching import PackedSequences, pack
-from asyncrl.models.attention import PACKED_ATTENTION
-from asyncrl.models.causal import DTYPES, check_head, missing_weights, use_packed_attention
+from asyncrl.models.attention import PACKED_ATTENTION, on_device
+from asyncrl.models.causal import check_head, open_folder, use_packed_attention
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
 
@@ -41,13 +40,7 @@ PROBE_LENGTHS = (3, 7, 12)
 class ReferenceModel:
     """A causal language model that is never trained."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    @classmethod
-    def open(
-        cls, folder: Path, *, dtype: str, device: str, fp32_head: bool = False, trust_remote_code: bool = False
-    ) -> ReferenceModel:
+    def __init__(self, folder: Path, *, dtype: str, device: str, fp32_head: bool, trust_remote_code: bool) -> None:
         """Open a Hugging Face folder.
 
         Args:
@@ -60,24 +53,12 @@ class ReferenceModel:
         Raises:
             ConfigError: The folder is missing something, or the model cannot run on packed rows.
         """
-        missing = missing_weights(folder)
-        if missing:
-            raise ConfigError(f"algorithm.reference.path: {folder} has no {', no '.join(missing)}")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=DTYPES[dtype],
-                attn_implementation=PACKED_ATTENTION,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-            )
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"algorithm.reference.path: cannot open the model in {folder}: {error}") from error
-        model = model.to(device).eval().requires_grad_(False)
+        way, options = AutoModelForCausalLM, {"attn_implementation": PACKED_ATTENTION, "trust_remote_code": trust_remote_code}
+        model, _ = open_folder("algorithm.reference.path", folder, way, dtype, **options)
+        self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         if fp32_head:
-            use_float32_head(model)
-        check_head(model)
-        return cls(model)
+            use_float32_head(self.model)
+        check_head(self.model)
 
     @torch.inference_mode()
     def logprobs(
@@ -93,7 +74,7 @@ class ReferenceModel:
         Returns:
             S arrays float32 [T].
         """
-        batch = batch.to(self.model.device)
+        batch = on_device(batch, self.model.device)
         hidden_ND = _hidden_states(self.model, batch)
         logprobs: list[NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * len(responses)
         for temperature in sorted(set(temperatures)):
@@ -118,13 +99,7 @@ class ReferenceModel:
 class RewardScorer:
     """A reward model ready to score."""
 
-    def __init__(self, name: str, model: PreTrainedModel, *, is_packed: bool) -> None:
-        self.name = name
-        self.model = model
-        self.is_packed = is_packed
-
-    @classmethod
-    def open(cls, config: RewardModel, device: str) -> RewardScorer:
+    def __init__(self, config: RewardModel, device: str) -> None:
         """Open a Hugging Face folder.
 
         Raises:
@@ -132,15 +107,7 @@ class RewardScorer:
                 weights are not in the folder.
         """
         folder, field = Path(config.path), f"inference.reward_models {config.name!r}"
-        missing = missing_weights(folder)
-        if missing:
-            raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
-        try:
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=DTYPES[config.dtype], local_files_only=True, output_loading_info=True
-            )
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"{field}: cannot open {folder} for sequence classification: {error}") from error
+        model, loading = open_folder(field, folder, AutoModelForSequenceClassification, config.dtype)
         if model.config.num_labels != 1:
             raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")
         if loading["missing_keys"]:
@@ -149,10 +116,9 @@ class RewardScorer:
         model = model.to(device).eval().requires_grad_(False)
         # Without a padding id transformers reads the last token, not the last one that is not the padding id.
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = None
-        is_packed = _can_run_packed(model, TOLERANCE[config.dtype])
-        if not is_packed:
+        self.name, self.model, self.is_packed = config.name, model, _can_run_packed(model, TOLERANCE[config.dtype])
+        if not self.is_packed:
             log.warning("reward model %s (%s) cannot run packed: it scores one sequence at a time", config.name, config.path)
-        return cls(config.name, model, is_packed=is_packed)
 
     def refusal(self, length: int, largest_id: int) -> str:
         """Return why a sequence cannot be scored, or an empty string.
@@ -213,7 +179,7 @@ def _hidden_states(model: PreTrainedModel, batch: PackedSequences) -> torch.Tens
 
 
 def _packed_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
-    batch = batch.to(model.device)
+    batch = on_device(batch, model.device)
     hidden_ND = _hidden_states(model, batch)
     last_S = torch.tensor([int(sequence[-1]) for sequence in batch.sequences], device=hidden_ND.device)
     last_SD = hidden_ND.index_select(0, last_S)

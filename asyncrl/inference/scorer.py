@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,18 +21,9 @@ from asyncrl.config.check import REFERENCE
 from asyncrl.config.run import RewardModel, RunConfig
 from asyncrl.inference.batching import num_tokens, pack
 from asyncrl.inference.models import ReferenceModel, RewardScorer
-from asyncrl.schema.samples import InferRequest, ids_from_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import InferRequest, InferResult, ids_from_bytes, logprobs_to_bytes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the models say about one request."""
-
-    reference_logprobs: bytes = b""
-    rewards: dict[str, float] = field(default_factory=dict)
-    error: str = ""
 
 
 class Scorer:
@@ -55,7 +45,7 @@ class Scorer:
         started_s = time.perf_counter()
         if config.has_reference_worker:
             is_own = not algorithm.reference.path
-            self.reference = ReferenceModel.open(
+            self.reference = ReferenceModel(
                 model_folder if is_own else Path(algorithm.reference.path),
                 dtype=inference.dtype,
                 device=inference.device,
@@ -63,7 +53,7 @@ class Scorer:
                 trust_remote_code=is_own and config.trusts_code,
             )
         for model in inference.reward_models:
-            self.reward_models[model.name] = RewardScorer.open(model, inference.device)
+            self.reward_models[model.name] = RewardScorer(model, inference.device)
         self._normalisers = {model.name: ScoreNormaliser(model) for model in inference.reward_models}
         mib, seconds = self.num_bytes / 2**20, time.perf_counter() - started_s
         log.info("loaded %s: %.1f MiB in %.1f s", ", ".join(self.names), mib, seconds)
@@ -84,30 +74,31 @@ class Scorer:
         """The bytes of all weights and buffers, tied ones once."""
         return sum(tensor.nbytes for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers()))
 
-    def score(self, requests: Sequence[InferRequest]) -> list[Answer]:
-        """Return an answer for each request of a batch, in order."""
-        answers = [Answer(error=self._refusal(request)) for request in requests]
-        sound = [(request, answer) for request, answer in zip(requests, answers, strict=True) if not answer.error]
-        if not sound:
-            return answers
-        chosen, open_answers = [request for request, _ in sound], [answer for _, answer in sound]
-        batch = pack(chosen)
-        lengths = [len(request.token_ids) // 4 if self._wants_reference(request) else 0 for request in chosen]
-        if self.reference is not None and any(lengths):
-            logprobs = self.reference.logprobs(batch, lengths, [request.temperature for request in chosen])
-            for answer, part in zip(open_answers, logprobs, strict=True):
-                answer.reference_logprobs = logprobs_to_bytes(part)
-        for name, reward_model in self.reward_models.items():
-            raw = reward_model.scores(batch)
-            finite = [at for at, score in enumerate(raw) if math.isfinite(score)]
-            counts = [chosen[at].purpose == "train" for at in finite]
-            rewards = self._normalisers[name].normalise([raw[at] for at in finite], counts)
-            for at, reward in zip(finite, rewards, strict=True):
-                open_answers[at].rewards[name] = reward
-            for at, answer in enumerate(open_answers):
-                if at not in finite:
-                    answer.error = answer.error or f"reward model {name} gave {raw[at]}"
-        return answers
+    def score(self, requests: Sequence[InferRequest]) -> list[InferResult]:
+        """Return an answer for each request of a batch, in order; by whom and when is left open."""
+        errors, logprobs = [self._refusal(request) for request in requests], [b""] * len(requests)
+        rewards: list[dict[str, float]] = [{} for _ in requests]
+        if sound := [at for at, error in enumerate(errors) if not error]:
+            chosen = [requests[at] for at in sound]
+            batch = pack(chosen)
+            lengths = [len(request.token_ids) // 4 if self._wants_reference(request) else 0 for request in chosen]
+            if self.reference is not None and any(lengths):
+                parts = self.reference.logprobs(batch, lengths, [request.temperature for request in chosen])
+                for at, part in zip(sound, parts, strict=True):
+                    logprobs[at] = logprobs_to_bytes(part)
+            for name, reward_model in self.reward_models.items():
+                raw = dict(zip(sound, reward_model.scores(batch), strict=True))
+                finite = [at for at, score in raw.items() if math.isfinite(score)]
+                counts = [requests[at].purpose == "train" for at in finite]
+                normalised = self._normalisers[name].normalise([raw[at] for at in finite], counts)
+                for at, reward in zip(finite, normalised, strict=True):
+                    rewards[at][name] = reward
+                for at in raw.keys() - finite:
+                    errors[at] = errors[at] or f"reward model {name} gave {raw[at]}"
+        return [
+            InferResult(asked.group_id, asked.index, asked.attempt, logprobs[at], rewards[at], errors[at], purpose=asked.purpose)
+            for at, asked in enumerate(requests)
+        ]
 
     def _refusal(self, request: InferRequest) -> str:
         length = num_tokens(request)

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from asyncrl.clock import Clock
@@ -34,24 +35,20 @@ from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.inference.batching import num_tokens, take_batch
 from asyncrl.inference.scorer import Scorer
-from asyncrl.observe.memory import MemoryLine, open_memory
-from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import LoadModel, Message, ModelsReady, SetPhase
-from asyncrl.schema.samples import InferRequest, InferResult
+from asyncrl.schema.samples import InferRequest
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
 T = TypeVar("T")
 
 
-async def run_inference_worker(
-    config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "inference-0"
-) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class InferenceWorker:
+    """One worker's state and loops.
 
     Args:
         config: Of the run.
@@ -59,15 +56,7 @@ async def run_inference_worker(
         connection: To the controller.
         clock: Times batches and heartbeats.
         name: This process's name, as it said at hello.
-
-    Raises:
-        ConfigError: A model cannot be opened, or is not of the sort its place needs.
     """
-    await InferenceWorker(config, run_folder, connection, clock, name).run()
-
-
-class InferenceWorker:
-    """One worker's state and loops; `run_inference_worker` is the way in."""
 
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
         self._config, self._run_folder, self._clock, self._name = config, run_folder, clock, name
@@ -75,8 +64,8 @@ class InferenceWorker:
         threads = config.inference.num_threads
         self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
         self._scorer: Scorer | None = None
-        self._offload: tuple[ResidencyManager, JsonLines[MemoryLine]] | None = None
-        """Where the device is shared by turns: who moves the models, and the timeline of it."""
+        self._offload: ResidencyManager | None = None
+        """Where the device is shared by turns: who moves the models."""
         self._has_device = False
         self._queue: deque[InferRequest] = deque()
         self._deliveries: dict[int, Delivery] = {}
@@ -90,12 +79,16 @@ class InferenceWorker:
         self._num_tokens = 0
 
     async def run(self) -> None:
-        """Serve until the orders end; then wait for the batch in hand, and end the thread."""
+        """Serve until Shutdown arrives or the connection closes; then wait for the batch in hand, and end the thread.
+
+        Raises:
+            ConfigError: A model cannot be opened, or is not of the sort its place needs.
+        """
 
         def end() -> None:
             self._thread.shutdown()
             if self._offload is not None:
-                self._offload[1].close()
+                self._offload.close()
 
         try:
             await self._stage.run(self._obey, self._receive(), self._serve())
@@ -124,39 +117,19 @@ class InferenceWorker:
         scorer = Scorer(self._config, model_folder)
         self._num_bytes = scorer.num_bytes
         if inference_takes_turns(self._config):
-            placement, name = self._config.placement, self._name
-            device = device_at(
-                self._config.inference.device,
-                int(placement.device_memory_gib * GIB) // self._config.inference.num_workers or None,
-            )
-            swap = self._run_folder / SWAP_FOLDER / name
-            components = [
-                TensorComponent.of_module(component, model, device, swap, is_frozen=True)
-                for component, model in scorer.modules.items()
-            ]
-            phases = [
-                PhaseNeeds("rollout", soon=tuple(scorer.modules), gives_back=True),
-                PhaseNeeds("inference", now=tuple(scorer.modules)),
-                PhaseNeeds("train", soon=tuple(scorer.modules), gives_back=True),
-            ]
-            timeline = open_memory(self._run_folder, name)
-            manager = ResidencyManager(
-                name,
-                components,
-                phases,
-                device,
-                self._clock,
-                host_bytes=int(placement.host_memory_gib * GIB) or None,
-                offload_to=placement.offload_to,
-                record=timeline.write,
-            )
-            self._offload = (manager, timeline)
+            config, name, models = self._config, self._name, scorer.modules
+            budget_bytes = int(config.placement.device_memory_gib * GIB) // config.inference.num_workers or None
+            device, swap = device_at(config.inference.device, budget_bytes), self._run_folder / SWAP_FOLDER / name
+            components = [TensorComponent.of_module(*named, device, swap, is_frozen=True) for named in models.items()]
+            away = [PhaseNeeds(phase, soon=tuple(models), gives_back=True) for phase in ("rollout", "train")]
+            phases = [*away, PhaseNeeds("inference", now=tuple(models))]
+            self._offload = ResidencyManager.of_run(config, self._run_folder, name, components, phases, device, self._clock)
         self._scorer = scorer
 
     async def _reach(self, order: SetPhase) -> None:
         """Take a shared device or, after the batch in hand, give it back, and say so."""
         assert self._offload is not None, f"told to {order.phase} before the models were loaded"
-        manager = self._offload[0]
+        manager = self._offload
         if order.phase != "inference":
             self._take_device(False)
         reached = await self._on_thread(lambda: manager.switch(order.phase, order.number))
@@ -183,13 +156,9 @@ class InferenceWorker:
                 requests = take_batch(self._queue, self._config.inference.tokens_per_batch)
                 started_s = self._clock.now()
                 answers = await self._on_thread(partial(self._scorer.score, requests))
-                finished_s = self._clock.now()
+                told = {"worker": self._name, "started_s": started_s, "finished_s": self._clock.now()}
                 for request, answer in zip(requests, answers, strict=True):
-                    result = InferResult(
-                        request.group_id, request.index, request.attempt, answer.reference_logprobs, answer.rewards,
-                        answer.error, self._name, started_s, finished_s, request.purpose,
-                    )  # fmt: skip
-                    await self._stage.connection.send(result, Lane.DATA)
+                    await self._stage.connection.send(msgspec.structs.replace(answer, **told), Lane.DATA)
                     self._deliveries.pop(id(request)).ack()
                 self._num_scored += len(requests)
                 self._num_failed += sum(bool(answer.error) for answer in answers)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.checkpoint_folder import TrainerState, read_state, write_checkpoint
 from asyncrl.learner.model.critic import load_critic, save_critic
-from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_policy
+from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_adapters
 from asyncrl.learner.ranks.fsdp import whole_tensors
 from asyncrl.learner.train_state import TrainState
 
@@ -46,16 +46,16 @@ def save_checkpoint(
 
     def fill(partial: Path) -> None:
         model, tensors = train_state.model, publishable_tensors(train_state.model)
-        if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-            save_policy(model, tokenizer, partial)
-        elif has_adapters(model):
-            save_policy(model, tokenizer, partial, whole=dict(whole_tensors(tensors.items())))
+        if has_adapters(model):
+            save_adapters(model, partial)
+        elif not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            model.save_pretrained(partial)
         else:  # divided over ranks: gathered tensor by tensor and written shard by shard
             save_shards(whole_tensors(tensors.items()), tensors, partial)
             model.config.save_pretrained(partial)
             if model.can_generate():
                 model.generation_config.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
         trainer = partial / "trainer"
         train_state.optimizer.save(trainer / OPTIMIZER)
         if train_state.critic is not None and train_state.critic_optimizer is not None:
@@ -71,10 +71,7 @@ def save_checkpoint(
 
 def contribute_checkpoint(state: TrainState) -> None:
     """Help rank 0 to gather what it saves: every tensor that `save_checkpoint` makes whole, in the same order."""
-    parts: list[Iterable[tuple[str, torch.Tensor]]] = [
-        publishable_tensors(state.model).items(),
-        state.optimizer.named_state(),
-    ]
+    parts: list[Iterable[tuple[str, torch.Tensor]]] = [publishable_tensors(state.model).items(), state.optimizer.named_state()]
     if state.critic is not None and state.critic_optimizer is not None:
         parts += [state.critic.named_parameters(), state.critic_optimizer.named_state()]
     for _ in whole_tensors(itertools.chain.from_iterable(parts)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.batch_metrics import batch_metrics
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, read_state, rename_newer, write_checkpoint
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, PhaseReached, SetPhase, Shutdown
@@ -32,8 +32,8 @@ Announce = Callable[[WeightsAvailable], None]
 """Tells the controller of a version."""
 
 
-async def run_fake_learner(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class FakeLearner:
+    """Its state and loops.
 
     Args:
         config: Of the run; `learner.fake_step_s` is set.
@@ -41,14 +41,8 @@ async def run_fake_learner(config: RunConfig, run_folder: Path, connection: Conn
         connection: To the controller.
         clock: Time.
         announce: Is told of every version; none has tensors.
-
-    Raises:
-        LearnerError: A step came out of order, or no checkpoint is whole.
     """
-    await _FakeLearner(config, run_folder, connection, clock, announce).run()
 
-
-class _FakeLearner:
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, announce: Announce) -> None:
         self._config, self._run_folder, self._clock, self._announce = config, run_folder, clock, announce
         self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
@@ -58,7 +52,11 @@ class _FakeLearner:
         """Held by a step, and by whoever writes a checkpoint."""
 
     async def run(self) -> None:
-        """Begin where the newest checkpoint is, and take steps until the orders end."""
+        """Begin where the newest checkpoint is, and take steps until Shutdown arrives or the connection closes.
+
+        Raises:
+            LearnerError: A step came out of order, or no checkpoint is whole.
+        """
         newest = newest_checkpoint(self._run_folder / "checkpoints")
         if newest is not None:
             rename_newer(newest)
@@ -109,7 +107,7 @@ class _FakeLearner:
             self._version += 1
             self._publish()
         waited_s = started_s - waiting_from_s
-        return StepDone(batch.step, batch.step + 1, _measured(batch), started_s, self._clock.now(), waited_s)
+        return StepDone(batch.step, batch.step + 1, batch_metrics(batch, None), started_s, self._clock.now(), waited_s)
 
     def _publish(self) -> None:
         nothing = WeightsManifest((), 0, self._config.broadcast.bucket_bytes)
@@ -126,22 +124,3 @@ class _FakeLearner:
         state = TrainerState(self._version, wanted.controller_json)
         path = await asyncio.to_thread(write_checkpoint, folder, state, lambda _: None, self._config.checkpoint.keep_last)
         await self._stage.tell(CheckpointDone(self._version, str(path), self._clock.now() - started_s))
-
-
-def _measured(batch: StepBatch) -> dict[str, float]:
-    """Return what a step says of its batch whatever the model."""
-    rewards = [sample.reward for sample in batch.samples if not sample.is_greedy]
-    spreads: dict[int, set[float]] = {}
-    for sample in batch.samples:
-        spreads.setdefault(sample.group_id, set()).add(sample.reward)
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "reward/zero_spread_fraction": statistics.fmean(len(spread) == 1 for spread in spreads.values()),
-        "data/samples": float(len(batch.samples)),
-        "data/trained_tokens": float(batch.num_trained_tokens),
-        "data/prompt_tokens_mean": statistics.fmean(sample.prompt_tokens for sample in batch.samples),
-        "data/response_tokens_mean": statistics.fmean(sample.response_tokens for sample in batch.samples),
-    }

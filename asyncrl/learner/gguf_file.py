@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.errors import ConfigError
 
@@ -25,20 +25,6 @@ CONTROL, USER_DEFINED = 3, 4
 _ADVICE = "give the Hugging Face folder of the model instead"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: transformers' name for each, and the file's."""
-_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 
 
 class GGUFFile:
@@ -63,7 +49,7 @@ class GGUFFile:
             self._reader = gguf.GGUFReader(str(path))
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
-        self._path, self._dequantize = path, gguf.dequantize
+        self._path, self._gguf = path, gguf
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         wanted = {"general.architecture": {"llama"}, "tokenizer.ggml.model": {"gpt2"}, "tokenizer.ggml.pre": SPLITTERS}
         for key, known in wanted.items():
@@ -106,20 +92,21 @@ class GGUFFile:
         Raises:
             ConfigError: A tensor has a name that a Llama does not have.
         """
-        num_heads = self._need("attention.head_count")
-        heads = {"attn_q": num_heads, "attn_k": self.field("llama.attention.head_count_kv", num_heads)}
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in self._tensors.items():
-            *layer, kind, suffix = name.split(".")
-            if kind not in _NAMES or layer[:1] not in ([], ["blk"]):
-                raise ConfigError(f"{self._path} has a tensor {name!r}, unknown in a llama model; {_ADVICE}")
-            values = torch.from_numpy(np.array(self._dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        config, found = self.config(), dict[str, torch.Tensor]()
+        with torch.device("meta"):
+            own = LlamaForCausalLM(config).state_dict()
+        stored_as = self._gguf.get_tensor_name_map(self._gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+        names = {stored_as.get_name(name, try_suffixes=(".weight",)): name for name in own}
+        if unknown := self._tensors.keys() - names.keys():
+            raise ConfigError(f"{self._path} has a tensor {min(unknown)!r}, unknown in a llama model; {_ADVICE}")
+        for stored, tensor in self._tensors.items():
+            values = torch.from_numpy(np.array(self._gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
             values = values.reshape([int(size) for size in reversed(tensor.shape)])
-            if kind in heads:
+            if heads := {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stored.split(".")[-2]):
                 # llama.cpp keeps the rows of a head as (even, odd) pairs, transformers as two halves.
-                half = values.shape[0] // heads[kind] // 2
-                values = values.reshape(heads[kind], half, 2, -1).swapaxes(1, 2).reshape(values.shape).contiguous()
-            found[f"model.layers.{layer[1]}.{_NAMES[kind]}.{suffix}" if layer else f"{_NAMES[kind]}.{suffix}"] = values
+                half = values.shape[0] // heads // 2
+                values = values.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(values.shape).contiguous()
+            found[names[stored]] = values
         return found
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -24,7 +24,6 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import LocalLaunch, RunConfig
 from asyncrl.learner.ranks.launch import rank_device
 from asyncrl.learner.train_state import Offload, TrainState
-from asyncrl.observe.memory import open_memory
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device, device_at
 from asyncrl.residency.manager import ResidencyManager
@@ -78,20 +77,9 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
         PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
         PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
     ]
-    timeline = open_memory(run_folder, process)
-    manager = ResidencyManager(
-        process,
-        components,
-        phases,
-        device,
-        clock,
-        host_bytes=int(config.placement.host_memory_gib * GIB) or None,
-        offload_to=config.placement.offload_to,
-        record=timeline.write,
-    )
-    offload = Offload(manager, device, state, timeline)
-    state.offload = offload
-    return offload
+    manager = ResidencyManager.of_run(config, run_folder, process, components, phases, device, clock)
+    state.offload = Offload(manager, device, state)
+    return state.offload
 
 
 def open_device(config: RunConfig, rank: int = 0) -> Device:

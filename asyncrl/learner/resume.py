@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,8 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import load_trainer
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, rename_newer, write_folder
 from asyncrl.learner.model.critic import build_critic, build_critic_optimizer
-from asyncrl.learner.model.lora import adapters_off, open_policy
-from asyncrl.learner.model.policy import (
-    Reference,
-    build_scratch,
-    link_folder,
-    made_ready,
-    open_model,
-    open_tokenizer,
-    save_model,
-)
+from asyncrl.learner.model.lora import open_policy
+from asyncrl.learner.model.policy import Reference, build_scratch, link_folder, made_ready, open_model, open_tokenizer, save_model
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.ranks.fsdp import Divider
@@ -147,7 +140,9 @@ def build_train_state(
     path = algorithm.reference.path
     if algorithm.needs_reference and algorithm.reference.where == "learner":
         if learner.lora is not None and not path:
-            state.reference = Reference(model, learner.logprob_chunk_tokens, lambda: adapters_off(model))
+            state.reference = Reference(
+                model, learner.logprob_chunk_tokens, lambda: import_module("asyncrl.models.adapters").adapters_off(model)
+            )
         else:
             plain = msgspec.structs.replace(opened, gradient_checkpointing=False)
             folder = Path(path or model_folder)

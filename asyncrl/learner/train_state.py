@@ -17,8 +17,6 @@ from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.observe.memory import MemoryLine
-from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.device import Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import gib
@@ -61,9 +59,9 @@ class Offload:
         reached = offload.reach("rollout", 1)
     """
 
-    def __init__(self, manager: ResidencyManager, device: Device, state: TrainState, timeline: JsonLines[MemoryLine]) -> None:
+    def __init__(self, manager: ResidencyManager, device: Device, state: TrainState) -> None:
         """Take over a state that is on the device."""
-        self.manager, self.device, self.timeline, self._state = manager, device, timeline, state
+        self.manager, self.device, self._state = manager, device, state
 
     def reach(self, phase: Phase, number: int) -> PhaseReached:
         """Do what the controller asks.

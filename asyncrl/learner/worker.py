@@ -10,7 +10,7 @@ checkpoints), and four loops over one connection:
 
 Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
 learner waits for batches and, where its device is shared by turns, for its turn; publishing blocks for one copy of the weights;
-Shutdown lets the step in hand finish. `publish`, `warm_start_examples` and `alphabet` are given: stages do not import each other.
+Shutdown lets the step in hand finish. `publish`, worked examples and the alphabet are given: stages do not import each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.offload import needs_offload, open_offload
-from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase, StartRank
+from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
@@ -47,16 +47,7 @@ from asyncrl.observe.decisions.journal import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import (
-    Checkpoint,
-    CheckpointDone,
-    LearnerReady,
-    Message,
-    Phase,
-    PhaseReached,
-    SetPhase,
-    Shutdown,
-)
+from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, Phase, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.weights import Probe
 from asyncrl.transport.protocol import Connection, Delivery
 from asyncrl.transport.stage import Stage
@@ -75,18 +66,8 @@ REMEMBERED_STEPS = 8
 """Finished steps whose StepDone can be given again as it was."""
 
 
-async def run_learner(
-    config: RunConfig,
-    run_folder: Path,
-    connection: Connection,
-    clock: Clock,
-    *,
-    publish: PublishVersion,
-    warm_start_examples: Examples,
-    alphabet: str,
-    start_rank: StartRank | None = None,
-) -> None:
-    """Serve until Shutdown arrives or the connection closes.
+class LearnerWorker:
+    """The learner's state and loops.
 
     Args:
         config: Of the run.
@@ -94,40 +75,15 @@ async def run_learner(
         connection: To the controller.
         clock: Times steps and heartbeats.
         publish: Makes a version fetchable; called on the learner's own thread.
-        warm_start_examples: Worked (prompt, completion) texts of the task's train split.
-        alphabet: Every character of the task's prompts and completions, for scratch models.
-        start_rank: Starts another rank's process; None is enough where `learner.ranks` is 1.
-
-    Raises:
-        ConfigError: The model cannot be opened or made.
-        LearnerError: A step could not be taken, or came out of order.
-        BroadcastError: A version could not be published.
+        launcher: Of the other ranks.
     """
-    worker = LearnerWorker(config, run_folder, connection, clock, publish, RankLauncher(config, start_rank))
-    all_well = False
-    try:
-        all_well = await worker.run(warm_start_examples, alphabet)
-    finally:
-        await worker.close(all_well=all_well)
-
-
-class LearnerWorker:
-    """The learner's state and loops; `run_learner` is the way in."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        run_folder: Path,
-        connection: Connection,
-        clock: Clock,
-        publish: PublishVersion,
+        self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, publish: PublishVersion,
         launcher: RankLauncher,
-    ) -> None:
-        self._config = config
-        self._run_folder = run_folder
-        self._clock = clock
-        self._publish = publish
-        self._launcher = launcher
+    ) -> None:  # fmt: skip
+        self._config, self._run_folder, self._clock = config, run_folder, clock
+        self._publish, self._launcher = publish, launcher
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
         self._initial: InitialState | None = None
         self._ready: tuple[PreparedBatch, Delivery] | None = None
@@ -152,8 +108,18 @@ class LearnerWorker:
         )
         self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
 
-    async def run(self, examples: Examples, alphabet: str) -> bool:
-        """Get the policy ready, then train until the orders end; return False where the connection ended first."""
+    async def run(self, examples: Examples, alphabet: str) -> None:
+        """Get the policy ready, then train until Shutdown arrives or the connection closes; then close.
+
+        Args:
+            examples: Worked (prompt, completion) texts of the task's train split, for a warm start.
+            alphabet: Every character of the task's prompts and completions, for scratch models.
+
+        Raises:
+            ConfigError: The model cannot be opened or made.
+            LearnerError: A step could not be taken, or came out of order.
+            BroadcastError: A version could not be published.
+        """
 
         async def work() -> None:
             try:
@@ -164,7 +130,11 @@ class LearnerWorker:
             except StartAbandoned as abandoned:
                 log.info("%s", abandoned)
 
-        return await self._stage.run(self._obey, self._prefetch(), work=work())
+        all_well = False
+        try:
+            all_well = await self._stage.run(self._obey, self._prefetch(), work=work())
+        finally:
+            await self.close(all_well=all_well)
 
     async def close(self, *, all_well: bool) -> None:
         """Wait for the thread to finish what it is at, and end it and the other ranks."""
@@ -173,7 +143,7 @@ class LearnerWorker:
             await asyncio.to_thread(self._thread.shutdown)
             self._token_file.close()
             if self._offload is not None:
-                self._offload.timeline.close()
+                self._offload.manager.close()
             if self._versions is not None:
                 self._versions.close()
         finally:

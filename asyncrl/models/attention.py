@@ -22,8 +22,8 @@ size. Q, K queries and keys of a bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.errors import LearnerError
+
+T = TypeVar("T")
 
 PACKED_ATTENTION = "asyncrl_packed"
 BUCKET_GROWTH = 1.25
@@ -72,19 +74,17 @@ class SequenceLayout:
     shared: tuple[Bucket, ...] = ()
     """The same attention with each shared prefix computed once; empty where that saves too little."""
 
-    def to(self, device: torch.device) -> SequenceLayout:
-        """Return the same layout on another device."""
-        return SequenceLayout(
-            slots=self.slots.to(device),
-            owner_slots=self.owner_slots.to(device),
-            is_owner=self.is_owner.to(device),
-            copies=self.copies.to(device),
-            shapes=self.shapes,
-            shared=tuple(
-                Bucket(part.queries.to(device), part.keys.to(device), part.real.to(device), part.is_causal)
-                for part in self.shared
-            ),
-        )
+
+def on_device(value: T, device: torch.device) -> T:
+    """Return a tensor, or a dataclass or tuple with all tensors in it, on a device (itself where it is there already)."""
+    moved: Any = value
+    if isinstance(value, torch.Tensor):
+        moved = value.to(device)
+    elif isinstance(value, tuple):
+        moved = tuple(on_device(part, device) for part in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        moved = replace(value, **{field.name: on_device(getattr(value, field.name), device) for field in fields(value)})
+    return cast("T", moved)
 
 
 def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> SequenceLayout:

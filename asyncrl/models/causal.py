@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
@@ -52,6 +53,30 @@ def missing_weights(folder: Path) -> list[str]:
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     return missing
+
+
+def open_folder(field: str, folder: Path, way: Any, dtype: str, **options: object) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+    """Return a folder's model, by transformers' class for such, and which weights it lacked.
+
+    Args:
+        field: Of the config, named in errors.
+        folder: With config and safetensors.
+        way: The class.
+        dtype: Of the weights.
+        options: Further arguments of its `from_pretrained`.
+
+    Raises:
+        ConfigError: The folder is missing something, or is not of that class.
+    """
+    if missing := missing_weights(folder):
+        raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
+    try:
+        opened: tuple[Any, dict[str, Any]] = way.from_pretrained(
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True, **options
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{field}: {way.__name__} cannot open the model in {folder}: {error}") from error
+    return opened
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

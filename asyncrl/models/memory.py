@@ -140,10 +140,8 @@ def trained_parts(trained: int, frozen: int, learner: LearnerConfig) -> tuple[Pa
         learner: Dtype, optimizer and offload are read.
     """
     place: Literal["device", "host"] = "host" if learner.offload_optimizer else "device"
-    parts = [
-        Part(f"{learner.dtype} weights", (trained + frozen) * BYTES[learner.dtype]),
-        Part("float32 gradients", trained * FLOAT32),
-    ]
+    weights = Part(f"{learner.dtype} weights", (trained + frozen) * BYTES[learner.dtype])
+    parts = [weights, Part("float32 gradients", trained * FLOAT32)]
     if learner.offload_optimizer or BYTES[learner.dtype] < FLOAT32:
         parts.append(Part("float32 masters", trained * FLOAT32, place))
     if learner.optimizer == "adamw":

@@ -97,14 +97,13 @@ IDLE_ENOUGH = 0.02
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What n tokens of one sample cost: linear * n + attention * n^2, in any unit."""
+    """What n tokens of one sample cost: n + attention * n^2, in linear layers' work for one token."""
 
-    linear: float = 1.0
     attention: float = 0.0
 
     @classmethod
     def of_model(cls, hidden_size: int) -> CostModel:
-        """Return the cost in linear layers' work for one token.
+        """Return the cost in a decoder of this width.
 
         A layer multiplies each token with 12 hidden_size^2 weights (24 hidden_size^2 operations); causal attention pairs it
         with n / 2 tokens on average, twice (2 n hidden_size operations). So attention = 2 / (24 hidden_size), which has both
@@ -112,12 +111,12 @@ class CostModel:
 
         Source: J. Kaplan et al., Scaling laws for neural language models (2020), table 1, with causality counted.
         """
-        return cls(1.0, 1.0 / (LINEAR_FACTOR * hidden_size))
+        return cls(1.0 / (LINEAR_FACTOR * hidden_size))
 
     def of(self, num_tokens: int, prefix: int = 0) -> float:
         """Return the cost of `num_tokens` that come after a prefix, which is not counted: they attend to it."""
         end = prefix + num_tokens
-        return self.linear * num_tokens + self.attention * (end * end - prefix * prefix)
+        return num_tokens + self.attention * (end * end - prefix * prefix)
 
 
 @dataclass(frozen=True, slots=True)

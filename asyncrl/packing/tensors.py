@@ -150,8 +150,6 @@ def _unpack(role: Role, mask_below: int) -> _Unpacked:
 
 def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
     """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
-    lengths = [each.prompt_tokens + each.response_tokens for each in samples]
-    positions = np.arange(max(lengths), dtype="<i4").tobytes()
     none = np.full(max(each.prompt_tokens for each in samples), -1, dtype="<i4").tobytes()
     # Nothing where a trained sample brings none, so that no 0 is taken for a logprob. Rows of both kinds come only where a resume
     # moved the reference to the learner, which then runs its own over all of them; the other way round the buffer asks for the
@@ -162,8 +160,6 @@ def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
         reference_logprobs = _after_prompts(samples, filled)
     return PackedRow(
         token_ids=b"".join([part for each in samples for part in (each.sample.prompt_ids, each.sample.token_ids)]),
-        position_ids=b"".join([positions[: 4 * length] for length in lengths]),
-        segment_ids=np.repeat(np.arange(len(samples), dtype="<i4"), lengths).tobytes(),
         loss_mask=b"".join([part for each in samples for part in (bytes(each.prompt_tokens), each.loss_mask)]),
         behaviour_logprobs=_after_prompts(samples, [each.sample.logprobs for each in samples]),
         versions=b"".join([part for each in samples for part in (none[: 4 * each.prompt_tokens], each.sample.versions)]),

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.models.memory import ModelShape, forward_row, trained_parts, training_row
 from asyncrl.plan.spec import Question
+from asyncrl.schema.control import Phase
 
-Phase = Literal["rollout", "inference", "train"]
 PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
 Components = dict[str, float]
 

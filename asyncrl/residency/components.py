@@ -100,8 +100,7 @@ class TensorComponent:
         """
         self.name = name
         self.residence: Residence = "device"
-        self._device = device
-        self._collect = collect
+        self._device, self._collect = device, collect
         self._is_frozen, self._is_written = is_frozen, False
         self._path = None if folder is None else folder / f"{name.replace(' ', '_')}.bin"
         self._blocks: tuple[Block, ...] = ()

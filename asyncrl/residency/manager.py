@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from asyncrl.clock import Clock
+from asyncrl.config.run import RunConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.observe.memory import MemoryLine
+from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.observe.steps import JsonLines
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device
-from asyncrl.residency.plan import Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
+from asyncrl.residency.plan import GIB, Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
 
 log = logging.getLogger(__name__)
 
-Record = Callable[[MemoryLine], None]
 MIB = 1 << 20
 OWN_SWITCH = -1
 """The number of a switch that no controller asked for."""
@@ -54,7 +56,7 @@ class ResidencyManager:
         *,
         host_bytes: int | None = None,
         offload_to: OffloadTo = "host",
-        record: Record | None = None,
+        timeline: JsonLines[MemoryLine] | None = None,
     ) -> None:
         """Take over components, each where it is.
 
@@ -66,12 +68,12 @@ class ResidencyManager:
             clock: Times moves.
             host_bytes: How much of host memory offloaded components may take; None: no limit.
             offload_to: Where what leaves the device goes first.
-            record: Told of every switch and of every move within a phase; None: nobody is.
+            timeline: Has a line of every switch and of every move within a phase; None: nothing is written.
         """
         self._process = process
         self._components: dict[str, TensorComponent] = {component.name: component for component in components}
         self._phases: Mapping[Phase, PhaseNeeds] = {needs.phase: needs for needs in phases}
-        self._device, self._clock, self._record = device, clock, record
+        self._device, self._clock, self._timeline = device, clock, timeline
         self._budget = Budget(device.budget_bytes, host_bytes)
         self._offload_to: OffloadTo = offload_to
         self.phase: Phase | None = None
@@ -81,6 +83,21 @@ class ResidencyManager:
         self._peak_bytes = 0
         """Since then, besides what the device measures."""
         device.reset_peak()
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, run_folder: Path, process: str, components: Iterable[TensorComponent],
+        phases: Iterable[PhaseNeeds], device: Device, clock: Clock,
+    ) -> ResidencyManager:  # fmt: skip
+        """Take over the components of a run's process as `placement` says, with its timeline in `RUN/memory`."""
+        placement, timeline = config.placement, open_memory(run_folder, process)
+        host_bytes, offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
+        return cls(process, components, phases, device, clock, host_bytes=host_bytes, offload_to=offload_to, timeline=timeline)
+
+    def close(self) -> None:
+        """Close the timeline; what is where stays. Safe to repeat."""
+        if self._timeline is not None:
+            self._timeline.close()
 
     @property
     def resident(self) -> dict[str, int]:
@@ -153,8 +170,8 @@ class ResidencyManager:
                     self._process, phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes,
                     self.phase or "",
                 )  # fmt: skip
-                if self._record is not None:
-                    self._record(line)
+                if self._timeline is not None:
+                    self._timeline.write(line)
                 self._device.reset_peak()
                 log.info("phase %s: %s", phase, describe(line))
 

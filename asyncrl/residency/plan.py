@@ -78,8 +78,7 @@ class _Draft:
 
     def __init__(self, parts: Iterable[Part], budget: Budget, working_bytes: int) -> None:
         self.parts = {part.name: part for part in parts}
-        self.budget = budget
-        self.working_bytes = working_bytes
+        self.budget, self.working_bytes = budget, working_bytes
         self.moves: list[ComponentMove] = []
 
     def held(self, residence: Residence) -> int:

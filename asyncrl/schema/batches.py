@@ -39,10 +39,6 @@ class PackedRow(msgspec.Struct, frozen=True):
 
     token_ids: bytes
     """int32 [L]."""
-    position_ids: bytes
-    """int32 [L], restarting at 0 with each sample."""
-    segment_ids: bytes
-    """int32 [L], ordinal of the sample within the row; attention and loss stay inside a segment."""
     loss_mask: bytes
     """uint8 [L], 1 on the tokens that are trained."""
     behaviour_logprobs: bytes

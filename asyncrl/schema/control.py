@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a peer of the number before could misread us; checked at hello."""
 
 Phase = Literal["rollout", "inference", "train"]

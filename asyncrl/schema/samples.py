@@ -159,22 +159,13 @@ class Samples(Message, frozen=True, gc=False, tag="samples"):
         """Return samples of one group and attempt together; the times are those of the first."""
         first, masked = samples[0], any(sample.loss_mask for sample in samples)
         return cls(
-            first.group_id,
-            first.attempt,
-            first.generator,
-            first.prompt_ids,
-            tuple([sample.index for sample in samples]),
-            tuple([sample.num_tokens for sample in samples]),
-            b"".join([sample.token_ids for sample in samples]),
-            b"".join([sample.logprobs for sample in samples]),
-            b"".join([sample.versions for sample in samples]),
-            tuple([sample.finish_reason for sample in samples]),
-            tuple([sample.text for sample in samples]),
-            first.started_s,
-            first.finished_s,
-            b"".join([sample.loss_mask or b"\1" * sample.num_tokens for sample in samples]) if masked else b"",
-            first.purpose,
-        )
+            first.group_id, first.attempt, first.generator, first.prompt_ids,
+            tuple([sample.index for sample in samples]), tuple([sample.num_tokens for sample in samples]),
+            b"".join([sample.token_ids for sample in samples]), b"".join([sample.logprobs for sample in samples]),
+            b"".join([sample.versions for sample in samples]), tuple([sample.finish_reason for sample in samples]),
+            tuple([sample.text for sample in samples]), first.started_s, first.finished_s,
+            b"".join([sample.loss_mask or b"\1" * sample.num_tokens for sample in samples]) if masked else b"", first.purpose,
+        )  # fmt: skip
 
     def members(self) -> list[Sample]:
         """Return each by itself."""
@@ -226,15 +217,10 @@ class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
         """Return the request for samples of one group."""
         first = samples[0]
         return cls(
-            first.group_id,
-            first.attempt,
-            prompt,
-            tuple([sample.index for sample in samples]),
-            tuple([sample.text for sample in samples]),
-            tuple([sample.finish_reason for sample in samples]),
-            tuple([sample.num_tokens for sample in samples]),
-            first.purpose,
-        )
+            first.group_id, first.attempt, prompt, tuple([sample.index for sample in samples]),
+            tuple([sample.text for sample in samples]), tuple([sample.finish_reason for sample in samples]),
+            tuple([sample.num_tokens for sample in samples]), first.purpose,
+        )  # fmt: skip
 
 
 class Score(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -70,8 +70,6 @@ class WeightsAvailable(Message, frozen=True, tag="weights_available"):
     """xxh3-64 of each bucket's bytes, 8 bytes each, little-endian."""
     full_version: int = -1
     """The version whose whole bytes can be fetched; -1: this one. Another where only its deltas were published since."""
-    full_location: str = ""
-    """Where those lie; empty: at `location`."""
     full_bucket_fingerprints: bytes = b""
     """Of that version; empty: `bucket_fingerprints`."""
     deltas: tuple[Delta, ...] = ()

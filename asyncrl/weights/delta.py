@@ -22,22 +22,19 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import COPY_THREADS, DTYPE_OF_NAME, bucket_ends
+from asyncrl.schema.weights import WeightsManifest
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from asyncrl.schema.weights import WeightsManifest
-
-    Elements = NDArray[np.unsignedinteger[Any]]
-    Compress = Callable[[bytes], bytes]
+Elements = NDArray[np.unsignedinteger[Any]]
+Compress = Callable[[bytes], bytes]
 
 CHUNK_BYTES = 4 << 20
 MAGIC = b"ADL1"
@@ -45,12 +42,7 @@ _SECTION = struct.Struct("<QIIBB")
 """First byte of the chunk, changed elements, wide gaps, bytes of an element, bytes of a gap."""
 _FRAME = struct.Struct("<I")
 _WIDE_GAP_BYTES = 4
-_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
+_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _NARROW_BELOW = 64
 """Mean gap up to which gaps take one byte each, and beyond which two."""
 

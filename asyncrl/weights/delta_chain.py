@@ -154,7 +154,6 @@ def plan_whole(available: WeightsAvailable) -> FetchPlan:
     whole = msgspec.structs.replace(
         available,
         version=available.full_version,
-        location=available.full_location or available.location,
         fingerprint=deltas[0].base_fingerprint,
         bucket_fingerprints=available.full_bucket_fingerprints or available.bucket_fingerprints,
         deltas=(),
@@ -193,9 +192,7 @@ class DeltaOffers:
     """
 
     def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
-        self._config = config
-        self._writer = writer
-        self._manifest = manifest
+        self._config, self._writer, self._manifest = config, writer, manifest
         self._chain = DeltaChain(manifest.total_bytes, config.full_every)
         self._warned = False
         self._newest = np.empty(manifest.total_bytes, np.uint8)

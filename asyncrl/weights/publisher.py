@@ -133,9 +133,7 @@ class Publisher:
     def __init__(
         self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], None], clock: Clock
     ) -> None:
-        self._config = config
-        self._on_available = on_available
-        self._clock = clock
+        self._config, self._on_available, self._clock = config, on_available, clock
         self._made = fingerprints_made(config)
         self._writer = open_writer(config.medium, run_folder)
         if config.delta is not None and not config.medium.carries_deltas:

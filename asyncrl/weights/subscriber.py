@@ -28,6 +28,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from asyncrl.config.broadcast import BroadcastConfig
@@ -36,7 +37,7 @@ from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, blob_fingerprint
 from asyncrl.weights.delta_chain import FetchPlan, plan_fetch, plan_whole
-from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of, refuse_damaged
+from asyncrl.weights.fingerprint import fingerprints_of, refuse_damaged
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.tensors import MappedTensors
@@ -130,7 +131,7 @@ class Subscriber:
         except BroadcastError:
             lease.release()
             raise
-        return MappedTensors(manifest, lease.flat, lease.path, lease.offset, check=lease.check, release=lease.release)
+        return lease
 
 
 def _release_unused(received: Future[MappedTensors]) -> None:
@@ -202,7 +203,7 @@ class Staging:
             refuse_damaged(plan.whole, self._reader.fetch(plan.whole, flat, cancelled))
             self._held = plan.whole
         assert self._held is not None
-        before, self._held, touched = self._held.bucket_fingerprints, None, set[int]()
+        digests, self._held, touched = np.frombuffer(self._held.bucket_fingerprints, "<u8").copy(), None, set[int]()
         for delta in plan.deltas:
             if cancelled.is_set():
                 raise VersionUnavailableError(f"the fetch of version {available.version} was cancelled")
@@ -210,9 +211,7 @@ class Staging:
             if blob_fingerprint(blob) != delta.fingerprint:
                 raise BroadcastError(f"the delta to version {delta.version} arrived damaged: its fingerprint differs")
             touched |= apply_delta(manifest, blob, flat)
-        digests, changed = [before[at : at + DIGEST_BYTES] for at in range(0, len(before), DIGEST_BYTES)], sorted(touched)
-        found = fingerprints_of(flat, bucket_ends(manifest), buckets=changed)
-        for place, bucket in enumerate(changed):
-            digests[bucket] = found[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-        refuse_damaged(available, b"".join(digests))
+        changed = sorted(touched)
+        digests[changed] = np.frombuffer(fingerprints_of(flat, bucket_ends(manifest), buckets=changed), "<u8")
+        refuse_damaged(available, digests.tobytes())
         self._held = available

@@ -47,10 +47,7 @@ class MappedTensors(LentTensors):
             release: Says that nobody reads them any more.
         """
         super().__init__(view_tensors(flat, manifest))
-        self.manifest = manifest
-        self.flat = flat
-        self.path = path
-        self.offset = offset
+        self.manifest, self.flat, self.path, self.offset = manifest, flat, path, offset
         self.check, self.release = check, release
 
 
@@ -74,11 +71,9 @@ class Receiver(Protocol):
         Raises:
             BroadcastError: The version is gone, damaged, or does not come in time; what was yielded may be half a version.
         """
-        ...
 
     def close(self) -> None:
         """Leave; the others go on. Safe to repeat."""
-        ...
 
 
 class DeferredTensors(dict[str, torch.Tensor]):
@@ -92,9 +87,7 @@ class DeferredTensors(dict[str, torch.Tensor]):
             receiver: `module:function`; the function takes `arguments` and returns a Receiver.
             arguments: What it needs, as JSON.
         """
-        self.available = available
-        self.receiver = receiver
-        self.arguments = arguments
+        self.available, self.receiver, self.arguments = available, receiver, arguments
 
 
 class ArrivingTensors:

@@ -32,7 +32,7 @@ _SAMPLE = samples.Sample(
 )  # fmt: skip
 _GROUP = samples.ScoredGroup(17, _PROMPT, (samples.ScoredSample(_SAMPLE, 1.0, {"exact": 1.0}, logprobs_to_bytes([-0.5, -1.0])),))
 _ROW = batches.PackedRow(
-    token_ids=ids_to_bytes([5, 8]), position_ids=ids_to_bytes([0, 1]), segment_ids=ids_to_bytes([0, 0]), loss_mask=bytes([0, 1]),
+    token_ids=ids_to_bytes([5, 8]), loss_mask=bytes([0, 1]),
     behaviour_logprobs=logprobs_to_bytes([0.0, -0.5]), versions=ids_to_bytes([-1, 4]), rank=1,
     reference_logprobs=logprobs_to_bytes([0.0, -0.75]),
 )  # fmt: skip

@@ -58,8 +58,7 @@ class FakeEngine:
         if isinstance(config, ReplayEngineConfig):
             slots, limit = config.num_slots, config.max_sequence_tokens
             config = FakeEngineConfig(num_slots=slots, max_sequence_tokens=limit, token_latency_s=0.0)
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._version = -1
         self._by_id: dict[str, _Scripted] = {}
         self._waiting: deque[_Scripted] = deque()
@@ -262,14 +261,8 @@ class FakeEngine:
         draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
         token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
         logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
-        return _Scripted(
-            request.request_id,
-            tuple(token_ids.tolist()),
-            tuple(logprobs.astype(np.float32).tolist()),
-            finish_reason,
-            prompt_tokens,
-            weakref.ref(stream),
-        )
+        said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
+        return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, weakref.ref(stream))
 
     def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
         """Draw the completion's length; a log-normal one has the configured mean."""

@@ -83,7 +83,7 @@ class TransformersEngine:
         self._is_closing = False
         self._fault: EngineDied | None = None
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._started: Future[None] = Future()
 
     # -- on the event loop -------------------------------------------------------------------------------------------------
@@ -270,7 +270,6 @@ class TransformersEngine:
             self._on_loop(lambda: self._hear(news))
 
     def _on_loop(self, act: Callable[[], None]) -> None:
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
             self._loop.call_soon_threadsafe(act)
 

@@ -108,19 +108,11 @@ def forward_tokens(num_slots: int) -> ForwardTokens:
 class SlotModel:
     """The model, its cache, and the forwards that generation consists of."""
 
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401 - transformers is untyped
-        num_slots: int,
-        max_tokens: int,
-        device: str,
-        *,
-        adapters_only: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, config: TransformersEngineConfig, *, adapters_only: bool) -> None:  # noqa: ANN401
         self._model = model
-        self.device = torch.device(device)
-        self.num_rows, self.max_tokens = rows_for(num_slots), max_tokens
-        self.cache = SlotCache(self.num_rows, max_tokens, self.device)
+        self.device = torch.device(config.device)
+        self.num_rows, self.max_tokens = rows_for(config.slots), config.max_sequence_tokens
+        self.cache = SlotCache(self.num_rows, self.max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         end = getattr(model.generation_config, "eos_token_id", None)
         end = getattr(model.config, "eos_token_id", None) if end is None else end
@@ -129,7 +121,7 @@ class SlotModel:
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
         self.row_counts: tuple[int, ...] = (self.num_rows,)
         """How many rows `decode` may run, ascending."""
-        self._forward_tokens = forward_tokens(num_slots) if self._graphs is None else _GPU_FORWARD_TOKENS
+        self._forward_tokens = forward_tokens(config.slots) if self._graphs is None else _GPU_FORWARD_TOKENS
         self.piece_tokens = self._forward_tokens[-1][0]
         """A prefill runs so many tokens of a sequence at once; a piece's bits do not depend on what computed those before it."""
         self._has_adopted = False
@@ -178,8 +170,7 @@ class SlotModel:
             use_float32_head(model)
         if lora is not None:
             import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
-        num_slots, max_tokens = config.slots, config.max_sequence_tokens
-        made = cls(model.eval().to(config.device), num_slots, max_tokens, config.device, adapters_only=lora is not None)
+        made = cls(model.eval().to(config.device), config, adapters_only=lora is not None)
         # The first decode allocates the cache and meets every refusal before any request does.
         made.row_counts = made._same_bits()
         if not made.cache.num_bytes:

@@ -302,12 +302,9 @@ class SlotDecoder:
         row = flight.row
         start, end = int(self._rows_R["told"][row]), int(self._rows_R["ordinal"][row])
         self._rows_R["told"][row] = end
-        ids, logprobs, versions = (
-            self._ids_RT[row, start:end],
-            self._logprobs_RT[row, start:end],
-            self._versions_RT[row, start:end],
-        )
-        return TokenChunk(tuple(ids.tolist()), tuple(logprobs.tolist()), tuple(versions.tolist()), finish_reason)
+        parts = (self._ids_RT, self._logprobs_RT, self._versions_RT)
+        ids, logprobs, versions = (tuple(part[row, start:end].tolist()) for part in parts)
+        return TokenChunk(ids, logprobs, versions, finish_reason)
 
     def _finish(self, flight: InFlight, news: TokenChunk | GenerationError) -> News:
         """Take the request's row back; what it left in the cache may still be shared."""

@@ -10,11 +10,8 @@ imported only where there are adapters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +20,7 @@ from transformers import PreTrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import link_folder, open_model
+from asyncrl.learner.ranks.fsdp import whole_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -75,38 +73,15 @@ def publishable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
-def adapters_off(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Return what makes a model with adapters its base for as long as the context lasts."""
-    context: AbstractContextManager[None] = import_module("asyncrl.models.adapters").adapters_off(model)
-    return context
-
-
-def save_policy(
-    model: PreTrainedModel,
-    tokenizer: Any,  # noqa: ANN401 - transformers has no one class
-    folder: Path,
-    whole: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` opens as this policy.
-
-    Args:
-        model: From `open_policy`.
-        tokenizer: Its tokenizer.
-        folder: Exists and is empty.
-        whole: What `publishable_tensors` names, where the model's own are divided over ranks; None: the model's.
-    """
-    if has_adapters(model):
-        adapters = publishable_tensors(model) if whole is None else whole
-        base = Path(model.name_or_path).resolve()
-        link_folder(base, folder, relative=True)
-        saved = {_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
-        save_file(saved, folder / ADAPTER_FILE)
-        config = next(iter(model.peft_config.values()))
-        config.base_model_name_or_path = str(base)
-        config.save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, state_dict=None if whole is None else dict(whole))
-    tokenizer.save_pretrained(folder)
+def save_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Fill an empty folder that `AutoModelForCausalLM.from_pretrained` opens as this policy: adapters, and links to the base."""
+    base = Path(model.name_or_path).resolve()
+    link_folder(base, folder, relative=True)
+    adapters = {_peft_name(name): tensor.contiguous() for name, tensor in whole_tensors(publishable_tensors(model).items())}
+    save_file(adapters, folder / ADAPTER_FILE)
+    config = next(iter(model.peft_config.values()))
+    config.base_model_name_or_path = str(base)
+    config.save_pretrained(folder)
 
 
 def _peft_name(name: str) -> str:

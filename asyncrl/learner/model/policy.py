@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -35,7 +34,15 @@ from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import PACKED_ATTENTION
-from asyncrl.models.causal import DTYPES, check_folder, check_head, run_inside, sequence_logprobs, use_packed_attention
+from asyncrl.models.causal import (
+    DTYPES,
+    check_folder,
+    check_head,
+    open_folder,
+    run_inside,
+    sequence_logprobs,
+    use_packed_attention,
+)
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
 from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.weights import Probe
@@ -111,16 +118,8 @@ def open_model(
         ConfigError: The folder is missing something, or the model cannot be trained on packed rows.
     """
     check_folder(folder)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=DTYPES[config.dtype],
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot open the model in {folder}: {error}") from error
+    way, options = AutoModelForCausalLM, {"attn_implementation": PACKED_ATTENTION, "trust_remote_code": trust_remote_code}
+    model, _ = open_folder("model.path", folder, way, config.dtype, **options)
     return made_ready(model, config, fp32_head=fp32_head)
 
 

@@ -133,8 +133,6 @@ def _row(examples: list[Example]) -> Row:
     mask = np.concatenate([np.full(len(part), position % 2, dtype=np.uint8) for position, part in enumerate(parts)])
     row = PackedRow(
         token_ids=np.concatenate(parts).astype("<i4").tobytes(),
-        position_ids=b"",
-        segment_ids=b"",
         loss_mask=mask.tobytes(),
         behaviour_logprobs=np.zeros(len(mask), dtype="<f4").tobytes(),
         versions=b"",

@@ -107,8 +107,7 @@ class PolicyOptimizer:
             shares_scale_of: The optimizer that runs the backward pass of a loss whose gradients reach these parameters too (a
                 value head beside its policy); it owns the loss scale.
         """
-        self._config = config
-        self._num_steps = num_steps
+        self._config, self._num_steps = config, num_steps
         on_host = config.offload_optimizer
         self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
         masters = list(self._masters.values())
@@ -125,11 +124,9 @@ class PolicyOptimizer:
             self._adamws.append(torch.optim.AdamW(groups, fused=True, **settings) if plain else build_lowbit(groups, config))
         self._host = HostGradients(buckets) if on_host else None
         self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
-        self._owns_scale = config.dtype == "float16" and shares_scale_of is None
-        self.scale: LossScale | None = LossScale() if self._owns_scale else None
+        self._own_scale = LossScale() if config.dtype == "float16" and shares_scale_of is None else None
+        self.scale: LossScale | None = self._own_scale if shares_scale_of is None else shares_scale_of.scale
         """One and the same for all whose gradients come from one backward pass; None but for float16."""
-        if shares_scale_of is not None:
-            self.scale = shares_scale_of.scale
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss."""
@@ -166,8 +163,8 @@ class PolicyOptimizer:
         with torch.no_grad():
             for master in (one for one in self._masters.values() if one.is_copy):
                 master.parameter.copy_(master.trained, non_blocking=master.trained.is_pinned())
-        if self.scale is not None and self._owns_scale:
-            self.scale.note_update()
+        if self._own_scale is not None:
+            self._own_scale.note_update()
         self.zero_grad()
         return rate
 
@@ -183,8 +180,8 @@ class PolicyOptimizer:
                 yield f"{_MASTER}/{name}", master.trained.detach()
             for kind, value in plain_state(self._adamw_of[id(master.trained)].state.get(master.trained, {})).items():
                 yield f"{kind}/{name}", value
-        if self.scale is not None and self._owns_scale:
-            yield f"{_SCALE}/", torch.tensor([self.scale.value, self.scale.good_updates], dtype=torch.float64)
+        if (scale := self._own_scale) is not None:
+            yield f"{_SCALE}/", torch.tensor([scale.value, scale.good_updates], dtype=torch.float64)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield everything that it keeps between steps as the very tensors it works on; there is more after the first step.
@@ -216,8 +213,8 @@ class PolicyOptimizer:
             kind, _, name = key.partition("/")
             states.setdefault(name, {})[kind] = tensor
         scale = states.pop("", {})
-        if self.scale is not None and self._owns_scale and _SCALE in scale:
-            self.scale.value, self.scale.good_updates = float(scale[_SCALE][0]), int(scale[_SCALE][1])
+        if self._own_scale is not None and _SCALE in scale:
+            self._own_scale.value, self._own_scale.good_updates = float(scale[_SCALE][0]), int(scale[_SCALE][1])
         for name, state in states.items():
             try:
                 self._load_one(self._masters[name], state)

@@ -13,7 +13,6 @@ fails its peers' collectives at once, and one that hangs fails them after `timeo
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 UNBOUNDED = timedelta(days=365)
@@ -97,7 +96,7 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
     Args:
         rank: Of this process.
         size: How many are expected.
-        store: Where they find each other: from `host_store` or `join_store`.
+        store: Where they find each other: from `open_store` or `join_store`.
         device: `cpu`, or a CUDA device, which this process then uses by default.
         timeout_s: Most seconds between the first and the last rank's arrival at a collective; rank 0 is waited for.
 
@@ -120,20 +119,3 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
         yield Ranks(rank, size, dist.new_group(backend="gloo", timeout=UNBOUNDED))
     finally:
         dist.destroy_process_group()
-
-
-def host_store(size: int, timeout_s: float) -> tuple[TCPStore, str]:
-    """Open the store at which `size` ranks meet, and return it with its address, `host:port`."""
-    listening = socket.create_server((LOOPBACK, 0))
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        LOOPBACK, port, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )  # fmt: skip
-    return store, f"{LOOPBACK}:{port}"
-
-
-def join_store(address: str, size: int, timeout_s: float) -> TCPStore:
-    """Open the store of rank 0 at `address`."""
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

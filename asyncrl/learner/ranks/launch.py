@@ -24,9 +24,10 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.ranks.group import Ranks, host_store, joined_ranks
+from asyncrl.learner.ranks.group import LOOPBACK, Ranks, joined_ranks
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.control import Phase
+from asyncrl.weights.media.collective_group import open_store
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class RankLauncher:
         size = config.learner.ranks
         if size > 1:
             assert start_rank is not None, "several ranks need a way to start the others"
-            self._store, address = host_store(size, config.supervision.start_timeout_s)
+            self._store, address = open_store(LOOPBACK, config.supervision.start_timeout_s)
             try:
                 for rank in range(1, size):
                     self._processes.append(start_rank(rank, address))

@@ -19,7 +19,7 @@ from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.offload import open_offload
-from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.ranks.group import joined_ranks
 from asyncrl.learner.ranks.launch import Begin, Help, ReachPhase, command_decoder, rank_device
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import prepare
@@ -27,6 +27,7 @@ from asyncrl.learner.step.train_step import division_of, train_step
 from asyncrl.learner.train_state import Offload, TrainState
 from asyncrl.models.layout import help_copy_out
 from asyncrl.schema.batches import StepBatch
+from asyncrl.weights.media.collective_group import join_store
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
     """
     torch.set_num_threads(config.learner.num_threads)
     timeout_s, size = config.supervision.start_timeout_s, config.learner.ranks
-    store = join_store(address, size, timeout_s)
+    store = join_store(address, timeout_s)
     state: TrainState | None = None
     offload: Offload | None = None
     with joined_ranks(rank, size, store, rank_device(config, rank), timeout_s) as ranks, contextlib.ExitStack() as leaving:
@@ -65,7 +66,7 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                     help_copy_out(publishable_tensors(state.model))
                 case Help("offload"):
                     offload = open_offload(state, config, run_folder, SystemClock())
-                    leaving.callback(offload.timeline.close)
+                    leaving.callback(offload.manager.close)
                 case Help("save"):
                     with contextlib.nullcontext() if offload is None else offload.manager.readable():
                         contribute_checkpoint(state)

@@ -23,8 +23,8 @@ Legend: N tokens the model sees, M targets of a row, S samples (of a row, or of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
 from asyncrl.errors import LearnerError
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout
+from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout, on_device
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
@@ -62,10 +62,9 @@ class Row:
     """int64 [M], which of the row's samples (0 to S - 1)."""
     sample_index: NDArray[np.int64]
     """[S], position of each of them in `StepBatch.samples`."""
-    target_samples: NDArray[np.int64]
-    """[M], position in `StepBatch.samples`: the line of each target in a table."""
-    target_offsets: NDArray[np.int64]
-    """[M], the column: the target's place in the response."""
+    places: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """[M] each, line and column of every target in a table: its sample's position in `StepBatch.samples`, and its own place in
+    the response."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [M], where the batch brings them."""
     is_filler: bool = False
@@ -81,24 +80,13 @@ class Row:
         """Bool [M], which targets count: all, or none of a filler."""
         return torch.full_like(self.target_ids, not self.is_filler, dtype=torch.bool)
 
-    @property
-    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[M] each, line and column of every target in a table."""
-        return self.target_samples, self.target_offsets
-
     def part_of(self, table: NDArray[Scalar]) -> torch.Tensor:
         """Return [M], the row's part of a table [S, T], on the row's device."""
         return torch.from_numpy(table[self.places]).to(self.target_ids.device)
 
     def to(self, device: torch.device) -> Row:
         """Return the row on `device` (itself where it is there already)."""
-        if device.type == "cpu":
-            return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor | SequenceLayout)
-        }
-        return replace(self, **moved)
+        return self if device.type == "cpu" else on_device(self, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +124,7 @@ class PreparedBatch:
             ranks: All must call.
         """
         own = [(row, part) for row, part in zip(self.rows, values, strict=True) if not row.is_filler]
-        places = [row.target_samples * self.mask.shape[1] + row.target_offsets for row, _ in own]
+        places = [np.ravel_multi_index(row.places, self.mask.shape) for row, _ in own]
         parts = [part.detach().double().cpu().numpy() for _, part in own]
         placed_N2 = np.stack([np.concatenate([np.zeros(0), *places]), np.concatenate([np.zeros(0), *parts])], axis=1)
         placed_N2 = ranks.gather(torch.from_numpy(placed_N2)).cpu().numpy()
@@ -276,8 +264,7 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
         versions=torch.from_numpy(arrays.versions[targets].astype(np.int64)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         sample_index=indices,
-        target_samples=np.repeat(indices, counts),
-        target_offsets=np.concatenate([member.trained - member.sample.prompt_tokens for member in members]),
+        places=(np.repeat(indices, counts), np.concatenate([member.trained - member.sample.prompt_tokens for member in members])),
         reference_logprobs=None if reference is None else torch.from_numpy(reference[targets].copy()),
     )
 

@@ -169,7 +169,7 @@ class PolicyObjective:
         """Return the loss of a row under the current policy, and what it was made from."""
         plan, passes, logprobs = self._plan, self._passes, outputs.logprobs
         behaviour = row.behaviour_logprobs.to(logprobs)
-        before = None if passes.proximal is None else passes.proximal[place]
+        before = passes.proximal[place] if passes.proximal else None
         inputs = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=proximal_of(plan, logprobs.detach(), behaviour, row.versions, before),
@@ -180,7 +180,7 @@ class PolicyObjective:
             num_sequences=row.num_sequences,
             denominators=update.denominators,
             entropy=outputs.entropy,
-            reference_logprobs=None if passes.reference is None else passes.reference[place].to(logprobs),
+            reference_logprobs=passes.reference[place].to(logprobs) if passes.reference else None,
             versions=row.versions,
             learner_version=plan.batch.step,
         )
@@ -191,13 +191,12 @@ class PolicyObjective:
         return inputs, self._loss(inputs, plan.loss_config)
 
     def _value_loss(self, row: Row, place: int, update: Update, values: torch.Tensor) -> torch.Tensor:
-        algorithm, before = self._plan.algorithm, self._passes.values
+        algorithm = self._plan.algorithm
         assert algorithm.critic is not None
-        assert before is not None
         assert self._returns is not None
         inputs = ValueInputs(
             values=values,
-            old_values=before[place].to(values),
+            old_values=self._passes.values[place].to(values),
             returns=row.part_of(self._returns).to(values),
             mask=row.mask,
             sequence_ids=row.sequence_ids,
@@ -234,17 +233,14 @@ def advantage_inputs(plan: StepPlan, passes: Passes, ranks: Ranks) -> tuple[Adva
     if plan.has_token_kl:
         # Each sample's reward on its last trained token, less the KL penalty of every token.
         assert plan.algorithm.kl is not None
-        assert passes.proximal is not None
-        assert passes.reference is not None
         proximal, reference = (
             torch.from_numpy(prepared.collect(values, ranks)) for values in (passes.proximal, passes.reference)
         )
         kl = kl_for_rewards(proximal, reference, torch.from_numpy(prepared.mask), plan.algorithm.kl).numpy()
         token_rewards = rewards_on_last_tokens(rewards, prepared.mask) - plan.kl_coefficient * kl
         figures["kl/penalty_mean"] = float(kl[prepared.mask].mean())
-    values = None if passes.values is None else prepared.collect(passes.values, ranks)
+    values = prepared.collect(passes.values, ranks) if passes.values else None
     if plan.wants_log_ratios:
-        assert passes.proximal is not None
         pairs = zip(passes.proximal, plan.rows, strict=True)
         log_ratios = prepared.collect([own - row.behaviour_logprobs.to(own) for own, row in pairs], ranks)
     if plan.algorithm.has_greedy_baseline:
@@ -271,7 +267,6 @@ def plan_updates(plan: StepPlan, passes: Passes, advantages: FloatArray, ranks: 
     first_rows = itertools.accumulate(map(len, prepared.updates), initial=0)
     tables: list[FloatArray] = []
     if plan.plans_corrections:
-        assert passes.proximal is not None
         of_rows = ([row.behaviour_logprobs for row in plan.rows], [row.versions for row in plan.rows])
         tables = [prepared.collect(values, ranks) for values in (passes.proximal, *of_rows)]
     for number, first_row in zip(range(len(prepared.updates)), first_rows, strict=False):

@@ -21,8 +21,8 @@ from asyncrl.config.algorithm_table import looks_at_whole_update
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
+from asyncrl.learner.batch_metrics import batch_staleness
 from asyncrl.learner.checkpoint_folder import StepMemory
-from asyncrl.learner.metrics import batch_staleness
 from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row
@@ -121,13 +121,13 @@ RowValues = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Passes:
-    """What the passes found; None where nothing needs it."""
+    """What the passes found; empty where nothing needs it."""
 
-    proximal: RowValues | None = None
+    proximal: RowValues = field(default_factory=list)
     """The learner before the step."""
-    values: RowValues | None = None
+    values: RowValues = field(default_factory=list)
     """The critic before the step."""
-    reference: RowValues | None = None
+    reference: RowValues = field(default_factory=list)
     timings_s: dict[str, float] = field(default_factory=dict)
     """By metric name."""
 
@@ -157,18 +157,15 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
         passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
     if plan.needs_proximal or isinstance(critic, ValueHead):
         started_s = time.perf_counter()
-        proximal: RowValues = []
-        values: RowValues = []
         for row in plan.rows:
             if plan.needs_proximal:
                 outputs = run_policy(state, plan, row)
-                proximal.append(outputs.logprobs)
+                passes.proximal.append(outputs.logprobs)
             if isinstance(critic, ValueHead):
                 hidden = outputs.hidden if plan.needs_proximal else row_hidden(state.model.base_model, row)
-                values.append(critic(row, hidden))
-        passes.proximal, passes.values = proximal or None, values or None
+                passes.values.append(critic(row, hidden))
         passes.timings_s["time/proximal_s"] = time.perf_counter() - started_s
-    if critic is not None and passes.values is None:
+    if critic is not None and not passes.values:
         started_s = time.perf_counter()
         passes.values = [critic(row, None) for row in plan.rows]
         passes.timings_s["time/values_s"] = time.perf_counter() - started_s

@@ -30,9 +30,8 @@ class PreferenceObjective:
         Raises:
             LearnerError: There is none, or its two samples lie in different rows.
         """
-        assert passes.reference is not None, "a plan of preferences needs the reference"
-        self._state = state
-        self._plan = plan
+        assert passes.reference, "a plan of preferences needs the reference"
+        self._state, self._plan = state, plan
         self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
         self._sums: list[dict[str, torch.Tensor]] = []
         """Of figures over the pairs of each row that was trained."""

@@ -29,7 +29,8 @@ from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.algorithms.losses import Loss
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.metrics import batch_metrics, token_rows
+from asyncrl.learner.batch_metrics import batch_metrics
+from asyncrl.learner.metrics import token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
 from asyncrl.learner.step.objective import PolicyObjective

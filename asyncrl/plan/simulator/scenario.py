@@ -31,16 +31,6 @@ class Distribution:
     values: tuple[float, ...] = ()
     """Of kind `measured`: drawn from with replacement; of kind `recorded`: one after the other, and drawn from after the last."""
 
-    @property
-    def mean(self) -> float:
-        """Return the mean; a log-normal's before it is cut."""
-        match self.kind:
-            case "measured" | "recorded":
-                return float(np.mean(self.values))
-            case "uniform":
-                return sum(self.parameters) / 2
-        return self.parameters[0]
-
     def drawer(self, rng: np.random.Generator) -> Draw:
         """Return a function that draws one value after the other, in blocks from `rng`."""
         block = list(reversed(self.values)) if self.kind == "recorded" else []

@@ -17,8 +17,6 @@ Invariants, for every implementation (tests/contract/media/test_medium.py runs o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +29,8 @@ from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl.weights.tensors import MappedTensors
 
 NUM_SLOTS = 2
 
@@ -95,28 +95,13 @@ class MediumWriter:
         raise NotImplementedError
 
 
-@dataclass(slots=True)
-class Lease:
-    """A version's bytes where they lie, on this machine; held until released or until its process ends."""
-
-    flat: torch.Tensor
-    """uint8 [total_bytes], to be read only."""
-    path: str = ""
-    """File that any process of this machine may map; empty: none can."""
-    offset: int = 0
-    """Of `flat` in that file, bytes."""
-    check: Callable[[], None] = lambda: None
-    """Call after the last byte was read, before anything samples with it. Raises VersionUnavailableError once the bytes were
-    overwritten: whatever was read since the lease began may be a mixture."""
-    release: Callable[[], None] = lambda: None
-    """Call once nobody reads them any more. Safe to repeat."""
-
-
 class MediumReader:
     """A generator's end."""
 
-    def lease(self, available: WeightsAvailable) -> Lease | None:  # noqa: ARG002 - of media that have to fetch
-        """Return the version's bytes where they lie, or None where the medium has to fetch them.
+    def lease(self, available: WeightsAvailable) -> MappedTensors | None:  # noqa: ARG002 - of media that have to fetch
+        """Return the version where it lies on this machine, to be read only, or None where the medium has to fetch it.
+
+        It is held until released or until this process ends. Its `check` raises VersionUnavailableError.
 
         Raises:
             VersionUnavailableError: The version is gone.

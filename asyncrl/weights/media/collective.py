@@ -113,9 +113,7 @@ class CollectiveWriter(MediumWriter):
     def __init__(
         self, config: GlooMedium | NCCLMedium, keys: ClientKeys | None = None, through: Callable[[], torch.device] | None = None
     ) -> None:
-        self._config = config
-        self._keys = keys
-        self._through = through
+        self._config, self._keys, self._through = config, keys, through
         self._backend: Backend = "nccl" if isinstance(config, NCCLMedium) else "gloo"
         self._lock = threading.Lock()
         self._versions: dict[int, tuple[int, str]] = {}
@@ -124,8 +122,9 @@ class CollectiveWriter(MediumWriter):
         self._ends: tuple[int, ...] = ()
         self._device: torch.device | None = None
         self._buffers: BucketBuffers | None = None
-        self._router: Router | None = None
+        self._router: Router
         self._thread: threading.Thread | None = None
+        """Reads the socket, which is there once the thread is."""
         self._closing = threading.Event()
         self._location = ""
         # From here on of the medium's own thread.
@@ -186,7 +185,6 @@ class CollectiveWriter(MediumWriter):
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
-        if self._router is not None:
             self._router.close()
         self._thread, self._slots = None, ()
 
@@ -203,7 +201,6 @@ class CollectiveWriter(MediumWriter):
 
     def _hear(self, timeout_ms: int) -> None:
         """Take in what members say; what is no message is ignored."""
-        assert self._router is not None
         while self._router.poll(timeout_ms):
             timeout_ms = 0
             member, *frames = self._router.socket.recv_multipart()
@@ -244,7 +241,6 @@ class CollectiveWriter(MediumWriter):
 
     def _send_version(self, version: int) -> None:
         """Make one attempt to send the version to those that are ready for it."""
-        assert self._router is not None
         members = tuple(sorted(member for member, (wanted, _) in self._ready.items() if wanted == version))
         for member in members:
             del self._ready[member]

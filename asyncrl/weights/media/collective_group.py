@@ -122,8 +122,7 @@ class Group:
     def _opened_group(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> Any:  # noqa: ANN401
         """Return torch's group; waits until all are in, and raises RuntimeError as torch does."""
         if isinstance(store, str):
-            at, _, port = store.rpartition(":")
-            store = TCPStore(at, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+            store = join_store(store, self._timeout.total_seconds())
         if self._backend == "gloo":
             # torch has no public way to choose the interface.
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -169,7 +168,7 @@ def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN4
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """Open the store where a group's members meet, on that interface alone; return it with its host:port.
+    """Open the store where the members of a group meet, on that interface alone; return it with its host:port.
 
     Raises:
         BroadcastError: `host` is no address of this machine.
@@ -184,6 +183,12 @@ def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
     handle = listening.detach()
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle)
     return store, f"{host}:{port}"
+
+
+def join_store(address: str, timeout_s: float) -> TCPStore:
+    """Open the store that another process opened at `address`."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def own_address(towards: str) -> str:

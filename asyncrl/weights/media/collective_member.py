@@ -54,9 +54,7 @@ class Member:
     """
 
     def __init__(self, backend: Backend, timeout_s: float, keys: ClientKeys | None = None) -> None:
-        self._backend = backend
-        self._timeout_s = timeout_s
-        self._keys = keys
+        self._backend, self._timeout_s, self._keys = backend, timeout_s, keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._dealer: zmq.Socket[bytes] | None = None
         self._address = ""

@@ -23,7 +23,7 @@ import torch
 
 from asyncrl.errors import BroadcastError, first_line
 from asyncrl.models.layout import bucket_ends, check_manifest
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import DIGEST_BYTES
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
 from asyncrl.weights.media.device import device_fingerprint, gpu_for
@@ -31,7 +31,7 @@ from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemory
 from asyncrl.weights.tensors import bucket_views
 
 TICKET_BYTES = 4096
-_TICKETS = WeightsManifest((), TICKET_BYTES)
+_TICKETS = WeightsManifest((TensorEntry("ticket", (TICKET_BYTES,), "U8", 0, TICKET_BYTES),), TICKET_BYTES)
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -64,11 +64,8 @@ class FilesWriter(MediumWriter):
     """The learner's end; owns the folder."""
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._folder = (
-            Path(config.folder) / f"{run_folder.resolve().name}-{path_hash(run_folder)}"
-            if config.folder
-            else run_folder / "weights"
-        )
+        named = f"{run_folder.resolve().name}-{path_hash(run_folder)}"
+        self._folder = Path(config.folder) / named if config.folder else run_folder / "weights"
         self._config = config
         self._shards: dict[str, tuple[TensorEntry, ...]] = {}
         self._slots: tuple[memoryview, ...] = ()
@@ -167,8 +164,7 @@ class FilesReader(MediumReader):
     """A generator's end."""
 
     def __init__(self, config: FilesMedium, run_folder: Path) -> None:
-        self._run_folder = run_folder
-        self._config = config
+        self._run_folder, self._config = run_folder, config
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Read the version's folder, several tensors at once; see MediumReader."""

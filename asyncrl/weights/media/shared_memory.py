@@ -36,15 +36,7 @@ from numpy.typing import NDArray
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import fingerprints_of
-from asyncrl.weights.media.base import (
-    NUM_SLOTS,
-    Lease,
-    MediumReader,
-    MediumWriter,
-    VersionUnavailableError,
-    read_blob,
-    write_blob,
-)
+from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import (
     create_private,
     disown,
@@ -53,6 +45,7 @@ from asyncrl.weights.shm_segments import (
     segment_folder,
     segment_prefix,
 )
+from asyncrl.weights.tensors import MappedTensors
 
 HEADER_BYTES = mmap.PAGESIZE
 LEASE_LIMIT_S = 30.0
@@ -73,8 +66,7 @@ class SharedMemoryWriter(MediumWriter):
     keeps_slots = True
 
     def __init__(self, run_folder: Path, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._run_folder = run_folder
-        self._now_s = now_s
+        self._run_folder, self._now_s = run_folder, now_s
         self._path: Path | None = None
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
         self._locks: list[int] = []
@@ -184,7 +176,7 @@ class SharedMemoryReader(MediumReader):
         self._run_folder = run_folder
         self._segment: Segment | None = None
 
-    def lease(self, available: WeightsAvailable) -> Lease:
+    def lease(self, available: WeightsAvailable) -> MappedTensors:
         """Hold the slot that the version lies in: the learner writes to the other one for as long as it can; see MediumReader."""
         if self._segment is None or available.location != str(self._segment.path):
             self._segment = Segment(self._run_folder, available.location)
@@ -211,7 +203,8 @@ class SharedMemoryReader(MediumReader):
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             check()
             release = opened.pop_all().close
-        return Lease(segment.whole[offset : offset + total_bytes], str(segment.path), offset, check, release)
+        flat = segment.whole[offset : offset + total_bytes]
+        return MappedTensors(available.manifest, flat, str(segment.path), offset, check=check, release=release)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Copy the version out of its slot; see MediumReader."""

@@ -57,10 +57,7 @@ class HybridPublisher:
         self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], None], clock: Clock
     ) -> None:
         """Note where; the file is made at the first publish."""
-        self._config = config
-        self._run_folder = run_folder
-        self._on_available = on_available
-        self._clock = clock
+        self._config, self._run_folder, self._on_available, self._clock = config, run_folder, on_available, clock
         self._path: Path | None = None
         self._header: NDArray[np.int64] = np.zeros(0, np.int64)
         self._flat = torch.empty(0, dtype=torch.uint8)
@@ -90,19 +87,8 @@ class HybridPublisher:
         digests = _fingerprints(self._flat, manifest)
         self._header[_VERSION] = version
         blocked_ms = (time.perf_counter() - started_s) * 1e3
-        self._on_available(
-            WeightsAvailable(
-                version,
-                KIND,
-                str(self._path),
-                manifest,
-                version_fingerprint(digests),
-                self._clock.now(),
-                blocked_ms,
-                probe,
-                digests,
-            )
-        )
+        name, now, path = version_fingerprint(digests), self._clock.now(), str(self._path)
+        self._on_available(WeightsAvailable(version, KIND, path, manifest, name, now, blocked_ms, probe, digests))
         return blocked_ms
 
     def close(self) -> None:

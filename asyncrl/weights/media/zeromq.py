@@ -141,8 +141,7 @@ class PartServer:
         keys: ClientKeys | None,
         find_feeder: Callable[[FeederRequest], FeederReply] | None = None,
     ) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._find_feeder = find_feeder
+        self._chunk_bytes, self._find_feeder = chunk_bytes, find_feeder
         self._lock = threading.Lock()
         self._held: dict[Key, _Held] = {}
         self._waiting: deque[tuple[bytes, PartRequest]] = deque(maxlen=MAX_WAITING)
@@ -318,8 +317,7 @@ class ZeroMQWriter(MediumWriter):
     keeps_slots = True
 
     def __init__(self, config: ZeroMQMedium, keys: ClientKeys | None = None) -> None:
-        self._config = config
-        self._keys = keys
+        self._config, self._keys = config, keys
         self._slots: tuple[memoryview, ...] = ()
         self._committed: dict[int, Key] = {}
         self._feeders: dict[Key, Feeders] = {}

@@ -121,8 +121,7 @@ class _Fetch:
     """One version, or one delta, on its way here; use once."""
 
     def __init__(self, reader: ZeroMQReader, key: Key, location: str, into: memoryview, lost: str) -> None:
-        self._reader = reader
-        self._key = key
+        self._reader, self._key = reader, key
         self._what = f"the delta {key[1]!r}" if key[0] == BLOB else f"version {key[0]}"
         self._location = location
         self._target = np.frombuffer(into, np.uint8)

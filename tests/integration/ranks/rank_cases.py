@@ -21,15 +21,16 @@ from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
-from asyncrl.learner.model.lora import adapters_off, publishable_tensors
+from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import Reference, character_tokenizer
 from asyncrl.learner.offload import open_offload
 from asyncrl.learner.ranks.fsdp import Divider, whole_tensors
-from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.ranks.group import joined_ranks
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.models.adapters import add_adapters
+from asyncrl.models.adapters import adapters_off, add_adapters
 from asyncrl.models.layout import copy_out, help_copy_out, make_manifest, view_tensors
+from asyncrl.weights.media.collective_group import join_store
 from tests.unit.learner import conftest as kit
 
 TIMEOUT_S = 100.0
@@ -174,7 +175,7 @@ def run_moved(name, ranks, folder):
     residents.reach("rollout", 2 * STEPS)
     with residents.manager.readable():
         found |= {f"read/{key}": value for key, value in whole_tensors(train_state.model.named_parameters())}
-    residents.timeline.close()
+    residents.manager.close()
     return found
 
 
@@ -203,7 +204,7 @@ def run_refused(ranks, folder):
         said = str(error)
     residents.reach("train", 1)
     train_step(train_state, batch_at(0, 60, ranks.size), config)
-    residents.timeline.close()
+    residents.manager.close()
     return {"said": ranks.gather(as_bytes(f"rank {ranks.rank}: {said}\n")), **dict(the_rest(train_state, config, 60))}
 
 
@@ -261,7 +262,7 @@ PUBLISHED = {"tied": {"tied": True}, "bfloat16": {"tied": False, "dtype": "bfloa
 
 def main(rank, size, address, folder):
     torch.set_num_threads(1)
-    store = join_store(address, size, TIMEOUT_S)
+    store = join_store(address, TIMEOUT_S)
     with joined_ranks(rank, size, store, "cpu", TIMEOUT_S) as ranks:
         found = {f"{name}/{key}": value for name in CASES for key, value in run_case(name, ranks).items()}
         found |= {f"checkpoint/{key}": value for key, value in run_resumed(ranks, folder).items()}

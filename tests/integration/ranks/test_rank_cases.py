@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.ranks.group import Ranks, host_store
+from asyncrl.learner.ranks.group import LOOPBACK, Ranks
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.observe.memory import read_memory
+from asyncrl.weights.media.collective_group import open_store
 from tests.integration.ranks import rank_cases
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 def folder(tmp_path_factory):
     """Where two ranks have left what they found; they run all cases once."""
     folder = tmp_path_factory.mktemp("ranks")
-    _store, address = host_store(2, rank_cases.TIMEOUT_S)
+    _store, address = open_store(LOOPBACK, rank_cases.TIMEOUT_S)
     env, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-m", "tests.integration.ranks.rank_cases"]
     peers = [
         subprocess.Popen([*command, str(rank), "2", address, str(folder)], env=env, stderr=subprocess.PIPE) for rank in (0, 1)
@@ -131,10 +132,11 @@ import os, subprocess, sys
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.ranks.launch import RankLauncher
-from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.ranks.group import joined_ranks
+from asyncrl.weights.media.collective_group import join_store
 
 if len(sys.argv) > 1:
-    with joined_ranks(1, 2, join_store(sys.argv[1], 2, 60.0), "cpu", 60.0):
+    with joined_ranks(1, 2, join_store(sys.argv[1], 60.0), "cpu", 60.0):
         os._exit(0)
 
 def start(rank, address):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from asyncrl.learner.ranks.group import host_store
+from asyncrl.learner.ranks.group import LOOPBACK
+from asyncrl.weights.media.collective_group import open_store
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timed]
 
@@ -17,9 +18,10 @@ LONG_S = 240.0
 """Far longer than any of these tests lasts."""
 BEGIN = """
 import os, sys, time, torch
-from asyncrl.learner.ranks.group import join_store, joined_ranks
+from asyncrl.learner.ranks.group import joined_ranks
+from asyncrl.weights.media.collective_group import join_store
 rank, address, timeout_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-store = join_store(address, 2, 60.0)
+store = join_store(address, 60.0)
 store.set(f"here {rank}", "now")
 store.wait([f"here {1 - rank}"])
 """
@@ -48,7 +50,7 @@ with joined_ranks(rank, 2, store, "cpu", timeout_s) as ranks:
 
 def _both(code, timeout_s):
     """Start both ranks."""
-    store, address = host_store(2, 60.0)
+    store, address = open_store(LOOPBACK, 60.0)
     command = [sys.executable, "-c", BEGIN + code]
     peers = [subprocess.Popen([*command, str(rank), address, str(timeout_s)], stdout=subprocess.PIPE) for rank in (0, 1)]
     return store, peers

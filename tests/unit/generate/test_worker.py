@@ -13,7 +13,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
-from asyncrl.generate.worker import run_generator
+from asyncrl.generate.worker import GeneratorWorker
 from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, Shutdown
 from asyncrl.schema.samples import (
     ChatMessage,
@@ -57,7 +57,7 @@ async def generator(engine=FAKE, fetch=fetch_nothing, folder="model", **generate
     """A generator that has loaded its model."""
     config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
     async with channel_of("generator", "generator-7") as (near, far), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run_generator(config, Path(), near, SystemClock(), fetch, name="generator-7"))
+        running = tasks.create_task(GeneratorWorker(config, Path(), near, SystemClock(), fetch, "generator-7").run())
         controller = Observer(far)
         await controller.order(LoadModel(str(folder)))
         controller.ready = await controller.report(EngineReady)

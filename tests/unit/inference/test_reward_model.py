@@ -15,7 +15,7 @@ from asyncrl.schema.samples import ids_from_bytes
 
 
 def _open(folder, **settings):
-    return RewardScorer.open(RewardModel(name="judge", path=str(folder), **settings), "cpu")
+    return RewardScorer(RewardModel(name="judge", path=str(folder), **settings), "cpu")
 
 
 def _sequence(request):

@@ -6,7 +6,7 @@ import contextlib
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
-from asyncrl.inference.worker import run_inference_worker
+from asyncrl.inference.worker import InferenceWorker
 from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
 from tests.builders import Controller, channel_of, outcome_of
 
@@ -33,7 +33,7 @@ async def worker(folder, **inference):
     async with channel_of("inference", "inference-0") as (near, far), asyncio.TaskGroup() as group:
         controller = Loader(far)
         controller.model_folder = str(folder / "model")
-        controller.task = group.create_task(outcome_of(run_inference_worker(config, folder, near, SystemClock())))
+        controller.task = group.create_task(outcome_of(InferenceWorker(config, folder, near, SystemClock(), "inference-0").run()))
         yield controller
         if not controller.task.done():
             await controller.order(Shutdown())

@@ -130,11 +130,8 @@ def _row(samples, rank):
         return np.concatenate(parts).astype(dtype).tobytes()
 
     tokens = np.concatenate([part for sample in samples for part in (sample["prompt"], sample["response"])])
-    lengths = [_length(sample) for sample in samples]
     return PackedRow(
         token_ids=tokens.astype("<i4").tobytes(),
-        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype("<i4").tobytes(),
-        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype("<i4").tobytes(),
         loss_mask=joined("mask", np.uint8),
         behaviour_logprobs=joined("logprobs", "<f4"),
         versions=joined("versions", "<i4") if "versions" in samples[0] else np.zeros(len(tokens), "<i4").tobytes(),

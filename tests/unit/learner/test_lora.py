@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.model.lora import adapters_off, open_policy, publishable_tensors, save_policy
+from asyncrl.learner.model.lora import open_policy, publishable_tensors, save_adapters
 from asyncrl.learner.model.policy import build_scratch, open_tokenizer, save_model
 from asyncrl.learner.step.train_step import train_step
+from asyncrl.models.adapters import adapters_off
 
 ALPHABET = "abcdefghijklmnopqrstu"
 """As many tokens, with padding and end, as the kit's vocabulary."""
@@ -44,7 +45,8 @@ def trained(kit, base, config):
 def save(policy, base):
     folder = base.parent / "checkpoints" / "step-2"
     folder.mkdir(parents=True)
-    save_policy(policy, open_tokenizer(base), folder)
+    save_adapters(policy, folder)
+    open_tokenizer(base).save_pretrained(folder)
     return folder
 
 

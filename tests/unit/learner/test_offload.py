@@ -21,7 +21,7 @@ def opened(tmp_path):
 
         def open_one(train_state, config):
             train_state.offload = open_offload(train_state, config, tmp_path, SystemClock())
-            made.callback(train_state.offload.timeline.close)
+            made.callback(train_state.offload.manager.close)
             return train_state.offload
 
         yield open_one

@@ -13,8 +13,9 @@ from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learner.fake import run_fake_learner
-from asyncrl.learner.worker import run_learner
+from asyncrl.learner.fake import FakeLearner
+from asyncrl.learner.ranks.launch import RankLauncher
+from asyncrl.learner.worker import LearnerWorker
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
@@ -69,11 +70,11 @@ class Publisher(Controller):
 async def learner(run_folder, config=CONFIG, examples=list):
     async with channel_of("learner", "learner") as (near, far), asyncio.TaskGroup() as group:
         controller, clock = Publisher(far), SystemClock()
-        told = {"publish": controller.publish, "warm_start_examples": examples, "alphabet": ALPHABET}
         if config.learner.fake_step_s is not None:
-            running = run_fake_learner(config, run_folder, near, clock, controller.announce)
+            running = FakeLearner(config, run_folder, near, clock, controller.announce).run()
         else:
-            running = run_learner(config, run_folder, near, clock, **told)
+            worker = LearnerWorker(config, run_folder, near, clock, controller.publish, RankLauncher(config, None))
+            running = worker.run(examples, ALPHABET)
         controller.task = group.create_task(outcome_of(running))
         yield controller
         if not controller.task.done():

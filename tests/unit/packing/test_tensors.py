@@ -29,8 +29,6 @@ def test_rows_hold_whole_samples_with_everything_aligned_to_its_token():
     ]
     row = batch.rows[0]
     assert ids_from_bytes(row.token_ids).tolist() == [1, 2, 10, 11, 12, 1, 2, 13, 14, 5, 20, 21]
-    assert ids_from_bytes(row.position_ids).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
-    assert ids_from_bytes(row.segment_ids).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert ids_from_bytes(row.versions).tolist() == [-1, -1, 3, 3, 4, -1, -1, 4, 4, -1, 2, 5]
     assert list(row.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
     logprobs = [0, 0, -0.1, -0.2, -0.3, 0, 0, -0.1, -0.2, 0, -0.1, -0.2]

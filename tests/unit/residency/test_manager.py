@@ -26,7 +26,7 @@ def kit(tmp_path):
         modules = {name: torch.nn.Linear(16, 16, bias=False) for name in ("policy", second)}
         components = [TensorComponent.of_module(name, module, device, tmp_path / "swap") for name, module in modules.items()]
         phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=needed)]
-        manager = ResidencyManager("learner", components, phases, device, SystemClock(), record=file.write, **rest)
+        manager = ResidencyManager("learner", components, phases, device, SystemClock(), timeline=file, **rest)
         return manager, device, modules
 
     yield make

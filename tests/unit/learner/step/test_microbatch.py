@@ -36,7 +36,7 @@ def test_a_batch_is_divided_over_ranks_and_updates(kit, seed, num_groups, group_
     batch = kit.batch(samples, tokens_per_row, num_ranks=num_ranks)
     ranks = [prepare(batch, Division(minibatches, rank, num_ranks)) for rank in range(num_ranks)]
     rows = [row for prepared in ranks for row in prepared.rows if not row.is_filler]
-    placed = [place for row in rows for place in zip(row.target_samples.tolist(), row.target_offsets.tolist(), strict=True)]
+    placed = [place for row in rows for place in zip(*map(list, row.places), strict=True)]
     wanted = [(number, offset) for number, sample in enumerate(samples) for offset in np.flatnonzero(sample["mask"]).tolist()]
     assert sorted(placed) == wanted
     assert ranks[0].mask.sum() == len(wanted)

@@ -1,7 +1,5 @@
 """Pairs of a group, against a search over all pairs."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The ledger file: what is acknowledged survives, what is not is whole or absent, and nobody else may write it."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sqlite3

@@ -1,7 +1,5 @@
 """What can be changed while a run goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings

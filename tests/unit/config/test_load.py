@@ -1,7 +1,5 @@
 """From TOML to a checked config, and back."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

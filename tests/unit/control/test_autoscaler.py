@@ -1,7 +1,5 @@
 """The number of generators: what moves it, what does not, and that it settles."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

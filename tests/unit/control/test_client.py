@@ -1,11 +1,10 @@
 """The client against a served API whose run never ends by itself: hanging up and being cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -111,35 +110,29 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("name", [*FILES, "checkpoints", "model", "keys", "logs"])
-def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anything_is_started(tmp_path, name):
+@pytest.fixture
+def config(tmp_path):
+    """Return the config of a run whose folder was made."""
     config = parse_config({"folder": str(tmp_path), "name": "r"})
     with Run(config)._prepared_folder():
-        pass
+        return config
+
+
+@pytest.mark.parametrize(("make", "name"), [
+    *((Path.mkdir, name) for name in FILES), *((Path.touch, name) for name in ("checkpoints", "model", "keys", "logs")),
+    *((os.mkfifo, name) for name in ("steps.jsonl", "endpoint", "logs/learner.log")),
+])  # fmt: skip
+def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_named_and_not_waited_for(tmp_path, config, make, name):
     path = tmp_path / "r" / name
-    if name in FILES:
-        path.mkdir(parents=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-        path.write_text("x")
-    with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    make(path)
+    with pytest.raises(ConfigError, match=rf"^{path} must be a {'folder' if make is Path.touch else 'file'}: move it away$"):
         Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
 
 
-@pytest.mark.parametrize("name", ["steps.jsonl", "endpoint", "logs/learner.log"])
-def test_a_pipe_in_place_of_a_run_s_file_is_named_and_not_waited_for(tmp_path, name):
-    config = parse_config({"folder": str(tmp_path), "name": "r"})
-    with Run(config)._prepared_folder():
-        pass
-    os.mkfifo(tmp_path / "r" / name)
-    with pytest.raises(ConfigError, match="must be a file: move it away"):
-        Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
-
-
-def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path):
-    config, folder = parse_config({"folder": str(tmp_path), "name": "r"}), tmp_path / "r"
-    with Run(config)._prepared_folder():
-        pass
+def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):
+    folder = tmp_path / "r"
     other = {"model.hidden_size": 64}
     with Run(resume=folder, overrides=other)._prepared_folder():
         pass  # nothing was made yet

@@ -1,7 +1,5 @@
 """The controller over in-process channels and a launcher without processes: what it does when others die or repeat themselves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

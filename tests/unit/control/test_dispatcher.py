@@ -1,7 +1,5 @@
 """The controller's data path over in-process channels: real admission, real buffer, a ledger in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -15,16 +13,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import (
-    InferResult,
-    Prompt,
-    SampleFailure,
-    Score,
-    ScoreRequest,
-    Scores,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
@@ -34,9 +23,9 @@ from tests.virtual_clock import VirtualClock
 B = G = 2
 
 
-def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None) -> Scores:
-    scores = tuple(Score(index, reward, parts or {}) for index in request.indices)
-    return Scores(request.group_id, request.attempt, scores, "reward-0", purpose=request.purpose)
+def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None):
+    about = {"attempt": request.attempt, "purpose": request.purpose, "worker": "reward-0"}
+    return score_of(request.group_id, *request.indices, reward, parts, **about)
 
 
 class Bench:

@@ -1,7 +1,5 @@
 """Joining generators: whom a run lets in, and how a generator gets in, with which config."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The generator process over an in-process channel: the test is the controller."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path

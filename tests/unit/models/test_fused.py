@@ -1,7 +1,5 @@
 """The two passes of the fused log-probabilities are those made step by step; tests/gpu compares the compiled ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

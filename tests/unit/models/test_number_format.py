@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.models.number_format import format_of_cpu, format_of_gpu

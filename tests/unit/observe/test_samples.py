@@ -1,7 +1,5 @@
 """Samples that people can read: which are kept, where, and how many."""
 
-from __future__ import annotations
-
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from asyncrl.observe.samples import TOKENS_FILE, TokenFile, TokenRow, kept_members, read_tokens, rows_of

@@ -48,17 +48,6 @@ def test_every_switch_is_one_line_of_the_timeline_and_of_the_log(kit, tmp_path, 
     assert "policy host to device" in caplog.messages[1]
 
 
-def test_with_host_memory_full_the_rest_goes_to_disk_and_prefetch_brings_it_nearer(kit, tmp_path):
-    manager, _, modules = kit("reference", ("policy",), host_bytes=SIZE)
-    before = modules["policy"].weight.detach().clone()
-    assert {move.after for move in manager.switch("rollout", 0).moves} == {"host", "disk"}
-    on_disk = list((tmp_path / "swap").iterdir())
-    assert len(on_disk) == 1
-    manager.prefetch("train")
-    manager.switch("train", 1)
-    assert torch.equal(modules["policy"].weight, before)
-
-
 def test_a_move_that_fails_leaves_the_phase_unreached_and_the_next_switch_goes_on(kit):
     manager, device, _ = kit("critic", ("policy", "critic"), 2 * SIZE)
     manager.switch("rollout", 0)

@@ -1,7 +1,5 @@
 """Every route, by the table: who may ask, from where; and nothing but 4xx for what makes no sense."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What of a run's files becomes a line of results."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

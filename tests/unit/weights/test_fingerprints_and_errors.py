@@ -1,7 +1,5 @@
 """Fingerprints that a device can compute, and the two buffers that buckets pass through. On the CPU; tests/gpu does it there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

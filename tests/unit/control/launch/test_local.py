@@ -3,8 +3,6 @@
 A process under test holds the writing end of a named pipe: what it says arrives there, and however it ends, that is end of file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

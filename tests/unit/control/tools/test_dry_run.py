@@ -1,7 +1,5 @@
 """What a dry run says about processes and memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file

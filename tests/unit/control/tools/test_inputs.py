@@ -1,7 +1,5 @@
 """A user's functions are looked at before a run is started, by a process that ends with that."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Estimates against real models and optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

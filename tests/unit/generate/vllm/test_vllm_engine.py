@@ -1,7 +1,5 @@
 """vLLM's engine over a backend that the test plays: what vLLM cannot be made to do, loads that fail, sleep, death."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The backend for `vllm serve` over a stand-in for its routes, in this process: the start, refusals, death."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path

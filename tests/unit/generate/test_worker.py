@@ -75,19 +75,6 @@ def available(version: int, probe: Probe | None = None) -> WeightsAvailable:
     return WeightsAvailable(version, "shared_memory", "somewhere", WeightsManifest((), 0), "", 0.0, probe=probe)
 
 
-async def test_every_member_of_a_group_comes_back_and_then_the_group_is_acknowledged() -> None:
-    async with generator() as controller:
-        assert (controller.ready.generator, controller.ready.num_slots, controller.ready.version) == ("generator-7", 8, -1)
-        await controller.connection.send(work())
-        samples = await controller.results(3)
-        assert [s.index for s in samples] == [0, 1, 2]
-        assert all(isinstance(s, Sample) and s.generator == "generator-7" and s.finish_reason == "stop" for s in samples)
-        assert [s.num_tokens for s in samples] == [5, 5, 5]
-        assert ids_from_bytes(samples[0].prompt_ids).tolist() == [byte % 64 for byte in b"abc"]
-        assert len({s.token_ids for s in samples}) == 3
-        assert await controller.connection.flush(10)
-
-
 async def test_the_controller_is_told_when_the_engine_has_more_or_less_room() -> None:
     engine = FakeEngineConfig(num_slots=64, max_sequence_tokens=64, token_latency_s=1000.0, kv_blocks=16)
     async with generator(engine) as controller:

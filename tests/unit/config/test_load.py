@@ -75,14 +75,11 @@ def test_every_number_has_bounds_and_a_float_without_an_upper_one_says_that_inf_
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "generate.num_workers=1000000", "learner.ranks=99999", "algorithm.group_size=100000000000", "learner.learning_rate=1e400",
-        "learner.learning_rate=nan", "transport.max_message_bytes=1", "supervision.stall_timeout_s=inf",
-        "num_steps=100000000000000000000000", "reward.concurrency=1000000", "learner.weight_decay=1e300",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    "generate.num_workers=1000000", "learner.ranks=99999", "algorithm.group_size=100000000000", "learner.learning_rate=1e400",
+    "learner.learning_rate=nan", "transport.max_message_bytes=1", "supervision.stall_timeout_s=inf",
+    "num_steps=100000000000000000000000", "reward.concurrency=1000000", "learner.weight_decay=1e300",
+])  # fmt: skip
 def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
     with pytest.raises(ConfigError, match=rf"^--set {given}: Expected `(int|float)` (>=|>|<=) "):
         resolve_config({}, [given])

@@ -84,15 +84,12 @@ async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_pa
         await control.until("take hung up")
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "message"),
-    [
-        ("trained", (2**70,), "trained: what was given cannot be sent"),
-        ("trained", (0, {"loss": "\udcff"}), "trained: what was given cannot be sent"),
-        ("submit", (None,), "submit takes an ExternalGroup, got NoneType"),
-        ("announce_weights", (math.nan,), "announce_weights takes a WeightsAvailable, got float"),
-    ],
-)
+@pytest.mark.parametrize(("call", "given", "message"), [
+    ("trained", (2**70,), "trained: what was given cannot be sent"),
+    ("trained", (0, {"loss": "\udcff"}), "trained: what was given cannot be sent"),
+    ("submit", (None,), "submit takes an ExternalGroup, got NoneType"),
+    ("announce_weights", (math.nan,), "announce_weights takes a WeightsAvailable, got float"),
+])  # fmt: skip
 async def test_what_cannot_be_sent_is_refused_with_its_reason(tmp_path, call, given, message):
     async with serve_api(Endless(), tmp_path), connect(tmp_path) as run:
         with pytest.raises(ConfigError, match=message):

@@ -107,11 +107,10 @@ async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_
         assert "cannot be turned into text: OverflowError" in result.reason
 
 
-@pytest.mark.parametrize(
-    ("prompt", "index", "reason"),
-    [(Prompt("p", text="1+2="), 0, "no chosen and rejected answer"), (preference(), 2, "but none 2"),
-     (preference(chosen="hello"), 0, "cannot be tokenised")],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "index", "reason"), [
+    (Prompt("p", text="1+2="), 0, "no chosen and rejected answer"), (preference(), 2, "but none 2"),
+    (preference(chosen="hello"), 0, "cannot be tokenised"),
+])  # fmt: skip
 def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
     with pytest.raises(GenerationError, match=reason):
         codec.answer(prompt, index)

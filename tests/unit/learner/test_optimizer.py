@@ -123,15 +123,12 @@ def test_gradients_too_small_for_float16_reach_the_weights():
     assert optimizer.clip() == pytest.approx(factor * 2**0.5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "overflowing", "after"),
-    [
-        ("head", "policy", (59, 59)),
-        ("separate", "policy", (59, 10)),
-        ("separate", "critic", (10, 59)),
-        ("separate", "both", (59, 59)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "overflowing", "after"), [
+    ("head", "policy", (59, 59)),
+    ("separate", "policy", (59, 10)),
+    ("separate", "critic", (10, 59)),
+    ("separate", "both", (59, 59)),
+])  # fmt: skip
 def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflowing, after):
     """Real float16 models; scales that are to overflow start at 2^60, others at 2^10."""
     critic = CriticConfig(kind=kind, learning_rate=1e-2, value_clip=math.inf)

@@ -138,13 +138,12 @@ async def test_without_a_model_a_phase_is_reached_at_once_and_the_end_waits_for_
         assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
-     ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
-     ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
-     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
+    ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
+    ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
+    ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'"),
+])  # fmt: skip
 def test_what_needs_a_model_is_refused_beside_a_learner_without_one(settings, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(WITHOUT_MODEL | settings)

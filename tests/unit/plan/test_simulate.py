@@ -50,11 +50,10 @@ def test_no_distribution_is_a_config_error(text):
         parse_distribution(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=0", "at least 1"), ("num_steps", "FIELD=VALUE"),
-     ("num_slots=x", "takes int"), ("num_workers=99999999999", "at most 100000"), ("decode_s=inf", "a finite number")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=0", "at least 1"), ("num_steps", "FIELD=VALUE"),
+    ("num_slots=x", "takes int"), ("num_workers=99999999999", "at most 100000"), ("decode_s=inf", "a finite number"),
+])  # fmt: skip
 def test_a_field_that_cannot_be_is_a_config_error(text, said):
     with pytest.raises(ConfigError, match=said):
         scenario_of(SCENARIO, [text])

@@ -35,11 +35,10 @@ class Divides:
     __repr__ = __float__
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
-     (Divides(), "Divides that cannot be shown")],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "said"), [
+    (None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
+    (Divides(), "Divides that cannot be shown"),
+])  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
         score((NamedReward("bad", 1.0, lambda _: value),), SAMPLE)

@@ -68,14 +68,11 @@ def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
-        ({"num_attention_heads": 3}, "cannot open the model folder .* multiple of the number of attention heads"),
-        ({"hidden_act": "nonsense"}, "cannot build the model in .*nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("field", "message"), [
+    ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+    ({"num_attention_heads": 3}, "cannot open the model folder .* multiple of the number of attention heads"),
+    ({"hidden_act": "nonsense"}, "cannot build the model in .*nonsense"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_trained_is_refused(field: dict[str, object], message: str, tmp_path: Path) -> None:
     saved("nothing else", tmp_path)
     config = tmp_path / "config.json"

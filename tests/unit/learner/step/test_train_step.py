@@ -88,11 +88,10 @@ def test_a_step_without_a_trained_token_is_refused(kit):
         train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "learner", "passes"),
-    [({}, {}, 1), ({"kind": "auto"}, {}, 1), ({"denominator": "kept"}, {}, 2), ({}, {"epochs": 2}, 3),
-     ({"proximal": "behaviour"}, {"epochs": 2}, 2), ({"proximal": "loglinear"}, {"epochs": 2}, 2)],
-)  # fmt: skip
+@pytest.mark.parametrize(("algorithm", "learner", "passes"), [
+    ({}, {}, 1), ({"kind": "auto"}, {}, 1), ({"denominator": "kept"}, {}, 2), ({}, {"epochs": 2}, 3),
+    ({"proximal": "behaviour"}, {"epochs": 2}, 2), ({"proximal": "loglinear"}, {"epochs": 2}, 2),
+])  # fmt: skip
 def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
     config, model, calls = kit.config(algorithm, learner), kit.model(), []
     model.base_model.register_forward_hook(lambda *_: calls.append(1))

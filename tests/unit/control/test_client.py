@@ -96,17 +96,6 @@ async def test_what_cannot_be_sent_is_refused_with_its_reason(tmp_path, call, gi
             await getattr(run, call)(*given)
 
 
-FILES = (
-    "ledger.sqlite",
-    "ledger.sqlite.payloads-000001",
-    "steps.jsonl",
-    "api.json",
-    "endpoint",
-    "keys/client.key",
-    "logs/learner.log",
-)
-
-
 @pytest.fixture
 def config(tmp_path):
     """Return the config of a run whose folder was made."""
@@ -116,8 +105,9 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "name"), [
-    *((Path.mkdir, name) for name in FILES), *((Path.touch, name) for name in ("checkpoints", "model", "keys", "logs")),
-    *((os.mkfifo, name) for name in ("steps.jsonl", "endpoint", "logs/learner.log")),
+    *((Path.mkdir, name) for name in ("ledger.sqlite", "ledger.sqlite.payloads-000001", "api.json", "keys/client.key")),
+    *((make, name) for name in ("steps.jsonl", "endpoint", "logs/learner.log") for make in (Path.mkdir, os.mkfifo)),
+    *((Path.touch, name) for name in ("checkpoints", "model", "keys", "logs")),
 ])  # fmt: skip
 def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_named_and_not_waited_for(tmp_path, config, make, name):
     path = tmp_path / "r" / name

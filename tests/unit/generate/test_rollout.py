@@ -16,15 +16,7 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
-from asyncrl.schema.samples import (
-    GroupWork,
-    PreferenceAnswers,
-    Prompt,
-    SampleFailure,
-    Samples,
-    SamplingParams,
-    ids_from_bytes,
-)
+from asyncrl.schema.samples import GroupWork, PreferenceAnswers, Prompt, SampleFailure, Samples, SamplingParams, ids_from_bytes
 from tests.virtual_clock import VirtualClock
 
 SAMPLING = SamplingParams(max_new_tokens=4)

@@ -86,15 +86,12 @@ def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 1
             length = int(rng.integers(*response))
             mask = (rng.random(length) < 0.8).astype(np.uint8)
             mask[0] = 1
-            samples.append({
-                "group_id": group_id,
-                "index": index,
-                "prompt": prompt_ids,
+            sample = {"group_id": group_id, "index": index, "prompt": prompt_ids, "mask": mask}
+            sample |= {
                 "response": rng.integers(2, VOCABULARY, length),
-                "mask": mask,
                 "logprobs": rng.normal(-3.1, 0.3, length).astype(np.float32),
-                "reward": float(rng.random()) if reward is None else reward,
-            })
+            }
+            samples.append(sample | {"reward": float(rng.random()) if reward is None else reward})
     return samples
 
 

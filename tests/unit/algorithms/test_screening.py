@@ -28,9 +28,7 @@ GREEDY = {"greedy_index": 2}
     (PAIRS | CUT, [1.0, 0.0], (1,), screening.NO_PAIR, ()),
     (PAIRS | CUT, [0.5, 0.0, 0.7, 1.0], (3,), "", (1, 2)),
 ])  # fmt: skip
-def test_a_group_is_objected_to_where_it_teaches_nothing_and_only_what_teaches_is_trained(
-    screen, rewards, truncated, objection, trained
-):
+def test_a_group_that_teaches_nothing_is_objected_to_and_what_teaches_is_trained(screen, rewards, truncated, objection, trained):
     held = [screening.Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
     assert screening.objection(held, screening.Screen(**screen)) == objection
     assert screening.trained_members(held, screening.Screen(**screen)) == trained

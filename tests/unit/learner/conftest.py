@@ -87,11 +87,10 @@ def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 1
             mask = (rng.random(length) < 0.8).astype(np.uint8)
             mask[0] = 1
             sample = {"group_id": group_id, "index": index, "prompt": prompt_ids, "mask": mask}
-            sample |= {
-                "response": rng.integers(2, VOCABULARY, length),
-                "logprobs": rng.normal(-3.1, 0.3, length).astype(np.float32),
-            }
-            samples.append(sample | {"reward": float(rng.random()) if reward is None else reward})
+            sample["response"] = rng.integers(2, VOCABULARY, length)
+            sample["logprobs"] = rng.normal(-3.1, 0.3, length).astype(np.float32)
+            sample["reward"] = float(rng.random()) if reward is None else reward
+            samples.append(sample)
     return samples
 
 

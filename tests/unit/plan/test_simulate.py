@@ -9,9 +9,8 @@ from asyncrl.plan.report import plot, table
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution
 
-SCENARIO = Scenario(
-    lengths=fixed(10), decode_s=0.1, groups_per_step=4, group_size=2, num_slots=8, num_steps=20, step_s=fixed(0.5)
-)
+SIZES = {"groups_per_step": 4, "group_size": 2, "num_slots": 8, "num_steps": 20}
+SCENARIO = Scenario(lengths=fixed(10), decode_s=0.1, step_s=fixed(0.5), **SIZES)
 
 
 def but(**changes) -> Scenario:

@@ -13,10 +13,8 @@ def write(path, records):
 
 
 def problems(count, start=0):
-    return [
-        {"question": f"What is {n} + {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"}
-        for n in range(start, start + count)
-    ]
+    numbers = range(start, start + count)
+    return [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"} for n in numbers]
 
 
 def test_answer_regex_takes_the_reference_out_of_the_solution(tmp_path):

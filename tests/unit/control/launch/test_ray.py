@@ -1,6 +1,5 @@
 """What a launch on Ray follows from, without a cluster; the launcher is in tests/integration/machines/test_ray_cluster.py."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ def test_gpus_follow_from_devices_unless_they_are_said() -> None:
     assert needs_of(said, "generator").num_gpus == 0.5
 
 
-def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_process_puts_its_own_address_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_at_one_machine_s_edge_is_replaced_and_each_process_puts_its_own_address_there(tmp_path, monkeypatch) -> None:
     config, said = with_launch_choices(on_ray())
     assert (config.transport.kind, config.transport.host, len(said)) == ("tcp", "node", 2)
     (tmp_path / "config.toml").write_text(dump_config(config))

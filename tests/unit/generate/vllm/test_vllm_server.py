@@ -178,9 +178,7 @@ async def test_a_lost_server_ends_every_stream_and_every_later_call_with_its_url
 
 
 @pytest.mark.parametrize(("change", "expected"), [("started_s", "was restarted"), ("healthy_after", "its engine is dead")])
-async def test_a_server_that_was_restarted_or_whose_engine_died_is_noticed_although_it_answers(
-    stub, folder, change: str, expected: str
-) -> None:
+async def test_a_server_that_was_restarted_or_whose_engine_died_is_noticed(stub, folder, change, expected) -> None:
     clock = VirtualClock()
     async with running(stub, folder, clock) as engine:
         stream = engine.submit(make_request("a"))

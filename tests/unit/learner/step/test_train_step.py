@@ -34,9 +34,7 @@ def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(ki
 
 @pytest.mark.parametrize("tokens_per_row", [24, 400])
 def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, tokens_per_row):
-    config = kit.config(
-        {"corrections": (kinds.TruncatedToken(cap=1.05),)}, {"minibatches": 2}, observe=ObserveConfig(samples=100)
-    )
+    config = kit.config({"corrections": (kinds.TruncatedToken(1.05),)}, {"minibatches": 2}, observe=ObserveConfig(samples=100))
     samples, model = kit.samples(), kit.model()
     result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, step=5), config)
     rows = {(row.group_id, row.index): row for row in result.tokens}
@@ -70,9 +68,9 @@ def test_few_samples_are_kept_besides_the_extremes_and_none_where_none_is_wanted
         config, model = kit.config(observe=ObserveConfig(samples=most)), kit.model()
         kept[most] = train_step(kit.train_state(model, config), kit.batch(samples, 40), config).tokens
     assert not kept[0]
-    ratios = {
-        (row.group_id, row.index): logprobs_from_bytes(row.learner) - logprobs_from_bytes(row.behaviour) for row in kept[100]
-    }
+    ratios = {}
+    for row in kept[100]:
+        ratios[row.group_id, row.index] = logprobs_from_bytes(row.learner) - logprobs_from_bytes(row.behaviour)
     by_ratio = [min(ratios, key=lambda key: np.nanmin(ratios[key])), max(ratios, key=lambda key: np.nanmax(ratios[key]))]
     by_reward = [best(kept[100], key=lambda row: row.reward) for best in (min, max)]
     wanted = [(0, 0), *((row.group_id, row.index) for row in by_reward), *by_ratio]

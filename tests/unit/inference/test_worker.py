@@ -1,32 +1,22 @@
 """The inference worker over an in-process channel: what the controller sees."""
 
 import asyncio
-import contextlib
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.inference.worker import run_inference_worker
-from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
-from tests.builders import Controller, channel_of, outcome_of
-
-TIMEOUT_S = 20
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady
+from tests.builders import working
 
 
-@contextlib.asynccontextmanager
-async def worker(folder, **inference):
+def worker(folder, **inference):
     config = parse_config({
         "algorithm": {"kl": {}, "reference": {"where": "worker"}},
         "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
         "supervision": {"heartbeat_s": 0.02},
     })
-    async with channel_of("inference", "inference-0") as (near, far), asyncio.TaskGroup() as group:
-        controller = Controller(far)
-        controller.task = group.create_task(outcome_of(run_inference_worker(config, folder, near, SystemClock())))
-        yield controller
-        if not controller.task.done():
-            await controller.order(Shutdown())
-            assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
+    return working("inference", "inference-0", lambda near, _: run_inference_worker(config, folder, near, SystemClock()))
 
 
 async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
@@ -57,6 +47,6 @@ async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(fol
     (folder / "judge" / "model.safetensors").unlink()
     async with worker(folder) as controller:
         await controller.order(LoadModel(str(folder / "model")))
-        error = await asyncio.wait_for(controller.task, TIMEOUT_S)
+        error = await asyncio.wait_for(controller.task, 30)
         assert isinstance(error, ConfigError)
         assert "safetensors" in str(error)

@@ -1,7 +1,6 @@
 """The learner process over an in-process channel: what the controller sees."""
 
 import asyncio
-import contextlib
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from asyncrl.learner.worker import run_learner
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
-from tests.builders import Controller, channel_of, outcome_of
+from tests.builders import Controller, working
 
 ALPHABET = "abcdefghijklmnopqrstu"
 CONFIG = RunConfig(
@@ -51,20 +50,14 @@ class Publisher(Controller):
         return await self.report(StepDone)
 
 
-@contextlib.asynccontextmanager
-async def learner(run_folder, config=CONFIG, examples=list):
-    async with channel_of("learner", "learner") as (near, far), asyncio.TaskGroup() as group:
-        controller, clock = Publisher(far), SystemClock()
-        told = {"publish": controller.publish, "warm_start_examples": examples, "alphabet": ALPHABET}
+def learner(run_folder, config=CONFIG, examples=list):
+    def learn(near, controller):
         if config.learner.fake_step_s is not None:
-            running = run_fake_learner(config, run_folder, near, clock, controller.announce)
-        else:
-            running = run_learner(config, run_folder, near, clock, **told)
-        controller.task = group.create_task(outcome_of(running))
-        yield controller
-        if not controller.task.done():
-            await controller.order(Shutdown())
-            assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
+            return run_fake_learner(config, run_folder, near, SystemClock(), controller.announce)
+        told = {"publish": controller.publish, "warm_start_examples": examples, "alphabet": ALPHABET}
+        return run_learner(config, run_folder, near, SystemClock(), **told)
+
+    return working("learner", "learner", learn, Publisher)
 
 
 async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path):

@@ -1,7 +1,5 @@
 """A user's functions are looked at before a run is started, by a process that ends with that."""
 
-import json
-
 import pytest
 
 from asyncrl import Run
@@ -9,6 +7,7 @@ from asyncrl.config.load import parse_config
 from asyncrl.control.tools.dry_run import describe
 from asyncrl.control.tools.inputs import check_user_functions
 from asyncrl.errors import ConfigError
+from tests.builders import write_jsonl
 
 GOOD = """
 print("imported")
@@ -70,8 +69,8 @@ def faults_of(**raw):
 
 
 def lines(path, count, prompt="1+1="):
-    path.write_text("".join(json.dumps({"question": f"{prompt}{number}", "answer": "2"}) + "\n" for number in range(count)))
-    return {"kind": "jsonl", "path": str(path), "chat": False}
+    records = [{"question": f"{prompt}{number}", "answer": "2"} for number in range(count)]
+    return {"kind": "jsonl", "path": write_jsonl(path, records), "chat": False}
 
 
 def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):

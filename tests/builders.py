@@ -15,7 +15,7 @@ from asyncrl.buffer.payloads import Receipt
 from asyncrl.errors import AsyncRLError
 from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import PROTOCOL, Hello
+from asyncrl.schema.control import PROTOCOL, Hello, Shutdown
 from asyncrl.schema.samples import GroupWork, Sample, Samples, Score, Scores, ids_to_bytes, logprobs_to_bytes
 from asyncrl.transport.protocol import Connection, Lane
 from tests.in_process import InProcessListener
@@ -118,11 +118,31 @@ async def outcome_of(running: Awaitable[object]) -> AsyncRLError | None:
     return None
 
 
+@asynccontextmanager
+async def working(
+    kind: str, name: str, work: Callable[[Connection, Any], Awaitable[object]], end: type[Any] = Controller
+) -> AsyncIterator[Any]:
+    """Yield the controller's end of a worker, its outcome as `task`; unless that is there already, it is told to shut down."""
+    async with channel_of(kind, name) as (near, far), asyncio.TaskGroup() as group:
+        controller = end(far)
+        controller.task = group.create_task(outcome_of(work(near, controller)))
+        yield controller
+        if not controller.task.done():
+            await controller.order(Shutdown())
+            assert await asyncio.wait_for(controller.task, 30) is None
+
+
 def write_rows(path: Path, *rows: msgspec.Struct) -> None:
     """Append rows to a file of JSON lines, as a run does."""
     file: JsonLines[msgspec.Struct] = JsonLines(path)
     file.write(*rows)
     file.close()
+
+
+def write_jsonl(path: Path, records: Sequence[object]) -> str:
+    """Write a record a line; return the path, as a config has it."""
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    return str(path)
 
 
 def laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """`asyncrl.configs`: every struct of a config, and its JSON schema."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,15 +1,10 @@
 import errno
 import fcntl
-from pathlib import Path
-
-import pytest
 
 from asyncrl.folders import OwnedFolder, sweep
 
 
-def test_where_a_file_system_has_no_locks_a_folder_is_made_and_no_sweep_removes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_file_system_has_no_locks_a_folder_is_made_and_no_sweep_removes_it(tmp_path, monkeypatch) -> None:
     def flock(_handle: int, _how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -1,7 +1,5 @@
 """What a controller that cannot begin leaves behind; that it works is seen in whole runs (tests/integration)."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

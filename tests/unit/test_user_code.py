@@ -1,7 +1,5 @@
 """Functions that users name in a config."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.errors import ConfigError

@@ -18,14 +18,8 @@ def random_inputs(seed=0, *, tokens=40, sequences=6, row_advantages=True, dtype=
     base = draw() - 2
     ids = torch.randint(0, sequences, (tokens,), generator=random).sort().values
     mask = torch.rand(tokens, generator=random) < 0.8
-    values = {
-        "logprobs": -(base + 0.5 * draw()).abs(),
-        "proximal_logprobs": -(base + 0.5 * draw()).abs(),
-        "behaviour_logprobs": -(base + 0.5 * draw()).abs(),
-        "reference_logprobs": -(base + 0.5 * draw()).abs(),
-        "entropy": draw().abs(),
-        "advantages": draw(sequences)[ids] if row_advantages else draw(),
-    }
+    values = {f"{policy}logprobs": -(base + 0.5 * draw()).abs() for policy in ("", "proximal_", "behaviour_", "reference_")}
+    values |= {"entropy": draw().abs(), "advantages": draw(sequences)[ids] if row_advantages else draw()}
     values = {name: value.where(mask, garbage).to(dtype) for name, value in values.items()}
     values |= {
         "mask": mask,

@@ -30,17 +30,14 @@ def measurements():
     return st.fixed_dictionaries({name: st.floats(low, high) for name, (low, high) in bounds.items()})
 
 
-@pytest.mark.parametrize(
-    ("measured", "last", "expected"),
-    [
-        ({}, "", FIRST),
-        ({"staleness/mean": 0.0, "staleness/max": 0.0}, "", FIRST),
-        ({"staleness/mean": 12.0, "staleness/max": 12.0}, "", "far"),
-        *((ON_POLICY, last, "near") for last in ("", *RECIPE_NAMES, "removed_recipe")),
-        *((at(limit, math.inf), "near", "far") for limit in LIMITS),
-        *((ON_POLICY | {limit.metric: math.nan}, "near", "far") for limit in LIMITS),
-    ],
-)
+@pytest.mark.parametrize(("measured", "last", "expected"), [
+    ({}, "", FIRST),
+    ({"staleness/mean": 0.0, "staleness/max": 0.0}, "", FIRST),
+    ({"staleness/mean": 12.0, "staleness/max": 12.0}, "", "far"),
+    *((ON_POLICY, last, "near") for last in ("", *RECIPE_NAMES, "removed_recipe")),
+    *((at(limit, math.inf), "near", "far") for limit in LIMITS),
+    *((ON_POLICY | {limit.metric: math.nan}, "near", "far") for limit in LIMITS),
+])  # fmt: skip
 def test_nothing_known_is_safe_on_policy_near_and_what_is_no_number_far(measured, last, expected):
     assert choose(measured, last).recipe == expected
 
@@ -71,12 +68,11 @@ def test_more_distance_never_asks_for_less_caution(one, other, last, after):
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize(
-    "algorithm",
-    [AlgorithmConfig(kind="auto"),
-     AlgorithmConfig(kind="auto", loss="aipo", corrections=(), denominator="kept", kl=KLConfig()),
-     AlgorithmConfig(kind="auto", loss="gspo", proximal="behaviour", clip_high=0.28, advantage="rloo")],
-)  # fmt: skip
+@pytest.mark.parametrize("algorithm", [
+    AlgorithmConfig(kind="auto"),
+    AlgorithmConfig(kind="auto", loss="aipo", corrections=(), denominator="kept", kl=KLConfig()),
+    AlgorithmConfig(kind="auto", loss="gspo", proximal="behaviour", clip_high=0.28, advantage="rloo"),
+])  # fmt: skip
 @pytest.mark.parametrize("updates", [1, 4])
 def test_every_recipe_makes_a_config_that_the_rules_accept_and_keeps_what_is_the_users(recipe, algorithm, updates):
     made = applied(algorithm, recipe)

@@ -60,9 +60,8 @@ def slow_clipped(ratio, advantage, config):
 
 def slow_objective(name, inputs, config, kept, t):
     """X of token t, by the formula of each paper."""
-    pi, prox, mu, advantage = (
-        getattr(inputs, f)[t] for f in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
-    )
+    pi, prox, mu = (getattr(inputs, f"{policy}logprobs")[t] for policy in ("", "proximal_", "behaviour_"))
+    advantage = inputs.advantages[t]
     ratio, of_behaviour = torch.exp(pi - prox), torch.exp(pi - mu)
     tau = config.tau_positive if advantage > 0 else config.tau_negative
     p, q = torch.exp(pi).detach(), torch.exp(prox)
@@ -130,13 +129,8 @@ def slow_loss(name, inputs, config):
         of_reference = inputs.logprobs[t] - inputs.reference_logprobs[t]
         kl = (torch.exp(-of_reference) - 1 + of_reference).clamp(max=config.kl.cap)
         squared = (inputs.logprobs[t] - inputs.behaviour_logprobs[t]) ** 2
-        loss = weight * slow_objective(name, inputs, config, corrections.kept, t)
-        loss = (
-            loss
-            - config.entropy_coefficient * inputs.entropy[t]
-            + config.kl_coefficient * kl
-            + config.log_ratio_penalty * squared
-        )
+        loss = weight * slow_objective(name, inputs, config, corrections.kept, t) - config.entropy_coefficient * inputs.entropy[t]
+        loss = loss + config.kl_coefficient * kl + config.log_ratio_penalty * squared
         length = int(((inputs.sequence_ids == inputs.sequence_ids[t]) & counted).sum())
         total = total + loss / divisor(inputs, config.aggregation, length)
     return total
@@ -145,9 +139,8 @@ def slow_loss(name, inputs, config):
 def counted_for(inputs, config):
     """The same inputs with the denominators that the config asks for."""
     kept = correct(inputs, config.corrections).kept
-    counts = count_denominators(
-        inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, constant=7.0, denominator=config.denominator
-    )
+    sequences = inputs.sequence_ids, inputs.num_sequences
+    counts = count_denominators(inputs.mask, kept, *sequences, constant=7.0, denominator=config.denominator)
     return replace(inputs, denominators=counts)
 
 
@@ -204,9 +197,8 @@ def test_policies_a_hundred_nats_apart_overflow_nothing(name, shifted, loss_inpu
     near = loss_inputs(0, dtype=torch.float32)
     inputs = replace(near, **{shifted: getattr(near, shifted) + torch.tensor([100.0, -100.0]).repeat(20)})
     for corrections in CORRECTIONS:
-        loss, slope = run(
-            name, inputs, full_config(corrections=corrections, kl=kinds.KLConfig(gradient="ratio", cap=float("inf")))
-        )
+        config = full_config(corrections=corrections, kl=kinds.KLConfig(gradient="ratio", cap=math.inf))
+        loss, slope = run(name, inputs, config)
         assert torch.isfinite(loss)
         assert torch.isfinite(slope).all()
 

@@ -1,7 +1,5 @@
 """Pairs of a group, against a search over all pairs."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,29 +11,24 @@ EQUAL, CUT, PAIRS = {"drop_equal": True}, {"mask_truncated": True}, {"preference
 GREEDY = {"greedy_index": 2}
 
 
-@pytest.mark.parametrize(
-    ("screen", "rewards", "truncated", "objection", "trained"),
-    [
-        ({}, [1.0, 1.0], (), "", (0, 1)),
-        ({}, [1.0, None, 0.0], (0, 2), "", (0, 2)),
-        (GREEDY, [1.0, 0.0, 1.0], (), "", (0, 1)),
-        (EQUAL, [1.0, None, 1.0], (), screening.NO_SPREAD, (0, 2)),
-        (EQUAL, [1.0, 0.5], (), "", (0, 1)),
-        (EQUAL | GREEDY, [1.0, 1.0, 0.0], (), "", (0, 1)),
-        (EQUAL | GREEDY, [1.0, 1.0, 1.0], (), screening.NO_SPREAD, (0, 1)),
-        (CUT, [1.0, 0.0], (0, 1), screening.TRUNCATED, (0, 1)),
-        (CUT, [1.0, 0.0, 1.0], (1,), "", (0, 2)),
-        (CUT | GREEDY, [1.0, 0.0, 1.0], (0, 1), screening.TRUNCATED, (0, 1)),
-        (CUT | GREEDY, [1.0, 0.0, 1.0], (2,), "", (0, 1)),
-        (PAIRS, [0.5, 0.5], (), screening.NO_PAIR, ()),
-        (PAIRS, [0.5, 0.0, 0.7, 1.0], (), "", (1, 3)),
-        (PAIRS | CUT, [1.0, 0.0], (1,), screening.NO_PAIR, ()),
-        (PAIRS | CUT, [0.5, 0.0, 0.7, 1.0], (3,), "", (1, 2)),
-    ],
-)
-def test_a_group_is_objected_to_where_it_teaches_nothing_and_only_what_teaches_is_trained(
-    screen, rewards, truncated, objection, trained
-):
+@pytest.mark.parametrize(("screen", "rewards", "truncated", "objection", "trained"), [
+    ({}, [1.0, 1.0], (), "", (0, 1)),
+    ({}, [1.0, None, 0.0], (0, 2), "", (0, 2)),
+    (GREEDY, [1.0, 0.0, 1.0], (), "", (0, 1)),
+    (EQUAL, [1.0, None, 1.0], (), screening.NO_SPREAD, (0, 2)),
+    (EQUAL, [1.0, 0.5], (), "", (0, 1)),
+    (EQUAL | GREEDY, [1.0, 1.0, 0.0], (), "", (0, 1)),
+    (EQUAL | GREEDY, [1.0, 1.0, 1.0], (), screening.NO_SPREAD, (0, 1)),
+    (CUT, [1.0, 0.0], (0, 1), screening.TRUNCATED, (0, 1)),
+    (CUT, [1.0, 0.0, 1.0], (1,), "", (0, 2)),
+    (CUT | GREEDY, [1.0, 0.0, 1.0], (0, 1), screening.TRUNCATED, (0, 1)),
+    (CUT | GREEDY, [1.0, 0.0, 1.0], (2,), "", (0, 1)),
+    (PAIRS, [0.5, 0.5], (), screening.NO_PAIR, ()),
+    (PAIRS, [0.5, 0.0, 0.7, 1.0], (), "", (1, 3)),
+    (PAIRS | CUT, [1.0, 0.0], (1,), screening.NO_PAIR, ()),
+    (PAIRS | CUT, [0.5, 0.0, 0.7, 1.0], (3,), "", (1, 2)),
+])  # fmt: skip
+def test_a_group_that_teaches_nothing_is_objected_to_and_what_teaches_is_trained(screen, rewards, truncated, objection, trained):
     held = [screening.Member(index, reward, index in truncated) for index, reward in enumerate(rewards) if reward is not None]
     assert screening.objection(held, screening.Screen(**screen)) == objection
     assert screening.trained_members(held, screening.Screen(**screen)) == trained

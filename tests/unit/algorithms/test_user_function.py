@@ -60,16 +60,13 @@ def test_the_functions_of_the_documentation_run(tmp_path, loss_inputs, samples):
 
 
 @pytest.mark.parametrize("load", [load_loss, load_advantage, load_correction])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def mine(inputs): ...", r"called with \(inputs, config\) and takes \(inputs\): too many positional arguments"),
-        ("def mine(inputs, config, more): ...", "missing a required argument: 'more'"),
-        ("def mine(inputs, config:", r"mine\.py cannot be imported: SyntaxError"),
-        ("1 / 0", r"mine\.py cannot be imported: ZeroDivisionError: division by zero"),
-        ("mine = 3", "has no function 'mine'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("def mine(inputs): ...", r"called with \(inputs, config\) and takes \(inputs\): too many positional arguments"),
+    ("def mine(inputs, config, more): ...", "missing a required argument: 'more'"),
+    ("def mine(inputs, config:", r"mine\.py cannot be imported: SyntaxError"),
+    ("1 / 0", r"mine\.py cannot be imported: ZeroDivisionError: division by zero"),
+    ("mine = 3", "has no function 'mine'"),
+])  # fmt: skip
 def test_what_cannot_be_called_is_refused_when_it_is_loaded(load, text, message, tmp_path):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=message):

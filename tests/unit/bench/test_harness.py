@@ -1,7 +1,5 @@
 """Benchmarks say what was measured against what was asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl import cli

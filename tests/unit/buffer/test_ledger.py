@@ -1,7 +1,5 @@
 """The ledger file: what is acknowledged survives, what is not is whole or absent, and nobody else may write it."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sqlite3
@@ -208,12 +206,8 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
     SqliteLedger(path).close()
     with sqlite3.connect(path) as connection:
         groups = {row[0] for row in connection.execute("SELECT group_id FROM groups")}
-        whole = {
-            row[0]
-            for row in connection.execute(
-                "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 WHERE g.state = 'scoring'"
-            )
-        }
+        scoring = "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 WHERE g.state = 'scoring'"
+        whole = {row[0] for row in connection.execute(scoring)}
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
     assert acknowledged == sorted(acknowledged)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.buffer.staleness import staleness_figures

@@ -1,7 +1,5 @@
 """What can be changed while a run goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings
@@ -25,19 +23,16 @@ def test_settings_of_a_step_make_its_config_from_any_later_one():
     assert with_settings(later, settings_of(later)) is later
 
 
-@pytest.mark.parametrize(
-    ("settings", "values", "said"),
-    [
-        ({}, {"learner.optimizer": "adamw", "algorithm.group_size": 2}, "algorithm.group_size cannot change .*: fork it, or"),
-        ({}, {"learner.learning_rate": -1}, "learning_rate"),
-        ({}, {"observe.alarms.no_such": "off"}, "alarms"),
-        ({}, {"observe.alarms.reward.dead.deeper": "off"}, "alarms"),
-        ({}, {"": 1}, "cannot change"),
-        ({}, {"algorithm.kl.coefficient": 0.1}, "no reference is loaded"),
-        ({"algorithm": {"kl": {"target": 0.1}}}, {"algorithm.kl.coefficient": 0.1}, "adapts it"),
-        ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 1}}, {"generate.num_workers": 3}, "num_workers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "values", "said"), [
+    ({}, {"learner.optimizer": "adamw", "algorithm.group_size": 2}, "algorithm.group_size cannot change .*: fork it, or"),
+    ({}, {"learner.learning_rate": -1}, "learning_rate"),
+    ({}, {"observe.alarms.no_such": "off"}, "alarms"),
+    ({}, {"observe.alarms.reward.dead.deeper": "off"}, "alarms"),
+    ({}, {"": 1}, "cannot change"),
+    ({}, {"algorithm.kl.coefficient": 0.1}, "no reference is loaded"),
+    ({"algorithm": {"kl": {"target": 0.1}}}, {"algorithm.kl.coefficient": 0.1}, "adapts it"),
+    ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 1}}, {"generate.num_workers": 3}, "num_workers"),
+])  # fmt: skip
 def test_what_cannot_change_or_is_not_allowed_is_refused(settings, values, said):
     with pytest.raises(ConfigError, match=said):
         changed(parse_config(settings), values)

@@ -17,29 +17,26 @@ def config(engine=None, learner="cpu", **settings):
     return parse_config(laid_over({}, settings | ({"generate__engine": engine} if engine else {})))
 
 
-@pytest.mark.parametrize(
-    ("told", "kind", "reason"),
-    [
-        ({}, "shared_memory", "on this machine"),
-        ({"engine": VLLM}, "shared_memory", "on this machine"),
-        ({"engine": VLLM, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
-        ({"engine": VLLM | {"device": "auto"}, "learner": "cuda:0"}, "cuda_ipc", "share GPU 0"),
-        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "learner on GPU 2, engine on GPU 0, 1"),
-        ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda"}, "shared_memory", "reach only a part"),
-        ({"engine": VLLM, "learner": "cuda", "broadcast__delta": {}}, "shared_memory", "broadcast.delta needs"),
-        ({"engine": {"kind": "fake"}, "learner": "cuda"}, "shared_memory", "on this machine"),
-        ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
-        ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
-        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
-        ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast__delta": {}}, "zeromq", "10.1.2.3"),
-        ({"engine": VLLM, "learner": "cuda", "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "zeromq", "0.0.0.0"),
-        ({"launch": RAY}, "zeromq", "Ray may put"),
-        ({"launch": RAY, "engine": VLLM, "learner": "cuda"}, "nccl", "Ray may put"),
-        ({"placement__kind": "colocated", "buffer__max_staleness": 0}, "shared_memory", "changes hands"),
-        ({"placement__kind": "hybrid", "buffer__max_staleness": 0}, "shared_storage", "the learner's own weights"),
-        ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
-    ],
-)
+@pytest.mark.parametrize(("told", "kind", "reason"), [
+    ({}, "shared_memory", "on this machine"),
+    ({"engine": VLLM}, "shared_memory", "on this machine"),
+    ({"engine": VLLM, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
+    ({"engine": VLLM | {"device": "auto"}, "learner": "cuda:0"}, "cuda_ipc", "share GPU 0"),
+    ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "learner on GPU 2, engine on GPU 0, 1"),
+    ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda"}, "shared_memory", "reach only a part"),
+    ({"engine": VLLM, "learner": "cuda", "broadcast__delta": {}}, "shared_memory", "broadcast.delta needs"),
+    ({"engine": {"kind": "fake"}, "learner": "cuda"}, "shared_memory", "on this machine"),
+    ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
+    ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast__delta": {}}, "zeromq", "10.1.2.3"),
+    ({"engine": VLLM, "learner": "cuda", "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "zeromq", "0.0.0.0"),
+    ({"launch": RAY}, "zeromq", "Ray may put"),
+    ({"launch": RAY, "engine": VLLM, "learner": "cuda"}, "nccl", "Ray may put"),
+    ({"placement__kind": "colocated", "buffer__max_staleness": 0}, "shared_memory", "changes hands"),
+    ({"placement__kind": "hybrid", "buffer__max_staleness": 0}, "shared_storage", "the learner's own weights"),
+    ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
+])  # fmt: skip
 def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
     chosen, why = choose_medium(config(**told))
     assert chosen.kind == kind

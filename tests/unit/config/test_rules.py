@@ -1,7 +1,5 @@
 """What the parts of a config ask of each other: each rule once, by what it says to write instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

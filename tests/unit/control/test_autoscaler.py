@@ -1,7 +1,5 @@
 """The number of generators: what moves it, what does not, and that it settles."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,19 +12,16 @@ def scaler(wanted: int, **settings: float) -> ScalingRule:
     return ScalingRule(ElasticConfig(**({"max_generators": 8, "patience": 2} | settings)), wanted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "least", "seen", "then"),
-    [
-        (3, 1, (0.4, 0.95, 3), 5),  # what is missing
-        (2, 1, (0.99, 0.95, 2), 4),  # at most double
-        (8, 1, (0.4, 0.95, 8), 8),  # the bound
-        (2, 1, (0.5, 0.3, 2), 2),  # the learner waits for something else
-        (4, 1, (0.0, 0.4, 4), 3),  # half empty
-        (2, 1, (0.0, 0.51, 2), 2),  # the others could not replace it
-        (2, 2, (0.0, 0.1, 2), 2),  # the bound
-        (4, 1, (0.4, 0.95, 3), 4),  # one that was wanted is not there yet
-    ],
-)
+@pytest.mark.parametrize(("wanted", "least", "seen", "then"), [
+    (3, 1, (0.4, 0.95, 3), 5),  # what is missing
+    (2, 1, (0.99, 0.95, 2), 4),  # at most double
+    (8, 1, (0.4, 0.95, 8), 8),  # the bound
+    (2, 1, (0.5, 0.3, 2), 2),  # the learner waits for something else
+    (4, 1, (0.0, 0.4, 4), 3),  # half empty
+    (2, 1, (0.0, 0.51, 2), 2),  # the others could not replace it
+    (2, 2, (0.0, 0.1, 2), 2),  # the bound
+    (4, 1, (0.4, 0.95, 3), 4),  # one that was wanted is not there yet
+])  # fmt: skip
 def test_what_a_window_changes(wanted: int, least: int, seen: tuple[float, float, int], then: int) -> None:
     assert scaler(wanted, patience=1, min_generators=least).decide(*seen) == then
 

@@ -1,11 +1,10 @@
 """The client against a served API whose run never ends by itself: hanging up and being cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -85,61 +84,42 @@ async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_pa
         await control.until("take hung up")
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "message"),
-    [
-        ("trained", (2**70,), "trained: what was given cannot be sent"),
-        ("trained", (0, {"loss": "\udcff"}), "trained: what was given cannot be sent"),
-        ("submit", (None,), "submit takes an ExternalGroup, got NoneType"),
-        ("announce_weights", (math.nan,), "announce_weights takes a WeightsAvailable, got float"),
-    ],
-)
+@pytest.mark.parametrize(("call", "given", "message"), [
+    ("trained", (2**70,), "trained: what was given cannot be sent"),
+    ("trained", (0, {"loss": "\udcff"}), "trained: what was given cannot be sent"),
+    ("submit", (None,), "submit takes an ExternalGroup, got NoneType"),
+    ("announce_weights", (math.nan,), "announce_weights takes a WeightsAvailable, got float"),
+])  # fmt: skip
 async def test_what_cannot_be_sent_is_refused_with_its_reason(tmp_path, call, given, message):
     async with serve_api(Endless(), tmp_path), connect(tmp_path) as run:
         with pytest.raises(ConfigError, match=message):
             await getattr(run, call)(*given)
 
 
-FILES = (
-    "ledger.sqlite",
-    "ledger.sqlite.payloads-000001",
-    "steps.jsonl",
-    "api.json",
-    "endpoint",
-    "keys/client.key",
-    "logs/learner.log",
-)
-
-
-@pytest.mark.parametrize("name", [*FILES, "checkpoints", "model", "keys", "logs"])
-def test_a_folder_in_place_of_a_run_s_file_or_the_reverse_is_named_before_anything_is_started(tmp_path, name):
+@pytest.fixture
+def config(tmp_path):
+    """Return the config of a run whose folder was made."""
     config = parse_config({"folder": str(tmp_path), "name": "r"})
     with Run(config)._prepared_folder():
-        pass
+        return config
+
+
+@pytest.mark.parametrize(("make", "name"), [
+    *((Path.mkdir, name) for name in ("ledger.sqlite", "ledger.sqlite.payloads-000001", "api.json", "keys/client.key")),
+    *((make, name) for name in ("steps.jsonl", "endpoint", "logs/learner.log") for make in (Path.mkdir, os.mkfifo)),
+    *((Path.touch, name) for name in ("checkpoints", "model", "keys", "logs")),
+])  # fmt: skip
+def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_named_and_not_waited_for(tmp_path, config, make, name):
     path = tmp_path / "r" / name
-    if name in FILES:
-        path.mkdir(parents=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-        path.write_text("x")
-    with pytest.raises(ConfigError, match=rf"^{path} must be a (file|folder): move it away$"):
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    make(path)
+    with pytest.raises(ConfigError, match=rf"^{path} must be a {'folder' if make is Path.touch else 'file'}: move it away$"):
         Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
 
 
-@pytest.mark.parametrize("name", ["steps.jsonl", "endpoint", "logs/learner.log"])
-def test_a_pipe_in_place_of_a_run_s_file_is_named_and_not_waited_for(tmp_path, name):
-    config = parse_config({"folder": str(tmp_path), "name": "r"})
-    with Run(config)._prepared_folder():
-        pass
-    os.mkfifo(tmp_path / "r" / name)
-    with pytest.raises(ConfigError, match="must be a file: move it away"):
-        Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
-
-
-def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path):
-    config, folder = parse_config({"folder": str(tmp_path), "name": "r"}), tmp_path / "r"
-    with Run(config)._prepared_folder():
-        pass
+def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):
+    folder = tmp_path / "r"
     other = {"model.hidden_size": 64}
     with Run(resume=folder, overrides=other)._prepared_folder():
         pass  # nothing was made yet

@@ -1,7 +1,5 @@
 """The controller over in-process channels and a launcher without processes: what it does when others die or repeat themselves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,10 +60,8 @@ class World:
     async def start(self, version: int = 0, *, version_is_live: bool = True) -> tuple[Connection, Connection, Connection]:
         """Bring up learner, reward worker and generator at this version."""
         await self.launcher.started("generator-0")
-        learner, reward, generator = [
-            await self.join(kind, name)
-            for kind, name in (("learner", "learner"), ("reward", "reward-0"), ("generator", "generator-0"))
-        ]
+        names = ("learner", "reward-0", "generator-0")
+        learner, reward, generator = [await self.join(name.partition("-")[0], name) for name in names]
         await learner.send(LearnerReady(version, "model"), Lane.CONTROL)
         await receive(generator, LoadModel)
         await generator.send(EngineReady("generator-0", 64, -1), Lane.CONTROL)

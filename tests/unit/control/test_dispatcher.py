@@ -1,7 +1,5 @@
 """The controller's data path over in-process channels: real admission, real buffer, a ledger in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -15,16 +13,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import (
-    InferResult,
-    Prompt,
-    SampleFailure,
-    Score,
-    ScoreRequest,
-    Scores,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
@@ -34,9 +23,9 @@ from tests.virtual_clock import VirtualClock
 B = G = 2
 
 
-def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None) -> Scores:
-    scores = tuple(Score(index, reward, parts or {}) for index in request.indices)
-    return Scores(request.group_id, request.attempt, scores, "reward-0", purpose=request.purpose)
+def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None):
+    about = {"attempt": request.attempt, "purpose": request.purpose, "worker": "reward-0"}
+    return score_of(request.group_id, *request.indices, reward, parts, **about)
 
 
 class Bench:
@@ -178,10 +167,8 @@ async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multipl
         for _ in range(6 * B):
             bench.answer((await _received(far, 1))[0], [1.0, 1.0])
     assert bench.buffer.counts().dropped == {"no pair": 6 * B}
-    assert [record.args[0].partition(":")[2] for record in caplog.records] == [
-        " 6 in a row had none and were dropped",
-        " 12 in a row had none and were dropped",
-    ]
+    said = [record.args[0].partition(":")[2] for record in caplog.records]
+    assert said == [f" {num} in a row had none and were dropped" for num in (6, 12)]
     for knob in ("algorithm.preference", "algorithm.group_size", "generate.sampling.temperature", "stall_timeout_s"):
         assert knob in caplog.records[0].getMessage()
     assert bench.dispatcher.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"

@@ -1,7 +1,5 @@
 """What counts as right on held-out prompts."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.config.load import parse_config

@@ -1,7 +1,5 @@
 """Joining generators: whom a run lets in, and how a generator gets in, with which config."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -48,9 +46,8 @@ def test_a_joining_generator_needs_a_server_that_no_generator_of_the_run_has(tmp
     run = _config(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:1"}})
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 each serve.*generate\.engine\.url"):
         own_config(_terms(run), (), tmp_path)
-    assert own_config(_terms(run), ("generate.engine.url=http://127.0.0.1:2",), tmp_path).generate.engine.urls == (
-        "http://127.0.0.1:2",
-    )
+    own = own_config(_terms(run), ("generate.engine.url=http://127.0.0.1:2",), tmp_path)
+    assert own.generate.engine.urls == ("http://127.0.0.1:2",)
 
 
 def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(tmp_path):

@@ -1,7 +1,5 @@
 """What the controller's reports do when the disk is full, and how large they become; the rest is seen in whole runs."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

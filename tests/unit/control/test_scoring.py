@@ -1,7 +1,5 @@
 """Scores: two halves make a score, whatever dies or comes twice on the way."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Who waits for whom, and when that is the end."""
 
-from __future__ import annotations
-
 from asyncrl.control.stall_detector import StallDetector, Wait, wait_chain
 
 

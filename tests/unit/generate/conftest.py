@@ -1,7 +1,5 @@
 """What the tests of this folder share: a folder with a small model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

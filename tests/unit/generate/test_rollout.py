@@ -1,6 +1,7 @@
-"""What the engine is asked for, member by member; the engine that gives back a file's answers, and the codec that knows them."""
+"""What the engine is asked for, member by member; the engine that gives back a file's answers, and the codec that knows them.
 
-from __future__ import annotations
+That a file's answers come back as samples that are trained is seen in tests/integration/run/test_data_path.py.
+"""
 
 import asyncio
 import dataclasses
@@ -15,16 +16,7 @@ from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
-from asyncrl.schema.samples import (
-    GroupWork,
-    PreferenceAnswers,
-    Prompt,
-    SampleFailure,
-    Samples,
-    SamplingParams,
-    ids_from_bytes,
-    logprobs_from_bytes,
-)
+from asyncrl.schema.samples import GroupWork, PreferenceAnswers, Prompt, SampleFailure, Samples, SamplingParams, ids_from_bytes
 from tests.virtual_clock import VirtualClock
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -91,17 +83,6 @@ def preference(chosen="3", rejected="12"):
     return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
 
 
-async def test_a_file_s_answers_come_back_as_the_samples_of_their_group(codec):
-    samples = []
-    await run(FakeEngine(ReplayEngineConfig(max_sequence_tokens=8), VirtualClock()), codec, preference(), samples)
-    chosen, rejected = samples
-    told = [(sample.text, sample.finish_reason, sample.num_tokens) for sample in samples]
-    assert told == [("3", "stop", 2), ("12", "stop", 3)]
-    assert ids_from_bytes(rejected.versions).tolist() == [5, 5, 5]
-    assert logprobs_from_bytes(rejected.logprobs).tolist() == [0.0, 0.0, 0.0]
-    assert chosen.prompt_ids == rejected.prompt_ids
-
-
 class Unreadable(TokenizerCodec):
     """Has answers that no tokenizer knows."""
 
@@ -118,11 +99,10 @@ async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_
         assert "cannot be turned into text: OverflowError" in result.reason
 
 
-@pytest.mark.parametrize(
-    ("prompt", "index", "reason"),
-    [(Prompt("p", text="1+2="), 0, "no chosen and rejected answer"), (preference(), 2, "but none 2"),
-     (preference(chosen="hello"), 0, "cannot be tokenised")],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "index", "reason"), [
+    (Prompt("p", text="1+2="), 0, "no chosen and rejected answer"), (preference(), 2, "but none 2"),
+    (preference(chosen="hello"), 0, "cannot be tokenised"),
+])  # fmt: skip
 def test_what_has_no_answer_fails_with_the_reason(codec, prompt, index, reason):
     with pytest.raises(GenerationError, match=reason):
         codec.answer(prompt, index)
@@ -135,5 +115,5 @@ async def test_nothing_comes_back_before_the_first_version():
     for _ in range(5):
         await asyncio.sleep(0)
     await engine.load_weights(1, {}, "keep")
-    assert [chunk.versions async for chunk in stream] == [(1, 1, 1)]
+    assert [(chunk.versions, tuple(chunk.logprobs)) async for chunk in stream] == [((1, 1, 1), (0.0, 0.0, 0.0))]
     await engine.close()

@@ -1,7 +1,5 @@
 """How prompts are laid into prefill forwards, and which rows may lend their keys and values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

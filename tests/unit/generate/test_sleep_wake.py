@@ -1,7 +1,5 @@
 """An engine on a shared device; what it holds and when, in a run: tests/integration/placement/test_placement.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -33,14 +33,11 @@ def test_packed_scores_are_those_of_one_sequence_at_a_time_read_at_the_last_toke
         assert score == pytest.approx(slow.score(hidden).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make_config", "is_packed"),
-    [
-        (partial(Qwen3Config, head_dim=8), True),
-        (partial(Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4), False),
-        (BertConfig, False),
-    ],
-)
+@pytest.mark.parametrize(("make_config", "is_packed"), [
+    (partial(Qwen3Config, head_dim=8), True),
+    (partial(Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4), False),
+    (BertConfig, False),
+])  # fmt: skip
 def test_scores_are_those_of_the_model_s_own_forward(kit, tmp_path, caplog, make_config, is_packed):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(make_config(**kit.tiny | {"pad_token_id": 0}))
@@ -57,14 +54,11 @@ def test_scores_are_those_of_the_model_s_own_forward(kit, tmp_path, caplog, make
             assert score == pytest.approx(model(_sequence(request)[None]).logits.item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("two outputs", r"'judge': .* has 2 outputs; a reward model has 1"),
-        ("a policy", r"no weights for score\.weight: it is not a trained reward model"),
-        ("nothing", r"has no config\.json, no \*\.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("two outputs", r"'judge': .* has 2 outputs; a reward model has 1"),
+    ("a policy", r"no weights for score\.weight: it is not a trained reward model"),
+    ("nothing", r"has no config\.json, no \*\.safetensors"),
+])  # fmt: skip
 def test_what_is_no_reward_model_is_refused(kit, tmp_path, kind, expected):
     if kind != "nothing":
         kit.save_model(tmp_path, **({"num_labels": 2} if kind == "two outputs" else {"made": LlamaForCausalLM}))

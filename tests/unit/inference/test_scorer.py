@@ -28,11 +28,10 @@ def test_evaluation_samples_get_rewards_alone_and_leave_the_running_figures(kit,
     assert scorer._normalisers["judge"].count == 4
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "reason"),
-    [([], [3], "no prompt"), ([], [], "no tokens at all"), ([3], [29], "outside the reference's vocabulary of 29"),
-     ([3], [-1], "token id -1 is negative"), ([3] * 10, [4] * 60, "takes at most 64 tokens, the sample has 70")],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "response", "reason"), [
+    ([], [3], "no prompt"), ([], [], "no tokens at all"), ([3], [29], "outside the reference's vocabulary of 29"),
+    ([3], [-1], "token id -1 is negative"), ([3] * 10, [4] * 60, "takes at most 64 tokens, the sample has 70"),
+])  # fmt: skip
 def test_a_sample_that_cannot_be_scored_fails_alone_with_the_reason(kit, folder, prompt, response, reason):
     scorer = opened(folder)
     good = kit.request([3], [4, 5])

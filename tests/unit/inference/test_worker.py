@@ -1,50 +1,35 @@
 """The inference worker over an in-process channel: what the controller sees."""
 
 import asyncio
-import contextlib
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.inference.worker import InferenceWorker
-from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady, Shutdown
-from tests.builders import Controller, channel_of, outcome_of
-
-TIMEOUT_S = 20
+from asyncrl.schema.control import Heartbeat, LoadModel, ModelsReady
+from tests.builders import working
 
 
-class Loader(Controller):
-    """The other end, with a model to load."""
-
-    model_folder = ""
-
-    async def load(self):
-        await self.order(LoadModel(self.model_folder))
-        return await self.report(ModelsReady)
-
-
-@contextlib.asynccontextmanager
-async def worker(folder, **inference):
+def worker(folder, **inference):
     config = parse_config({
         "algorithm": {"kl": {}, "reference": {"where": "worker"}},
         "inference": {"reward_models": [{"name": "judge", "path": str(folder / "judge")}], **inference},
         "supervision": {"heartbeat_s": 0.02},
     })
-    async with channel_of("inference", "inference-0") as (near, far), asyncio.TaskGroup() as group:
-        controller = Loader(far)
-        controller.model_folder = str(folder / "model")
-        controller.task = group.create_task(outcome_of(InferenceWorker(config, folder, near, SystemClock(), "inference-0").run()))
-        yield controller
-        if not controller.task.done():
-            await controller.order(Shutdown())
-            assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
+
+    def infer(near, _):
+        return InferenceWorker(config, folder, near, SystemClock(), "inference-0").run()
+
+    return working("inference", "inference-0", infer)
 
 
 async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
     async with worker(folder, tokens_per_batch=24) as controller:
-        ready = await controller.load()
+        for _ in range(2):  # told again it opens nothing
+            await controller.order(LoadModel(str(folder / "model")))
+        ready, again = [await controller.report(ModelsReady) for _ in range(2)]
         assert ready.models == ("reference", "judge")
-        assert await controller.load() == ready, "told again it opens nothing"
+        assert again == ready
         requests = kit.random_requests(count=30)
         for request in requests:
             await controller.connection.send(request)
@@ -65,7 +50,7 @@ async def test_requests_are_answered_in_batches_and_acknowledged(kit, folder):
 async def test_a_model_that_cannot_be_opened_ends_the_worker_with_the_reason(folder):
     (folder / "judge" / "model.safetensors").unlink()
     async with worker(folder) as controller:
-        await controller.order(LoadModel(controller.model_folder))
-        error = await asyncio.wait_for(controller.task, TIMEOUT_S)
+        await controller.order(LoadModel(str(folder / "model")))
+        error = await asyncio.wait_for(controller.task, 30)
         assert isinstance(error, ConfigError)
         assert "safetensors" in str(error)

@@ -41,9 +41,8 @@ def train_state_of(model, config, critic=None, reference=None):
         train_state.reference = Reference(reference, 64)
     if critic is not None:
         train_state.critic = critic
-        train_state.critic_optimizer = build_critic_optimizer(
-            critic, config.algorithm.critic, config.learner, config.num_steps, train_state.optimizer
-        )
+        settings = config.algorithm.critic, config.learner, config.num_steps
+        train_state.critic_optimizer = build_critic_optimizer(critic, *settings, train_state.optimizer)
     return train_state
 
 
@@ -86,15 +85,11 @@ def random_samples(seed=0, groups=3, group_size=4, prompt=(3, 8), response=(1, 1
             length = int(rng.integers(*response))
             mask = (rng.random(length) < 0.8).astype(np.uint8)
             mask[0] = 1
-            samples.append({
-                "group_id": group_id,
-                "index": index,
-                "prompt": prompt_ids,
-                "response": rng.integers(2, VOCABULARY, length),
-                "mask": mask,
-                "logprobs": rng.normal(-3.1, 0.3, length).astype(np.float32),
-                "reward": float(rng.random()) if reward is None else reward,
-            })
+            sample = {"group_id": group_id, "index": index, "prompt": prompt_ids, "mask": mask}
+            sample["response"] = rng.integers(2, VOCABULARY, length)
+            sample["logprobs"] = rng.normal(-3.1, 0.3, length).astype(np.float32)
+            sample["reward"] = float(rng.random()) if reward is None else reward
+            samples.append(sample)
     return samples
 
 

@@ -50,11 +50,7 @@ def test_what_corrections_drop_is_no_matter_to_the_critic(kit, low, aggregation)
     """The value loss is over all trained tokens, so its denominator is too, in one row or many."""
     outcomes = []
     for denominator, tokens_per_row in (("all", 10_000), ("kept", 10_000), ("kept", 30)):
-        algorithm = {
-            "corrections": (MaskedToken(low=low, high=low + 0.2),),
-            "denominator": denominator,
-            "aggregation": aggregation,
-        }
+        algorithm = {"denominator": denominator, "aggregation": aggregation, "corrections": (MaskedToken(low, low + 0.2),)}
         config = ppo_config(kit, "separate", {"minibatches": 2, "epsilon": 1e-2}, algorithm, learning_rate=1e-5)
         critic = kit.critic("separate")
         result = train_step(kit.train_state(kit.model(), config, critic), kit.batch(kit.samples(), tokens_per_row), config)

@@ -110,16 +110,13 @@ def test_a_hugging_face_folder_is_validated_and_cast(tmp_path):
     assert all(torch.equal(cast[name], value.bfloat16()) for name, value in opened(tmp_path / "out").state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drop": ("blk.1.ffn_up.weight",)}, "1 missing tensors, model.layers.1.mlp.up_proj.weight"),
-        ({"kind": "falcon"}, "architecture = 'falcon'; import reads llama"),
-        ({"tokenizer": "llama"}, "tokenizer.ggml.model = 'llama'.*Hugging Face folder"),
-        ({"extra": {"rope_freqs.weight": np.ones(4, dtype=np.float32)}}, "rope scaling"),
-        ({"extra": {"blk.0.extra.weight": np.ones(4, dtype=np.float32)}}, "blk.0.extra.weight"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"drop": ("blk.1.ffn_up.weight",)}, "1 missing tensors, model.layers.1.mlp.up_proj.weight"),
+    ({"kind": "falcon"}, "architecture = 'falcon'; import reads llama"),
+    ({"tokenizer": "llama"}, "tokenizer.ggml.model = 'llama'.*Hugging Face folder"),
+    ({"extra": {"rope_freqs.weight": np.ones(4, dtype=np.float32)}}, "rope scaling"),
+    ({"extra": {"blk.0.extra.weight": np.ones(4, dtype=np.float32)}}, "blk.0.extra.weight"),
+])  # fmt: skip
 def test_what_cannot_be_carried_over_is_refused_and_leaves_nothing(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         imported(tmp_path, **options)

@@ -17,10 +17,8 @@ ALPHABET = "abcdefghijklmnopqrstu"
 """As many tokens, with padding and end, as the kit's vocabulary."""
 
 
-def config_of(rank=4, dtype="float32", **learner):
-    return RunConfig(
-        learner=LearnerConfig(lora=LoRAConfig(rank=rank), learning_rate=1e-2, warmup_steps=0, dtype=dtype, **learner)
-    )
+def config_of(rank=4, **learner):
+    return RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=rank), learning_rate=1e-2, warmup_steps=0, **learner))
 
 
 @pytest.fixture

@@ -43,9 +43,8 @@ def test_opening_names_the_folder_and_what_is_missing(tmp_path):
 
 
 def test_a_model_that_scales_its_logits_is_refused():
-    config = CohereConfig(
-        vocab_size=30, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, logit_scale=0.25
-    )
+    sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = CohereConfig(**sizes, logit_scale=0.25)
     with pytest.raises(ConfigError, match='"cohere" cannot be trained'):
         made_ready(CohereForCausalLM(config), LearnerConfig())
 

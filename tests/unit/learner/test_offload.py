@@ -55,16 +55,6 @@ def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, 
     assert kit.same(*(model.parameters() for model in models))
 
 
-def test_in_hybrid_the_policy_stays_for_the_engines(kit, opened):
-    config = colocated(kit, kind="hybrid")
-    train_state = kit.train_state(kit.model(), config)
-    addresses = [parameter.data_ptr() for parameter in train_state.model.parameters()]
-    residents = opened(train_state, config)
-    train_step(train_state, kit.batch(kit.samples()), config)
-    assert set(residents.reach("rollout", 0).resident) == {"policy"}
-    assert [parameter.data_ptr() for parameter in train_state.model.parameters()] == addresses
-
-
 def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened, tmp_path):
     penalty, models = {"kl": KLConfig(coefficient=0.1)}, []
     for config in (kit.config(penalty), colocated(kit, penalty, device_memory_gib=room_for(kit))):

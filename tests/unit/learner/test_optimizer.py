@@ -7,15 +7,8 @@ from safetensors.torch import load_file
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.optim import optimizer as optim
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
-from asyncrl.learner.optim.optimizer import (
-    FIRST_SCALE,
-    GROWTH_INTERVAL,
-    SMALLEST_SCALE,
-    LossScale,
-    PolicyOptimizer,
-    learning_rate_at,
-)
 from asyncrl.learner.step.train_step import train_step
 
 EIGHT_BIT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -24,9 +17,9 @@ EIGHT_BIT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layer
 
 def test_learning_rate_rises_linearly_and_stays_or_falls_along_a_cosine_to_its_floor():
     config = LearnerConfig(learning_rate=1.0, warmup_steps=4)
-    assert [learning_rate_at(step, config, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [optim.learning_rate_at(step, config, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     falling = LearnerConfig(learning_rate=1.0, warmup_steps=2, min_learning_rate_ratio=0.1)
-    rates = [learning_rate_at(step, falling, 10) for step in range(12)]
+    rates = [optim.learning_rate_at(step, falling, 10) for step in range(12)]
     assert rates[2:10] == sorted(rates[2:10], reverse=True)
     assert [rates[2], rates[9], rates[11]] == pytest.approx([1.0, 0.1, 0.1])
 
@@ -95,7 +88,7 @@ def optimizer_of(values, **learner):
     """Return a parameter of these values and its optimizer."""
     config = LearnerConfig(**{"learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 1e9} | learner)
     parameter = torch.nn.Parameter(torch.tensor(values, dtype=getattr(torch, config.dtype)))
-    return parameter, PolicyOptimizer([("p", parameter)], config, 10)
+    return parameter, optim.PolicyOptimizer([("p", parameter)], config, 10)
 
 
 def test_bfloat16_learns_updates_smaller_than_its_own_step():
@@ -110,16 +103,16 @@ def test_bfloat16_learns_updates_smaller_than_its_own_step():
 
 
 def test_the_scale_doubles_after_many_good_updates_and_halves_down_to_the_smallest():
-    scale = LossScale()
-    for _ in range(GROWTH_INTERVAL):
-        assert scale.value == FIRST_SCALE
+    scale = optim.LossScale()
+    for _ in range(optim.GROWTH_INTERVAL):
+        assert scale.value == optim.FIRST_SCALE
         scale.note_update()
-    assert scale.value == 2 * FIRST_SCALE
+    assert scale.value == 2 * optim.FIRST_SCALE
     assert scale.shrink()
-    assert scale.value == FIRST_SCALE
+    assert scale.value == optim.FIRST_SCALE
     while scale.shrink():
         pass
-    assert scale.value == SMALLEST_SCALE, "from here on an overflow is an error"
+    assert scale.value == optim.SMALLEST_SCALE, "from here on an overflow is an error"
 
 
 def test_gradients_too_small_for_float16_reach_the_weights():
@@ -130,15 +123,12 @@ def test_gradients_too_small_for_float16_reach_the_weights():
     assert optimizer.clip() == pytest.approx(factor * 2**0.5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "overflowing", "after"),
-    [
-        ("head", "policy", (59, 59)),
-        ("separate", "policy", (59, 10)),
-        ("separate", "critic", (10, 59)),
-        ("separate", "both", (59, 59)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "overflowing", "after"), [
+    ("head", "policy", (59, 59)),
+    ("separate", "policy", (59, 10)),
+    ("separate", "critic", (10, 59)),
+    ("separate", "both", (59, 59)),
+])  # fmt: skip
 def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflowing, after):
     """Real float16 models; scales that are to overflow start at 2^60, others at 2^10."""
     critic = CriticConfig(kind=kind, learning_rate=1e-2, value_clip=math.inf)

@@ -1,7 +1,6 @@
 """The learner process over an in-process channel: what the controller sees."""
 
 import asyncio
-import contextlib
 
 import msgspec
 import pytest
@@ -19,8 +18,7 @@ from asyncrl.learner.worker import LearnerWorker
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
-from asyncrl.transport.protocol import Lane
-from tests.builders import Controller, channel_of, outcome_of
+from tests.builders import Controller, working
 
 ALPHABET = "abcdefghijklmnopqrstu"
 CONFIG = RunConfig(
@@ -34,7 +32,7 @@ TIMEOUT_S = 20
 
 
 class Publisher(Controller):
-    """The other end: keeps heartbeats apart from news, and notes what was published."""
+    """The other end: notes what was published."""
 
     def __init__(self, connection):
         super().__init__(connection)
@@ -48,43 +46,24 @@ class Publisher(Controller):
         assert available.manifest.total_bytes == 0
         self.published[available.version] = None
 
-    async def news(self, kind):
-        async with asyncio.timeout(TIMEOUT_S):
-            while True:
-                delivery = await self.connection.receive(Lane.CONTROL)
-                delivery.ack()
-                if not isinstance(delivery.message, Heartbeat):
-                    assert isinstance(delivery.message, kind), delivery.message
-                    return delivery.message
-
-    async def ended(self):
-        async with asyncio.timeout(TIMEOUT_S):
-            return await self.task
-
     async def step(self, batch):
         await self.connection.send(batch)
-        return await self.news(StepDone)
+        return await self.report(StepDone)
 
 
-@contextlib.asynccontextmanager
-async def learner(run_folder, config=CONFIG, examples=list):
-    async with channel_of("learner", "learner") as (near, far), asyncio.TaskGroup() as group:
-        controller, clock = Publisher(far), SystemClock()
+def learner(run_folder, config=CONFIG, examples=list):
+    def learn(near, controller):
         if config.learner.fake_step_s is not None:
-            running = FakeLearner(config, run_folder, near, clock, controller.announce).run()
-        else:
-            worker = LearnerWorker(config, run_folder, near, clock, controller.publish, RankLauncher(config, None))
-            running = worker.run(examples, ALPHABET)
-        controller.task = group.create_task(outcome_of(running))
-        yield controller
-        if not controller.task.done():
-            await controller.order(Shutdown())
-            assert await controller.ended() is None
+            return FakeLearner(config, run_folder, near, SystemClock(), controller.announce).run()
+        worker = LearnerWorker(config, run_folder, near, SystemClock(), controller.publish, RankLauncher(config, None))
+        return worker.run(examples, ALPHABET)
+
+    return working("learner", "learner", learn, Publisher)
 
 
 async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path):
     async with learner(tmp_path) as controller:
-        ready = await controller.news(LearnerReady)
+        ready = await controller.report(LearnerReady)
         assert (ready.version, ready.model_folder) == (0, str(tmp_path / "model"))
         for step in range(3):
             done = await controller.step(kit.batch(kit.samples(seed=step), step=step))
@@ -106,11 +85,11 @@ async def test_checkpoints_are_written_as_told_and_the_next_learner_goes_on_from
     """At every multiple of `every_steps`, where the controller says so, and at no other."""
     config = msgspec.structs.replace(config, checkpoint=CheckpointConfig(every_steps=2, keep_last=9))
     async with learner(tmp_path, config) as controller:
-        assert (await controller.news(LearnerReady)).version == 0
+        assert (await controller.report(LearnerReady)).version == 0
         for step in range(5):  # all at once: the next batches wait while a checkpoint is written
             await controller.connection.send(kit.batch(kit.samples(seed=step), step=step))
         await controller.order(Checkpoint(5, controller_json="mine"))
-        news = [await controller.news(StepDone | CheckpointDone) for _ in range(8)]
+        news = [await controller.report(StepDone | CheckpointDone) for _ in range(8)]
         assert [told.version for told in news] == [1, 2, 2, 3, 4, 4, 5, 5]
         assert news[0].finished_s - news[0].started_s >= (config.learner.fake_step_s or 0.0)
         assert news[0].metrics["reward/min"] <= news[0].metrics["reward/mean"] <= news[0].metrics["reward/max"]
@@ -121,14 +100,14 @@ async def test_checkpoints_are_written_as_told_and_the_next_learner_goes_on_from
     assert "mine" in (checkpoints / names[-1] / "trainer" / "state.json").read_text()
     (checkpoints / names[-1] / "trainer" / "state.json").write_text("{}")
     async with learner(tmp_path, config) as controller:
-        ready = await controller.news(LearnerReady)
+        ready = await controller.report(LearnerReady)
         assert (ready.version, ready.checkpoint) == (4, str(checkpoints / "step-000004"))
 
 
 @any_learner
 async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_ends_the_learner(kit, tmp_path, config):
     async with learner(tmp_path, config) as controller:
-        await controller.news(LearnerReady)
+        await controller.report(LearnerReady)
         batch = kit.batch(kit.samples())
         first = await controller.step(batch)
         again = await controller.step(msgspec.structs.replace(batch, replay=True))
@@ -136,30 +115,29 @@ async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_
         assert (again.step, again.version) == (first.step, first.version) == (0, 1)
         assert sorted(controller.published) == [0, 1]
         await controller.connection.send(kit.batch(kit.samples(), step=3))
-        error = await controller.ended()
+        error = await asyncio.wait_for(controller.task, TIMEOUT_S)
     assert isinstance(error, LearnerError)
     assert "step 3 came while the learner is at version 1" in str(error)
 
 
 async def test_without_a_model_a_phase_is_reached_at_once_and_the_end_waits_for_the_step_in_hand(kit, tmp_path):
     async with learner(tmp_path, parse_config(WITHOUT_MODEL | {"learner": {"fake_step_s": 0.3}})) as controller:
-        await controller.news(LearnerReady)
+        await controller.report(LearnerReady)
         await controller.order(SetPhase("rollout", 3))
-        assert (await controller.news(PhaseReached)).number == 3
+        assert (await controller.report(PhaseReached)).number == 3
         await controller.connection.send(kit.batch(kit.samples()))
         await controller.report(Heartbeat, lambda beat: beat.waiting_for == "")
         await controller.order(Shutdown())
-        assert (await controller.news(StepDone)).version == 1
-        assert await controller.ended() is None
+        assert (await controller.report(StepDone)).version == 1
+        assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
-     ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
-     ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
-     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
+    ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
+    ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
+    ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'"),
+])  # fmt: skip
 def test_what_needs_a_model_is_refused_beside_a_learner_without_one(settings, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(WITHOUT_MODEL | settings)
@@ -178,7 +156,7 @@ COLOCATED = msgspec.structs.replace(CONFIG, placement=PlacementConfig(kind="colo
 
 async def set_phase(controller, phase, number):
     await controller.order(SetPhase(phase, number))
-    return await controller.news(PhaseReached)
+    return await controller.report(PhaseReached)
 
 
 @pytest.mark.parametrize(("offload_to", "nearer"), [("host", set()), ("disk", {("disk", "host")})])
@@ -186,7 +164,7 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
     """With a step in hand, what is on disk comes nearer before its turn."""
     placement = msgspec.structs.replace(COLOCATED.placement, offload_to=offload_to)
     async with learner(tmp_path, msgspec.structs.replace(COLOCATED, placement=placement)) as controller:
-        await controller.news(LearnerReady)
+        await controller.report(LearnerReady)
         left = await set_phase(controller, "rollout", 1)
         assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
         assert {(move.before, move.after) for move in left.moves} == {("device", offload_to)}
@@ -196,6 +174,6 @@ async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_fo
         back = await set_phase(controller, "train", 2)
         assert {(move.before, move.after) for move in back.moves} == {("host", "device"), *nearer}
         assert back.resident["policy"] > 0
-        assert (await controller.news(StepDone)).version == 1
+        assert (await controller.report(StepDone)).version == 1
         onto_it = [move.num_bytes for move in back.moves if move.after == "device"]
         assert (await set_phase(controller, "rollout", 3)).peak_bytes >= sum(onto_it)

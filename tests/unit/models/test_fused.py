@@ -1,7 +1,5 @@
 """The two passes of the fused log-probabilities are those made step by step; tests/gpu compares the compiled ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,9 +13,8 @@ def test_values_and_gradient_are_those_made_step_by_step(temperature, entropy_we
     torch.manual_seed(0)
     head, hidden, targets = torch.nn.Linear(16, 50), torch.randn(7, 16), torch.randint(0, 50, (7,))
     weights, logits = torch.randn(7), head(hidden)
-    logprobs, entropy = token_logprobs(
-        hidden, targets, lambda _: logits, temperature=temperature, chunk_tokens=8, entropy_gradient=True
-    )
+    options = {"temperature": temperature, "chunk_tokens": 8, "entropy_gradient": True}
+    logprobs, entropy = token_logprobs(hidden, targets, lambda _: logits, **options)
     (expected,) = torch.autograd.grad((logprobs * weights).sum() + entropy_weight * entropy.sum(), logits)
     ours, our_entropy, normalizer = values(logits.detach(), targets, temperature)
     torch.testing.assert_close(ours, logprobs.detach())

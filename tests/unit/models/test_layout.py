@@ -18,11 +18,10 @@ def test_what_cannot_be_laid_out_is_refused(tensors):
         make_manifest(tensors)
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [[((2,), "F32", 0, 12)], [((2,), "F32", 8, 8)], [((2,), "F99", 0, 8)], [((-2,), "F32", 0, -8)], [((40,), "F32", 0, 160)],
-     [((16,), "F32", 0, 64), ((2,), "F32", 0, 8)]],
-)  # fmt: skip
+@pytest.mark.parametrize("entries", [
+    [((2,), "F32", 0, 12)], [((2,), "F32", 8, 8)], [((2,), "F99", 0, 8)], [((-2,), "F32", 0, -8)], [((40,), "F32", 0, 160)],
+    [((16,), "F32", 0, 64), ((2,), "F32", 0, 8)],
+])  # fmt: skip
 def test_a_manifest_that_contradicts_itself_is_refused(entries):
     named = tuple(TensorEntry(f"t{number}", *entry) for number, entry in enumerate(entries))
     with pytest.raises(BroadcastError):

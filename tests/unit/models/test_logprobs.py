@@ -18,11 +18,7 @@ class Head(torch.nn.Linear):
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_kept():
-    hidden, targets, head = (
-        torch.randn(50, 8, dtype=torch.float64, requires_grad=True),
-        torch.randint(0, 200, (50,)),
-        Head(8, 200),
-    )
+    hidden, targets, head = torch.randn(50, 8).double().requires_grad_(), torch.randint(0, 200, (50,)), Head(8, 200)
     kept = []
 
     def pack(tensor):

@@ -1,7 +1,5 @@
 """A made-up run folder of 60 steps: two generators, a reward worker, a learner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Following a run: lines for a pipe, a picture for a terminal, the reason when it failed."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path

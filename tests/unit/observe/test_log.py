@@ -1,7 +1,5 @@
 """One line an event, with its process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

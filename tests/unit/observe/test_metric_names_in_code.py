@@ -1,7 +1,5 @@
 """Every metric name that is written anywhere in the package is a row of the table."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The metric table: unknown names are found, the document says the same."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures are drawn from what a run folder holds, and from no more than that; both are seen in tests/integration/run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.observe.report import write_report

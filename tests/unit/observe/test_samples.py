@@ -1,7 +1,5 @@
 """Samples that people can read: which are kept, where, and how many."""
 
-from __future__ import annotations
-
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from asyncrl.observe.samples import TOKENS_FILE, TokenFile, TokenRow, kept_members, read_tokens, rows_of
@@ -11,10 +9,8 @@ from tests.builders import make_sample
 
 
 def group_of(group_id: int, size: int = 3) -> ScoredGroup:
-    members = tuple(
-        ScoredSample(make_sample(group_id, index, versions=[4, 5 + index], text=f"answer {index} | x"), 0.5, {"exact": 1.0})
-        for index in range(size)
-    )
+    samples = [make_sample(group_id, index, versions=[4, 5 + index], text=f"answer {index} | x") for index in range(size)]
+    members = tuple(ScoredSample(sample, 0.5, {"exact": 1.0}) for sample in samples)
     return ScoredGroup(group_id, Prompt(f"p{group_id}", text="1+1="), members)
 
 

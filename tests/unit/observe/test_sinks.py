@@ -1,7 +1,5 @@
 """Every destination of metrics gets what it is handed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Spans are made of what the processes say anyway, and a trace of them opens in Perfetto."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

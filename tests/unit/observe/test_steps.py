@@ -1,7 +1,5 @@
 """steps.jsonl and eval.jsonl: what is written is read, whatever happened to the writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.observe.steps import STEPS_FILE, StepReport, read_steps

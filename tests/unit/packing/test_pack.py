@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -72,10 +70,8 @@ def test_ranks_have_equally_many_rows_within_the_budget(lengths, capacity, num_r
 def cheapest_step(costs, num_ranks):
     """Try every order of the rows: R at a time make a turn."""
     padded = [*costs, *[0.0] * (-len(costs) % num_ranks)]
-    return min(
-        sum(max(order[start : start + num_ranks]) for start in range(0, len(order), num_ranks))
-        for order in set(itertools.permutations(padded))
-    )
+    turns = range(0, len(padded), num_ranks)
+    return min(sum(max(order[at : at + num_ranks]) for at in turns) for order in set(itertools.permutations(padded)))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(2, 3))

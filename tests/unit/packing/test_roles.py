@@ -1,6 +1,4 @@
-"""What becomes of greedy baselines, cut-off samples, pairs and reference logprobs in a batch."""
-
-from __future__ import annotations
+"""What becomes of greedy baselines, pairs and reference logprobs in a batch; tests/unit/algorithms has who is trained."""
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ DPO = Screen(preference=PreferenceConfig())
 THRESHOLD = Screen(preference=PreferenceConfig(pairs="threshold", max_pairs_per_group=3))
 
 
-def scored(group_id, index, reward, num_tokens=2, finish_reason="stop", reference=b""):
-    sample = make_sample(group_id, index, [3] * num_tokens, finish_reason=finish_reason)
-    return ScoredSample(sample, reward, reference_logprobs=reference)
+def scored(group_id, index, reward, num_tokens=2, reference=b""):
+    return ScoredSample(make_sample(group_id, index, [3] * num_tokens), reward, reference_logprobs=reference)
 
 
 def group(group_id, rewards, lengths=None, **changes):
@@ -46,13 +43,6 @@ def test_a_greedy_baseline_is_in_the_batch_with_its_reward_and_is_not_trained():
     assert masks(batch) == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
     assert batch.num_trained_tokens == 4
     assert batch.samples[2].oldest_version == -1
-
-
-def test_samples_cut_off_are_masked_and_still_count_for_their_group():
-    members = (scored(1, 0, 1.0, finish_reason="length"), scored(1, 1, 0.0))
-    batch = pack([ScoredGroup(1, Prompt("p"), members)], Screen(mask_truncated=True))
-    assert masks(batch) == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    assert [s.reward for s in batch.samples] == [1.0, 0.0]
 
 
 def test_only_paired_samples_are_in_a_batch_of_preferences_and_pairs_are_numbered_over_it():

@@ -73,13 +73,6 @@ def test_a_pause_is_no_work(tmp_path):
     assert working_time(paused)(512.5) == pytest.approx(12.5, abs=0.6)
 
 
-EMPTY = StepReport(
-    step=0, version=1, time_s=0.0, reward_mean=0.0, reward_std=0.0, staleness_mean=0.0, staleness_max=0,
-    generated_tokens_per_s=0.0, trained_tokens_per_s=0.0, groups_ready=0, groups_running=0, groups_scoring=0,
-    learner_idle=0.0, generators_idle=0.0,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("learner", ["builtin", "external"])
 def test_a_simulation_of_what_spans_say_gives_the_run_back(tmp_path, learner):
     """Two samples of half a second, then their step, then the next two: staleness 0, a step every 0.8 s."""
@@ -91,7 +84,7 @@ def test_a_simulation_of_what_spans_say_gives_the_run_back(tmp_path, learner):
         spans += [span("wait", now, done, "learner", step=step)] if learner == "builtin" else []
         spans.append(span("step", done, now + 0.8, "learner", step=step, version=step + 1))
         spans.append(span("swap", now + 0.8, now + 0.8, "generator-0", version=step + 1, fetch_ms=0.0, swap_ms=0.0))
-        reports.append(msgspec.structs.replace(EMPTY, step=step, version=step + 1, time_s=now + 0.8))
+        reports.append(StepReport(step=step, version=step + 1, time_s=now + 0.8, reward_mean=0.0))
     write_run(tmp_path, spans, reports, buffer={"max_staleness": 0}, learner={"kind": learner})
     steps_per_s, staleness = real_figures(tmp_path)
     assert steps_per_s == pytest.approx(1 / 0.8)

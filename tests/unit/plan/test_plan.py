@@ -101,14 +101,13 @@ def test_advice_is_true():
     assert advice(plan(question())) == []
 
 
-@pytest.mark.parametrize(
-    ("cluster", "override", "said"),
-    [("8xTPU", "", "H100"), ("0xH100", "", "64xH100"), ("99999999999xH100", "", "at most 65536"), ("H100", "", "at least 2 GPUs"),
-     ("8xH100", "dollars_per_hour=nan", "takes a finite number"), ("8xH100", "optimizer=sgd", "adamw_8bit"),
-     ("8xH100", "rank=2", "lora_rank"), ("8xH100", "lora_rank=many", "takes int"),
-     ("8xH100", "max_sequence_tokens=100", "max_sequence_tokens"), ("8xH100", "tokens_per_row=4096", "tokens_per_row"),
-     ("8xH100", "num_generation_gpus=8", "under 8")],
-)  # fmt: skip
+@pytest.mark.parametrize(("cluster", "override", "said"), [
+    ("8xTPU", "", "H100"), ("0xH100", "", "64xH100"), ("99999999999xH100", "", "at most 65536"), ("H100", "", "at least 2 GPUs"),
+    ("8xH100", "dollars_per_hour=nan", "takes a finite number"), ("8xH100", "optimizer=sgd", "adamw_8bit"),
+    ("8xH100", "rank=2", "lora_rank"), ("8xH100", "lora_rank=many", "takes int"),
+    ("8xH100", "max_sequence_tokens=100", "max_sequence_tokens"), ("8xH100", "tokens_per_row=4096", "tokens_per_row"),
+    ("8xH100", "num_generation_gpus=8", "under 8"),
+])  # fmt: skip
 def test_what_cannot_be_is_answered_with_what_can(cluster, override, said):
     with pytest.raises(ConfigError, match=said):
         plan(ask("7B", cluster, overrides=[override] if override else []))

@@ -9,9 +9,8 @@ from asyncrl.plan.report import plot, table
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution
 
-SCENARIO = Scenario(
-    lengths=fixed(10), decode_s=0.1, groups_per_step=4, group_size=2, num_slots=8, num_steps=20, step_s=fixed(0.5)
-)
+SIZES = {"groups_per_step": 4, "group_size": 2, "num_slots": 8, "num_steps": 20}
+SCENARIO = Scenario(lengths=fixed(10), decode_s=0.1, step_s=fixed(0.5), **SIZES)
 
 
 def but(**changes) -> Scenario:
@@ -48,11 +47,10 @@ def test_no_distribution_is_a_config_error(text):
         parse_distribution(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=0", "at least 1"), ("num_steps", "FIELD=VALUE"),
-     ("num_slots=x", "takes int"), ("num_workers=99999999999", "at most 100000"), ("decode_s=inf", "a finite number")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=0", "at least 1"), ("num_steps", "FIELD=VALUE"),
+    ("num_slots=x", "takes int"), ("num_workers=99999999999", "at most 100000"), ("decode_s=inf", "a finite number"),
+])  # fmt: skip
 def test_a_field_that_cannot_be_is_a_config_error(text, said):
     with pytest.raises(ConfigError, match=said):
         scenario_of(SCENARIO, [text])

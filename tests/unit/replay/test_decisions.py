@@ -1,7 +1,5 @@
 """What entered the machines gives the same again; what was cut off, damaged or changed is named."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -79,12 +77,6 @@ def live(recorder: Recorder, note: Watch | None = None) -> None:
 def recorded(tmp_path: Path) -> Path:
     live(Recorder(tmp_path))
     return tmp_path
-
-
-def test_a_recording_gives_the_same_instructions(recorded: Path) -> None:
-    (life,) = replay_decisions(recorded)
-    assert (life.difference, life.fault, life.last_step) == ("", "", NUM_STEPS - 1)
-    assert life.num_events > 100
 
 
 def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from asyncrl.schema.samples import Prompt
 
 
 def test_three_forms_of_tests_and_no_other():
-    tests = parse_tests(
-        json.dumps({"tests": ["assert f() == 1", {"stdin": "", "stdout": "1"}, {"function": "S().f", "expected": 1}]}), "p"
-    )
+    forms = ["assert f() == 1", {"stdin": "", "stdout": "1"}, {"function": "S().f", "expected": 1}]
+    tests = parse_tests(json.dumps({"tests": forms}), "p")
     assert tests[0] == CodeTest(code="assert f() == 1")
     for wrong in ([], [{}], [{"stdin": "1"}], [{"code": "x", "stdout": "y"}], [{"function": "a.b.c"}], [{"unknown": 1}]):
         with pytest.raises(RewardError, match="'p'"):

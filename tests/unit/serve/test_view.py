@@ -1,7 +1,5 @@
 """Runs that are looked at where they lie."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.errors import ConfigError

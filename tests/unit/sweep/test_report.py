@@ -1,7 +1,5 @@
 """From lines of results to a report and a picture: the same bytes each time, and no claim without a cause."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """What of a run's files becomes a line of results."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -58,11 +56,8 @@ def test_what_an_external_command_wrote(tmp_path):
     path.write_bytes(msgspec.json.encode({"seconds": [1.0, 2.0, 3.0], "rewards": [0.2, 0.6, 0.8], "accuracy": [0.1, 0.7]}))
     made = measure_external(path, CONFIG, PLAN)
     assert (made.seconds_to_bar, made.accuracy_before, made.accuracy, made.samples) == (3.0, 0.1, 0.7, 768)
-    for wrong, said in (
-        ('{"seconds": [1.0], "rewards": []}', "1 seconds and 0 rewards"),
-        ('{"second": []}', "second"),
-        ("", "truncated"),
-    ):
+    wrongs = {'{"seconds": [1.0], "rewards": []}': "1 seconds and 0 rewards", '{"second": []}': "second", "": "truncated"}
+    for wrong, said in wrongs.items():
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=said):
             measure_external(path, CONFIG, PLAN)

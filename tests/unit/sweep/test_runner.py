@@ -1,7 +1,5 @@
 """What a sweep does about what it finds: cells that ended, that were begun, that are of something else, that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 

@@ -5,22 +5,17 @@ import pytest
 from asyncrl.config.tasks import JsonlTask
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.json_lines import build_jsonl
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
+from tests.builders import write_jsonl
 
 
 def problems(count, start=0):
-    return [
-        {"question": f"What is {n} + {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"}
-        for n in range(start, start + count)
-    ]
+    numbers = range(start, start + count)
+    return [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"} for n in numbers]
 
 
 def test_answer_regex_takes_the_reference_out_of_the_solution(tmp_path):
-    task = build_jsonl(JsonlTask(path=write(tmp_path / "a.jsonl", problems(20)), answer_regex=r"#### (.+)", held_out=5), 0)
+    path = write_jsonl(tmp_path / "a.jsonl", problems(20))
+    task = build_jsonl(JsonlTask(path=path, answer_regex=r"#### (.+)", held_out=5), 0)
     assert (len(task.train), len(task.held_out)) == (15, 5)
     for prompt in task.train:
         number = int(prompt.messages[-1].content.split()[2])
@@ -29,7 +24,7 @@ def test_answer_regex_takes_the_reference_out_of_the_solution(tmp_path):
 
 
 def test_repeated_problems_are_one_and_splits_are_disjoint(tmp_path):
-    path = write(tmp_path / "a.jsonl", problems(10) * 3)
+    path = write_jsonl(tmp_path / "a.jsonl", problems(10) * 3)
     task = build_jsonl(JsonlTask(path=path, held_out=4, shots=2), 0)
     train, held_out = ({p.messages[-1].content for p in split} for split in (task.train, task.held_out))
     shots = {m.content for m in task.train[0].messages[:-1] if m.role == "user"}
@@ -39,8 +34,9 @@ def test_repeated_problems_are_one_and_splits_are_disjoint(tmp_path):
 
 
 def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(tmp_path):
-    train_path, test_path = write(tmp_path / "a.jsonl", problems(10)), write(tmp_path / "b.jsonl", problems(4, start=8))
-    task = build_jsonl(JsonlTask(path=train_path, held_out_path=test_path), 0)
+    path, held_out_path = (tmp_path / f"{name}.jsonl" for name in "ab")
+    parts = {"path": write_jsonl(path, problems(10)), "held_out_path": write_jsonl(held_out_path, problems(4, start=8))}
+    task = build_jsonl(JsonlTask(**parts), 0)
     assert (len(task.train), len(task.held_out)) == (8, 4)
 
 

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-import json
-
 import msgspec
 import pytest
 
@@ -9,11 +5,7 @@ from asyncrl.config.tasks import PreferencesTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import PreferenceAnswers
 from asyncrl.tasks.registry import build_task
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
+from tests.builders import write_jsonl
 
 
 def sums(count):
@@ -29,7 +21,7 @@ def answers_of(prompt):
 
 
 def test_plain_prompts_are_the_field_itself_and_the_chosen_answer_is_the_worked_one(tmp_path):
-    task = build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", sums(9)), chat=False), 0)
+    task = build_task(PreferencesTask(path=write_jsonl(tmp_path / "p.jsonl", sums(9)), chat=False), 0)
     assert [prompt.text for prompt in task.train] == [f"{n}+1=" for n in range(9)]
     assert answers_of(task.train[3]) == PreferenceAnswers("4", "x3")
     assert task.train[3].answer == "4"
@@ -48,7 +40,7 @@ THREE_TURNS = [said("user", "a"), said("assistant", "b"), said("user", "c")]
     {"prompt": THREE_TURNS, "chosen": [*THREE_TURNS, said("assistant", "yes")], "rejected": [said("assistant", "no")]},
 ])  # fmt: skip
 def test_conversations_are_read_in_the_forms_they_come_in(tmp_path, record):
-    (prompt,) = build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", [record])), 0).train
+    (prompt,) = build_task(PreferencesTask(path=write_jsonl(tmp_path / "p.jsonl", [record])), 0).train
     assert [(m.role, m.content) for m in prompt.messages] == [("user", "a"), ("assistant", "b"), ("user", "c")]
     assert answers_of(prompt) == PreferenceAnswers("yes", "no")
 
@@ -56,7 +48,7 @@ def test_conversations_are_read_in_the_forms_they_come_in(tmp_path, record):
 def test_held_out_prompts_take_all_their_pairs_with_them_whatever_the_seed(tmp_path):
     records = [{**record, "rejected": f"r{i}"} for i in range(3) for record in sums(6)]
     for seed in range(5):
-        task = build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", records), chat=False, held_out=2), seed)
+        task = build_task(PreferencesTask(path=write_jsonl(tmp_path / "p.jsonl", records), chat=False, held_out=2), seed)
         train, held_out = ({prompt.text for prompt in split} for split in (task.train, task.held_out))
         assert (len(task.train), len(task.held_out)) == (12, 6)
         assert not train & held_out
@@ -77,15 +69,15 @@ AB = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (AB | {"chosen": [said("user", "z"), said("assistant", "b")]}, True, "'chosen' before its answer are not those"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path, record, chat, reason):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "ok", "chosen": "1", "rejected": "2"}, record])
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ok", "chosen": "1", "rejected": "2"}, record])
     with pytest.raises(ConfigError, match=rf"p\.jsonl:2: .*{reason}"):
         build_task(PreferencesTask(path=path, chat=chat), 0)
 
 
 def test_a_file_with_too_few_prompts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="3 distinct prompts leave none to train on after 3 held out"):
-        build_task(PreferencesTask(path=write(tmp_path / "p.jsonl", sums(3)), chat=False, held_out=3), 0)
-    write(tmp_path / "empty.jsonl", [])
+        build_task(PreferencesTask(path=write_jsonl(tmp_path / "p.jsonl", sums(3)), chat=False, held_out=3), 0)
+    write_jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(ConfigError, match=r"empty\.jsonl: there are no preferences in it"):
         build_task(PreferencesTask(path=str(tmp_path / "empty.jsonl")), 0)
     with pytest.raises(ConfigError, match="cannot read task file"):

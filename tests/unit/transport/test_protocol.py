@@ -1,7 +1,5 @@
 """A session over a wire that loses any suffix of what is in flight."""
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """How a worker's loops end and what it counts as idle; orders and heartbeats are seen at each worker (test_reward_pool.py)."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -40,9 +40,7 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     assert remove_leftover_segments(tmp_path) == []
 
 
-def test_a_segment_swept_before_it_is_locked_is_made_again_and_one_that_its_own_process_closes_stays_its_own(
-    writer, tmp_path, monkeypatch
-):
+def test_a_segment_swept_before_it_is_locked_is_made_again_and_one_that_a_reader_closed_stays(writer, tmp_path, monkeypatch):
     create, swept = os.open, []
 
     def create_and_sweep(path, flags, *mode):

@@ -1,7 +1,5 @@
 """One copy of the weights for learner and engine: what is shared, what is checked, what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ autoscaler is Ray's own, the one that would run beside the head: it reads the gr
 that the launcher would make.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

@@ -3,8 +3,6 @@
 A process under test holds the writing end of a named pipe: what it says arrives there, and however it ends, that is end of file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -84,8 +82,7 @@ async def test_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     child = SAY + "from asyncrl.control.launch.process_main import watch_parent\nwatch_parent(); say('child up'); time.sleep(600)"
     parent = (
         "import asyncio, pathlib\n"
-        "from asyncrl.control.launch.local import LocalLauncher\n"
-        "from asyncrl.control.launch.local import ProcessSpec\n"
+        "from asyncrl.control.launch.local import LocalLauncher, ProcessSpec\n"
         "async def main():\n"
         f"    command = (sys.executable, '-c', {child!r}, sys.argv[1])\n"
         f"    spec = ProcessSpec('c', 'generator', 1, command, pathlib.Path({str(tmp_path)!r}) / 'c.log')\n"

@@ -1,7 +1,5 @@
 """How a process begins and ends: it ends with its parent, and tells the controller why it cannot go on."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

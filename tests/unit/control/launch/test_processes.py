@@ -1,7 +1,5 @@
 """Which processes a config asks for, and with how many threads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

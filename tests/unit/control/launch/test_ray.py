@@ -1,15 +1,12 @@
 """What a launch on Ray follows from, without a cluster; the launcher is in tests/integration/machines/test_ray_cluster.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import dump_config, load_config, load_run_config, parse_config
-from asyncrl.config.places import at_node, needs_of, with_launch_choices
+from asyncrl.config.places import needs_of, with_launch_choices
 from asyncrl.config.run import RayLaunch, RunConfig
 
 pytest.importorskip("ray")
@@ -28,21 +25,14 @@ def test_gpus_follow_from_devices_unless_they_are_said() -> None:
     assert needs_of(said, "generator").num_gpus == 0.5
 
 
-def test_what_ends_at_one_machine_s_edge_is_replaced_on_a_cluster_and_each_process_puts_its_own_address_there() -> None:
+def test_what_ends_at_one_machine_s_edge_is_replaced_and_each_process_puts_its_own_address_there(tmp_path, monkeypatch) -> None:
     config, said = with_launch_choices(on_ray())
-    assert (config.transport.kind, config.transport.host) == ("tcp", "node")
-    assert isinstance(config.broadcast.medium, ZeroMQMedium)
-    assert len(said) == 2
-    here = at_node(config, "10.0.0.7")
-    assert here.transport.host == "10.0.0.7"
-    assert isinstance(here.broadcast.medium, ZeroMQMedium)
-    assert (here.broadcast.medium.bind, here.broadcast.medium.relay_bind) == ("tcp://10.0.0.7:*", "tcp://10.0.0.7:*")
-
-
-def test_a_process_reads_the_run_s_config_with_its_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = with_launch_choices(on_ray())
+    assert (config.transport.kind, config.transport.host, len(said)) == ("tcp", "node", 2)
     (tmp_path / "config.toml").write_text(dump_config(config))
     assert load_run_config(tmp_path).transport.host == "127.0.0.1"
     monkeypatch.setenv("ASYNCRL_NODE_ADDRESS", "10.0.0.9")
-    assert load_run_config(tmp_path).transport.host == "10.0.0.9"
+    here = load_run_config(tmp_path)
+    assert here.transport.host == "10.0.0.9"
+    assert isinstance(here.broadcast.medium, ZeroMQMedium)
+    assert here.broadcast.medium.bind == here.broadcast.medium.relay_bind == "tcp://10.0.0.9:*"
     assert isinstance(load_config(tmp_path / "config.toml").launch, RayLaunch)

@@ -1,7 +1,5 @@
 """Failures: counted by kind, told once, and the end of a run that cannot succeed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The supervisor over the fake launcher and a virtual clock: what it kills."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

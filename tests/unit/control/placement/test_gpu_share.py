@@ -1,7 +1,5 @@
 """What a share of the device means: cores, memory sums, environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

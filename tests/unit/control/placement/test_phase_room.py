@@ -1,7 +1,5 @@
 """Phases that cannot fit are refused before anything starts, and the sum has everything that a phase needs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.config.load import parse_config

@@ -1,6 +1,3 @@
-import tomllib
-from pathlib import Path
-
 from asyncrl.control.tools.doctor import judge_packages
 
 
@@ -18,13 +15,3 @@ def test_packages_are_judged_against_what_the_metadata_asks_for():
     assert (findings["trl"].ok, findings["trl"].detail) == (False, "1.17.0 (wanted ==1.16.0)")
     assert findings["wandb"].detail.startswith("not installed")
     assert "asyncrl[wandb]" in findings["wandb"].advice
-
-
-def test_every_requirement_of_the_project_is_looked_at_and_extras_are_optional():
-    project = tomllib.loads((Path(__file__).resolve().parents[4] / "pyproject.toml").read_text())["project"]
-    extras = {extra: asked for extra, asked in project["optional-dependencies"].items() if extra != "dev"}
-    asked = project["dependencies"] + [f'{each}; extra == "{extra}"' for extra, all_of in extras.items() for each in all_of]
-    findings = {finding.name: finding for finding in judge_packages(asked, lambda _: None)}
-    assert len(findings) == len(asked)
-    assert {"bitsandbytes", "trl", "datasets", "ray"} <= {name for name, finding in findings.items() if not finding.required}
-    assert findings["peft"].required

@@ -1,7 +1,5 @@
 """What a dry run says about processes and memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -18,9 +16,8 @@ ELEMENTS = 3 << 18
 @pytest.fixture
 def folder(tmp_path):
     """A model's folder, stored in float16."""
-    save_file(
-        {"a": np.zeros((ELEMENTS // 4, 2), np.float16), "b": np.zeros(ELEMENTS // 2, np.float16)}, tmp_path / "m.safetensors"
-    )
+    half = np.zeros(ELEMENTS // 2, np.float16)
+    save_file({"a": half.reshape(-1, 2), "b": half}, tmp_path / "m.safetensors")
     return str(tmp_path)
 
 
@@ -34,9 +31,8 @@ def mib(text):
 
 def test_processes_are_those_that_would_be_started(folder):
     assert shown()["processes"] == "1 controller, 2 generators, 1 reward workers, 1 learner"
-    outside = shown(
-        inference={"reward_models": [{"name": "judge", "path": folder}]}, reward={"functions": []}, learner={"kind": "external"}
-    )
+    judge = {"reward_models": [{"name": "judge", "path": folder}]}
+    outside = shown(inference=judge, reward={"functions": []}, learner={"kind": "external"})
     assert outside["processes"] == "1 controller, 2 generators, 1 inference workers, learner outside"
     assert "policy on the learner" not in outside
     assert shown(learner={"ranks": 4})["processes"].endswith("1 learner of 4 ranks")

@@ -1,9 +1,5 @@
 """A user's functions are looked at before a run is started, by a process that ends with that."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 
 from asyncrl import Run
@@ -11,6 +7,7 @@ from asyncrl.config.load import parse_config
 from asyncrl.control.tools.dry_run import describe
 from asyncrl.control.tools.inputs import check_user_functions
 from asyncrl.errors import ConfigError
+from tests.builders import write_jsonl
 
 GOOD = """
 print("imported")
@@ -21,16 +18,11 @@ def maths(inputs, config): ...
 
 
 def config_of(path, **changes):
-    return parse_config({
-        "task": {"kind": "python", "path": f"{path}:task"},
-        "reward": {"functions": [{"kind": "python", "path": f"{path}:score"}, {"kind": "answer_match"}]},
-        "algorithm": {
-            "advantage": f"{path}:maths",
-            "loss": f"{path}:maths",
-            "corrections": [{"kind": "python", "path": f"{path}:maths"}],
-        },
-        **changes,
-    })
+    own = {name: f"{path}:{name}" for name in ("task", "score", "maths")}
+    rewards = [{"kind": "python", "path": own["score"]}, {"kind": "answer_match"}]
+    algorithm = dict.fromkeys(("advantage", "loss"), own["maths"]) | {"corrections": [{"kind": "python", "path": own["maths"]}]}
+    task = {"kind": "python", "path": own["task"]}
+    return parse_config({"task": task, "reward": {"functions": rewards}, "algorithm": algorithm, **changes})
 
 
 def written(folder, text):
@@ -77,8 +69,8 @@ def faults_of(**raw):
 
 
 def lines(path, count, prompt="1+1="):
-    path.write_text("".join(json.dumps({"question": f"{prompt}{number}", "answer": "2"}) + "\n" for number in range(count)))
-    return {"kind": "jsonl", "path": str(path), "chat": False}
+    records = [{"question": f"{prompt}{number}", "answer": "2"} for number in range(count)]
+    return {"kind": "jsonl", "path": write_jsonl(path, records), "chat": False}
 
 
 def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
@@ -106,12 +98,7 @@ def test_a_dry_run_finds_folders_that_cannot_be_written(tmp_path):
 
 
 def test_a_dry_run_names_devices_that_are_not_here_and_says_where_held_out_prompts_are_few(tmp_path):
-    text, faults = describe(
-        parse_config({
-            "task": lines(tmp_path / "d.jsonl", 30) | {"held_out": 10},
-            "learner": {"device": "cuda:99"},
-            "eval": {"num_prompts": 11},
-        })
-    )
+    task = lines(tmp_path / "d.jsonl", 30) | {"held_out": 10}
+    text, faults = describe(parse_config({"task": task, "learner": {"device": "cuda:99"}, "eval": {"num_prompts": 11}}))
     assert [fault.partition(" cannot be used here: ")[0] for fault in faults] == ["learner.device 'cuda:99'"]
     assert "10  (eval.num_prompts asks for 11: all of them are taken)" in text

@@ -5,17 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Glm4MoeConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
 
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import read_folder
@@ -26,18 +17,18 @@ from asyncrl.models.layout import make_manifest
 SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 MIXTURE = {**SMALL, "num_key_value_heads": 1, "num_experts_per_tok": 2}
 CONFIGS = {
-    "experts in one tensor": Qwen3MoeConfig(**MIXTURE, num_experts=3, moe_intermediate_size=5),
-    "experts and layers by other names": MixtralConfig(**MIXTURE, num_local_experts=3),
-    "buffers beside its parameters": Glm4MoeConfig(
+    "experts in one tensor": transformers.Qwen3MoeConfig(**MIXTURE, num_experts=3, moe_intermediate_size=5),
+    "experts and layers by other names": transformers.MixtralConfig(**MIXTURE, num_local_experts=3),
+    "buffers beside its parameters": transformers.Glm4MoeConfig(
         **MIXTURE, n_routed_experts=3, moe_intermediate_size=5, first_k_dense_replace=1
     ),
-    "a head by another name": GPTNeoXConfig(**SMALL),
-    "nothing else": LlamaConfig(**SMALL),
+    "a head by another name": transformers.GPTNeoXConfig(**SMALL),
+    "nothing else": transformers.LlamaConfig(**SMALL),
 }
 
 
-def saved(name: str, folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+def saved(name: str, folder: Path) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
     model.save_pretrained(folder)
     return model
 
@@ -63,7 +54,8 @@ def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     vision = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 8, "patch_size": 4}
     text = {**SMALL, "num_key_value_heads": 1, "head_dim": 4}
-    model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     written = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()}
@@ -75,14 +67,11 @@ def test_a_prefix_of_the_checkpoints_own_is_found(tmp_path: Path) -> None:
     assert all(torch.equal(given[name], tensor) for name, tensor in written.items())
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
-        ({"num_attention_heads": 3}, "cannot open the model folder .* multiple of the number of attention heads"),
-        ({"hidden_act": "nonsense"}, "cannot build the model in .*nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("field", "message"), [
+    ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+    ({"num_attention_heads": 3}, "cannot open the model folder .* multiple of the number of attention heads"),
+    ({"hidden_act": "nonsense"}, "cannot build the model in .*nonsense"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_trained_is_refused(field: dict[str, object], message: str, tmp_path: Path) -> None:
     saved("nothing else", tmp_path)
     config = tmp_path / "config.json"
@@ -103,7 +92,5 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused_at_the_start(tmp_path: Pat
     file = tmp_path / "model.safetensors"
     rest = {name: tensor for name, tensor in load_file(file).items() if "layers.1.mlp.experts.2.up_proj" not in name}
     save_file(rest, file, {"format": "pt"})
-    with pytest.raises(
-        GenerationError, match=r"layers\.1\.mlp\.experts\.gate_up_proj neither .*experts\.2\.up_proj.* save it anew"
-    ):
+    with pytest.raises(GenerationError, match=r"layers\.1\.mlp\.experts\.gate_up_proj neither .*experts\.2\.up_proj.* anew"):
         read_folder(tmp_path)

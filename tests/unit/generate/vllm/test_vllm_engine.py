@@ -1,7 +1,5 @@
 """vLLM's engine over a backend that the test plays: what vLLM cannot be made to do, loads that fail, sleep, death."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -100,16 +98,13 @@ async def test_an_account_that_does_not_fit_fails_the_request(engine, spans) -> 
     assert engine.num_running == 0
 
 
-@pytest.mark.parametrize(
-    ("piece", "expected"),
-    [
-        (Piece((5,), (-1.0,), "stop", [("default", 1)]), "'default', which this generator did not load"),
-        (Piece((5,), (-1.0,), "error"), "ended it with 'error'"),
-        (Piece((), (), "abort"), "ended it with 'abort'"),
-        (None, "ended without a reason"),
-        (GenerationError("broken pipe"), "broken pipe"),
-    ],
-)
+@pytest.mark.parametrize(("piece", "expected"), [
+    (Piece((5,), (-1.0,), "stop", [("default", 1)]), "'default', which this generator did not load"),
+    (Piece((5,), (-1.0,), "error"), "ended it with 'error'"),
+    (Piece((), (), "abort"), "ended it with 'abort'"),
+    (None, "ended without a reason"),
+    (GenerationError("broken pipe"), "broken pipe"),
+])  # fmt: skip
 async def test_what_vllm_may_not_do_fails_the_request_and_a_dead_vllm_fails_none(engine, piece, expected: str) -> None:
     for fault in ("", "the core died"):
         stream = engine.submit(make_request("a"))
@@ -123,15 +118,12 @@ async def test_what_vllm_may_not_do_fails_the_request_and_a_dead_vllm_fails_none
         _ = engine.num_slots
 
 
-@pytest.mark.parametrize(
-    ("replies", "hint", "kind", "expected"),
-    [
-        ([LoadReply(), LoadReply("broadcast", "gone")], "", BroadcastError, "gone"),
-        ([LoadReply("broadcast", "gone")], "; see shared_folder", GenerationError, "gone; see shared_folder"),
-        ([LoadReply("generation", "half")], "", GenerationError, "half"),
-        ([], "", GenerationError, "no worker answered"),
-    ],
-)
+@pytest.mark.parametrize(("replies", "hint", "kind", "expected"), [
+    ([LoadReply(), LoadReply("broadcast", "gone")], "", BroadcastError, "gone"),
+    ([LoadReply("broadcast", "gone")], "; see shared_folder", GenerationError, "gone; see shared_folder"),
+    ([LoadReply("generation", "half")], "", GenerationError, "half"),
+    ([], "", GenerationError, "no worker answered"),
+])  # fmt: skip
 async def test_after_a_load_that_failed_nothing_is_sampled_until_another_succeeds(engine, replies, hint, kind, expected) -> None:
     engine.backend.replies, engine.backend.load_hint = replies, hint
     with pytest.raises(kind, match=expected):

@@ -11,15 +11,13 @@ from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
 
 
-def test_what_the_engine_depends_on_cannot_be_overridden() -> None:
-    config = VLLMEngineConfig(max_sequence_tokens=100, arguments={"logprobs_mode": "raw_logprobs"})
-    with pytest.raises(GenerationError, match="may not set logprobs_mode"):
-        engine_arguments(config, FOLDER, on_cpu=False)
-
-
-def test_sequences_longer_than_the_model_was_made_for_are_refused() -> None:
-    with pytest.raises(GenerationError, match="4096; the model was made for 512"):
-        engine_arguments(VLLMEngineConfig(), FOLDER, on_cpu=False)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"max_sequence_tokens": 100, "arguments": {"logprobs_mode": "raw_logprobs"}}, "may not set logprobs_mode"),
+    ({"max_sequence_tokens": 4096}, "4096; the model was made for 512"),
+])  # fmt: skip
+def test_what_the_engine_depends_on_and_sequences_too_long_for_the_model_are_refused(settings, said) -> None:
+    with pytest.raises(GenerationError, match=said):
+        engine_arguments(VLLMEngineConfig(**settings), FOLDER, on_cpu=False)
 
 
 @pytest.mark.parametrize(

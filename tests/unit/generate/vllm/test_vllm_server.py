@@ -1,7 +1,5 @@
 """The backend for `vllm serve` over a stand-in for its routes, in this process: the start, refusals, death."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -116,21 +114,18 @@ async def running(stub: StubServer, folder: Path, clock: Clock | None = None, **
         await engine.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"missing": "/resume"}, "lacks something .*/resume answered 404.* VLLM_SERVER_DEV_MODE=1 vllm serve"),
-        ({"missing": "/inference/v1/generate"}, "lacks something .*generate answered 404.* --enable-scale-out"),
-        ({"candidate_logprob": -0.1}, "reports logprobs of another .* --logprobs-mode processed_logprobs"),
-        ({"num_workers": 0}, "cannot take weights from us.* --worker-extension-cls asyncrl"),
-        ({"number": "0.20.1"}, r"0\.20\.1 is too old"),
-        ({"number": "0.26.0"}, r"vLLM 0\.26\.0, which does not say .* use 0\.32 or newer"),
-        ({"data_parallel_size": 2}, "2 data-parallel replicas, .* one server a replica"),
-        ({"max_model_len": 63}, "63 tokens, .* is 64"),
-        ({"key": "secret"}, "api_key_file"),
-        ({"healthy_after": 1000}, "no healthy vLLM server"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"missing": "/resume"}, "lacks something .*/resume answered 404.* VLLM_SERVER_DEV_MODE=1 vllm serve"),
+    ({"missing": "/inference/v1/generate"}, "lacks something .*generate answered 404.* --enable-scale-out"),
+    ({"candidate_logprob": -0.1}, "reports logprobs of another .* --logprobs-mode processed_logprobs"),
+    ({"num_workers": 0}, "cannot take weights from us.* --worker-extension-cls asyncrl"),
+    ({"number": "0.20.1"}, r"0\.20\.1 is too old"),
+    ({"number": "0.26.0"}, r"vLLM 0\.26\.0, which does not say .* use 0\.32 or newer"),
+    ({"data_parallel_size": 2}, "2 data-parallel replicas, .* one server a replica"),
+    ({"max_model_len": 63}, "63 tokens, .* is 64"),
+    ({"key": "secret"}, "api_key_file"),
+    ({"healthy_after": 1000}, "no healthy vLLM server"),
+])  # fmt: skip
 async def test_a_server_without_what_is_needed_is_refused_with_what_to_do(stub, folder, changes, expected: str) -> None:
     for name, value in changes.items():
         setattr(stub, name, value)
@@ -183,9 +178,7 @@ async def test_a_lost_server_ends_every_stream_and_every_later_call_with_its_url
 
 
 @pytest.mark.parametrize(("change", "expected"), [("started_s", "was restarted"), ("healthy_after", "its engine is dead")])
-async def test_a_server_that_was_restarted_or_whose_engine_died_is_noticed_although_it_answers(
-    stub, folder, change: str, expected: str
-) -> None:
+async def test_a_server_that_was_restarted_or_whose_engine_died_is_noticed(stub, folder, change, expected) -> None:
     clock = VirtualClock()
     async with running(stub, folder, clock) as engine:
         stream = engine.submit(make_request("a"))

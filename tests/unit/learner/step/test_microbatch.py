@@ -10,14 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
-from asyncrl.config.algorithm import (
-    MaskedGeometric,
-    MaskedToken,
-    OffPolicySequenceMask,
-    SecondMomentClip,
-    SecondMomentMask,
-    TruncatedToken,
-)
+from asyncrl.config import algorithm as kinds
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import made_ready, run_row
@@ -106,11 +99,11 @@ def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, common, siz
 
 
 CORRECTED = {
-    "m2po, two updates": {"corrections": (SecondMomentMask(0.01), TruncatedToken(1.5))},
-    "m2po clip": {"corrections": (SecondMomentClip(0.01),), "loss": "ppo_clip", "proximal": "behaviour"},
-    "by sequence": {"corrections": (MaskedGeometric(low=0.97, high=1.03),), "aggregation": "seq-mean-token-mean"},
-    "opsm": {"corrections": (OffPolicySequenceMask(0.05),)},
-    "loglinear": {"corrections": (MaskedToken(low=0.9, high=1.1),), "proximal": "loglinear"},
+    "m2po, two updates": {"corrections": (kinds.SecondMomentMask(0.01), kinds.TruncatedToken(1.5))},
+    "m2po clip": {"corrections": (kinds.SecondMomentClip(0.01),), "loss": "ppo_clip", "proximal": "behaviour"},
+    "by sequence": {"corrections": (kinds.MaskedGeometric(low=0.97, high=1.03),), "aggregation": "seq-mean-token-mean"},
+    "opsm": {"corrections": (kinds.OffPolicySequenceMask(0.05),)},
+    "loglinear": {"corrections": (kinds.MaskedToken(low=0.9, high=1.1),), "proximal": "loglinear"},
 }
 
 

@@ -28,9 +28,7 @@ def dpo_config(kit, preference=None):
 def slow_loss(kit, model, reference, samples, beta):
     """Mean over pairs of -log sigmoid(beta x margin); rejected and chosen answers follow each other."""
     both = zip(kit.plain_logprobs(model, samples), kit.plain_logprobs(reference, samples), samples, strict=True)
-    log_ratios = torch.stack([
-        (ours - theirs.detach())[torch.tensor(sample["mask"]).bool()].sum() for ours, theirs, sample in both
-    ])
+    log_ratios = torch.stack([(torch.tensor(sample["mask"]) * (ours - theirs.detach())).sum() for ours, theirs, sample in both])
     return torch.log(1 + torch.exp(-beta * (log_ratios[1::2] - log_ratios[::2]))).mean()
 
 

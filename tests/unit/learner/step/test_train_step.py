@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm import (
-    CriticConfig,
-    KLConfig,
-    OffPolicySequenceMask,
-    PythonCorrection,
-    SecondMomentMask,
-    TruncatedToken,
-)
+from asyncrl.config import algorithm as kinds
 from asyncrl.config.run import ObserveConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint_folder import StepMemory
@@ -41,7 +34,7 @@ def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(ki
 
 @pytest.mark.parametrize("tokens_per_row", [24, 400])
 def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, tokens_per_row):
-    config = kit.config({"corrections": (TruncatedToken(cap=1.05),)}, {"minibatches": 2}, observe=ObserveConfig(samples=100))
+    config = kit.config({"corrections": (kinds.TruncatedToken(1.05),)}, {"minibatches": 2}, observe=ObserveConfig(samples=100))
     samples, model = kit.samples(), kit.model()
     result = train_step(kit.train_state(model, config), kit.batch(samples, tokens_per_row, step=5), config)
     rows = {(row.group_id, row.index): row for row in result.tokens}
@@ -75,9 +68,9 @@ def test_few_samples_are_kept_besides_the_extremes_and_none_where_none_is_wanted
         config, model = kit.config(observe=ObserveConfig(samples=most)), kit.model()
         kept[most] = train_step(kit.train_state(model, config), kit.batch(samples, 40), config).tokens
     assert not kept[0]
-    ratios = {
-        (row.group_id, row.index): logprobs_from_bytes(row.learner) - logprobs_from_bytes(row.behaviour) for row in kept[100]
-    }
+    ratios = {}
+    for row in kept[100]:
+        ratios[row.group_id, row.index] = logprobs_from_bytes(row.learner) - logprobs_from_bytes(row.behaviour)
     by_ratio = [min(ratios, key=lambda key: np.nanmin(ratios[key])), max(ratios, key=lambda key: np.nanmax(ratios[key]))]
     by_reward = [best(kept[100], key=lambda row: row.reward) for best in (min, max)]
     wanted = [(0, 0), *((row.group_id, row.index) for row in by_reward), *by_ratio]
@@ -93,11 +86,10 @@ def test_a_step_without_a_trained_token_is_refused(kit):
         train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "learner", "passes"),
-    [({}, {}, 1), ({"kind": "auto"}, {}, 1), ({"denominator": "kept"}, {}, 2), ({}, {"epochs": 2}, 3),
-     ({"proximal": "behaviour"}, {"epochs": 2}, 2), ({"proximal": "loglinear"}, {"epochs": 2}, 2)],
-)  # fmt: skip
+@pytest.mark.parametrize(("algorithm", "learner", "passes"), [
+    ({}, {}, 1), ({"kind": "auto"}, {}, 1), ({"denominator": "kept"}, {}, 2), ({}, {"epochs": 2}, 3),
+    ({"proximal": "behaviour"}, {"epochs": 2}, 2), ({"proximal": "loglinear"}, {"epochs": 2}, 2),
+])  # fmt: skip
 def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
     config, model, calls = kit.config(algorithm, learner), kit.model(), []
     model.base_model.register_forward_hook(lambda *_: calls.append(1))
@@ -114,7 +106,7 @@ def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where):
     ours, theirs = (torch.cat(kit.plain_logprobs(model, samples)).detach()[mask] for model in (policy, reference))
     measured = (ours - theirs).mean().item()
     assert measured > 0.0
-    penalty = KLConfig(coefficient=0.5, estimator="k1", where=where, cap=math.inf, target=measured / 0.9, horizon=100)
+    penalty = kinds.KLConfig(coefficient=0.5, estimator="k1", where=where, cap=math.inf, target=measured / 0.9, horizon=100)
     config = kit.config({"advantage": "reinforce_pp", "kl": penalty})
     train_state = kit.train_state(policy, config, reference=reference)
     metrics = train_step(train_state, kit.batch(samples, 40), config).metrics
@@ -124,8 +116,8 @@ def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where):
 
 
 def test_nothing_is_adapted_while_the_critic_is_trained_alone(kit):
-    penalty = KLConfig(coefficient=0.5, where="reward", target=1e-6, horizon=100)
-    config = kit.config({"advantage": "gae", "kl": penalty, "critic": CriticConfig(kind="head", warmup_steps=1)})
+    penalty = kinds.KLConfig(coefficient=0.5, where="reward", target=1e-6, horizon=100)
+    config = kit.config({"advantage": "gae", "kl": penalty, "critic": kinds.CriticConfig(kind="head", warmup_steps=1)})
     train_state = kit.train_state(kit.model(), config, kit.new_critic("head"), kit.model(seed=2))
     alone = train_step(train_state, kit.batch(kit.samples()), config).metrics
     assert alone["kl/penalty_mean"] > 0
@@ -165,11 +157,11 @@ def mask(inputs, config):
 def test_what_reads_the_current_policy_follows_it_beside_a_correction_planned_over_the_update(kit, tmp_path, is_own):
     """Samples of the model itself: opsm's divergence is 0 before the step and moves with each update. The other drops nothing."""
     (tmp_path / "own.py").write_text(OWN)
-    mask = PythonCorrection(f"{tmp_path / 'own.py'}:mask") if is_own else OffPolicySequenceMask(0.0)
+    mask = kinds.PythonCorrection(f"{tmp_path / 'own.py'}:mask") if is_own else kinds.OffPolicySequenceMask(0.0)
     start, samples, outcomes = kit.model(), kit.samples(groups=4, group_size=3), []
     for sample, logprobs in zip(samples, kit.plain_logprobs(start, samples), strict=True):
         sample["logprobs"] = (logprobs.detach() - 0.01).numpy()
-    for corrections in ((mask,), (mask, SecondMomentMask(1e9))):
+    for corrections in ((mask,), (mask, kinds.SecondMomentMask(1e9))):
         config = kit.config({"corrections": corrections}, {"learning_rate": 1e-2, "epsilon": 1e-2, "epochs": 4})
         model = copy.deepcopy(start)
         result = train_step(kit.train_state(model, config), kit.batch(samples, 45), config)
@@ -185,7 +177,7 @@ def test_loglinear_proximal_lies_between_behaviour_and_current(kit):
     samples, start = kit.samples(groups=2, group_size=3), kit.model().double()
     for sample in samples:
         sample["versions"] = np.full(len(sample["response"]), 2)
-    config = kit.config({"proximal": "loglinear", "corrections": (TruncatedToken(10.0),)})
+    config = kit.config({"proximal": "loglinear", "corrections": (kinds.TruncatedToken(10.0),)})
     current = [values.detach() for values in kit.plain_logprobs(start, samples)]
     weights = [
         math.exp(0.75 * (logprobs[token].item() - float(sample["logprobs"][token])))

@@ -1,7 +1,5 @@
 """The monitor of selection: censored lengths, what is lost on purpose and what is not, over cohorts and in simulated runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -36,15 +36,7 @@ from asyncrl.schema.control import (
     ModelsReady,
     PhaseReached,
 )
-from asyncrl.schema.samples import (
-    GroupWork,
-    InferResult,
-    Prompt,
-    SampleFailure,
-    ScoreRequest,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane

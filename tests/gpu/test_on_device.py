@@ -19,12 +19,7 @@ from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import (
-    Prompt,
-    SamplingParams,
-    ScoredGroup,
-    ScoredSample,
-)
+from asyncrl.schema.samples import Prompt, SamplingParams, ScoredGroup, ScoredSample
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from tests.builders import make_sample

@@ -90,11 +90,7 @@ def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **set
         buffer__max_staleness=MAX_STALENESS,
         transport__kind="tcp",
         transport__host=link.near_address,
-        broadcast__medium={
-            "kind": "zeromq",
-            "bind": f"tcp://{at['learner']}:*",
-            "relay_bind": f"tcp://{at['generator']}:*",
-        },
+        broadcast__medium={"kind": "zeromq", "bind": f"tcp://{at['learner']}:*", "relay_bind": f"tcp://{at['generator']}:*"},
         **settings,
     )
     assert config.transport.encryption == "curve"

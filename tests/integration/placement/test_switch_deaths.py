@@ -19,11 +19,7 @@ CASES = {
     "colocated": (
         20,
         {},
-        [
-            ("generator-0", "learner", "rollout"),
-            ("inference-0", "generator-0", "inference"),
-            ("learner", "inference-0", "train"),
-        ],
+        [("generator-0", "learner", "rollout"), ("inference-0", "generator-0", "inference"), ("learner", "inference-0", "train")],
     ),
     "hybrid": (
         40,

@@ -11,7 +11,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,7 +41,7 @@ def _name(guest: subprocess.Popen[str], status: RunStatus) -> str:
 
 async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_back_and_the_run_goes_on(tiny, join):
     config = tiny(
-        num_steps=20_000, checkpoint__every_steps=0, eval__at_start=False, eval__at_end=False,
+        num_steps=20_000, checkpoint__every_steps=0, **NO_EVALUATION,
         **NO_MODELS | {"generate__engine": NO_MODEL | {"token_latency_s": 0.05}},
         placement={"most_joining_generators": 2}, supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=8.0,
     )  # fmt: skip

@@ -19,12 +19,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
-from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_MODEL, NO_MODELS, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, written
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
@@ -84,8 +82,7 @@ def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **set
     """Start a run whose processes of `far_kinds` are at the far end; without any, all are near."""
     at = {kind: link.far_address if kind in far_kinds else link.near_address for kind in ("learner", "generator")}
     config = tiny(
-        eval__at_start=False,
-        eval__at_end=False,
+        **NO_EVALUATION,
         checkpoint__every_steps=0,
         buffer__max_staleness=MAX_STALENESS,
         transport__kind="tcp",
@@ -96,7 +93,7 @@ def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **set
     assert config.transport.encryption == "curve"
     run_folder = Path(config.folder) / config.name
     (run_folder / "logs").mkdir(parents=True)
-    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    written(config, run_folder / "config.toml")
     host = Path(__file__).with_name("netns_controller.py")
     command = ["ip", "netns", "exec", link.near, sys.executable, str(host), str(run_folder), link.far, *far_kinds]
     with (run_folder / "logs" / "controller.log").open("wb") as log:
@@ -130,15 +127,6 @@ class Run:
         self.process.stdin.close()
         return self.process.wait(60)
 
-    def assert_balanced(self) -> None:
-        """Every step happened once, every group is in one state, and none was trained twice."""
-        reports = [report.step for report in read_steps(self.folder)]
-        assert reports == list(range(len(reports)))
-        with LedgerReader(self.folder / "ledger.sqlite") as ledger:
-            groups = {row.state: row.groups for row in ledger.counts()}
-        assert len(trained_groups(self.folder)) == len(reports) * 4 == groups["trained"]
-        assert not groups.keys() & {"taken", "failed"}, groups
-
     def samples_from_afar(self) -> int:
         """Return how many the guest has brought."""
         with connect_read_only(self.folder / "ledger.sqlite") as connection:
@@ -165,8 +153,7 @@ def test_a_partition_between_the_controller_and_another_machine_heals_and_nothin
     # What had arrived before is still trained; then there is nothing to train on, or nobody to train.
     assert during <= MAX_STALENESS + 3
     assert "is gone" not in run.log, "somebody was taken for dead"
-    run.assert_balanced()
-    assert run.num_steps == NUM_STEPS
+    assert_every_step_once(run.folder, NUM_STEPS)
 
 
 @pytest.fixture
@@ -222,4 +209,4 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
     finally:
         code = run.end()
     assert code == 0, run.log[-4000:]
-    run.assert_balanced()
+    assert_every_step_once(run.folder, run.num_steps)

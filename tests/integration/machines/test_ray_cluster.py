@@ -22,7 +22,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.client import is_live
-from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
@@ -30,7 +30,16 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODELS, assert_balanced, command_of, tiny_settings, trained_groups
+from tests.integration.conftest import (
+    NO_EVALUATION,
+    NO_MODELS,
+    assert_balanced,
+    assert_gone,
+    processes_of,
+    tiny_settings,
+    trained_groups,
+    written,
+)
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -88,11 +97,7 @@ def nodes() -> Iterator[Nodes]:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
-    those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(command_of(process))]
-    _, left = psutil.wait_procs(those, timeout=10)  # one that is on its way out has a few seconds
-    for process in left:
-        process.kill()
-    assert not left, f"processes left behind: {[command_of(process) for process in left]}"
+    assert_gone(processes_of(tmp_path))
 
 
 # -- the launcher's contract, over Ray -------------------------------------------------------------------------------------
@@ -166,9 +171,8 @@ def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
         "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
         "reward": {"labels": {ROLE: "rewards"}},
     }
-    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, **NO_MODELS}
-    settings["supervision__stall_timeout_s"] = 300.0
-    return tiny_settings(folder, **(settings | overrides))
+    settings = {"launch": launch, "supervision__stall_timeout_s": 300.0} | NO_EVALUATION | NO_MODELS
+    return tiny_settings(folder, **settings | overrides)
 
 
 def places(run_folder: Path) -> dict[str, str]:
@@ -236,7 +240,7 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
     settings["launch"]["environment"] = {"env_vars": {"ASYNCRL_TEST_SAYS": "hello"}}
     config = parse_config(settings)
-    (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    written(config, tmp_path / "config.toml")
     run_folder = tmp_path / config.name
 
     def command(*words: str) -> subprocess.Popen[bytes]:

@@ -12,10 +12,10 @@ import pytest
 
 import asyncrl
 from asyncrl.observe.steps import read_events
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, python_reward
 
 pytestmark = pytest.mark.timeout(240)
-OFF = {"eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0, "num_steps": 100_000}
+OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
 LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
              "token_latency_s": 0.01}  # fmt: skip
 
@@ -30,10 +30,8 @@ async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> i
 
 def judged_by(folder: Path, text: str) -> list[dict[str, str]]:
     """A reward function that looks which files there are beside it."""
-    (folder / "judge.py").write_text(
-        f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\ndef judge(prompt, text):\n{text}"
-    )
-    return [{"kind": "python", "path": f"{folder / 'judge.py'}:judge"}]
+    begin = f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\n"
+    return python_reward(folder, f"{begin}def score(prompt, text):\n{text}")
 
 
 async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_cut_off_are_told(tiny):

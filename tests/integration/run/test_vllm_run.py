@@ -14,7 +14,7 @@ import pytest
 
 import asyncrl
 from asyncrl.generate.vllm.launch import socket_folder
-from tests.integration.conftest import assert_balanced, trained_groups
+from tests.integration.conftest import NO_EVALUATION, assert_balanced, recorded_pids, trained_groups
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -51,10 +51,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, recorded_pids, sockets):
-    config = tiny(
-        num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, eval__at_start=False, eval__at_end=False,
-    )  # fmt: skip
+async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, sockets):
+    config = tiny(num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, **NO_EVALUATION)
     async with asyncrl.Run(config) as run:
         steps = run.steps()
         reports = await until(steps, 3)

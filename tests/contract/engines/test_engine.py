@@ -462,6 +462,8 @@ async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_
     with pytest.raises(BroadcastError, match="overwritten"):
         await model_engine.load_weights(2, MappedTensors(manifest, flat, check=overwritten), "keep")
     assert set(first.versions) == {1}
+    with pytest.raises(GenerationError, match=r"no whole weights|came only in part"):
+        await model_engine.score([3, 4, 5])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(collect(stream), 0.3)
     await model_engine.load_weights(3, MappedTensors(manifest, flat), "keep")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import asyncrl
 from asyncrl.observe.steps import read_events
@@ -128,14 +130,27 @@ async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, tmp
         await run.drain()
 
 
-async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):
-    settings = {**OFF, **NO_MODELS, "num_steps": 1000}
-    async with asyncrl.Run(tiny(**settings, observe__alarms={"reward.equal": "stop"})) as run:
-        status = await run.wait()
+async def test_a_run_that_cannot_learn_says_so_to_a_webhook_that_fails_at_first_too_and_ends_where_its_config_says_so(tiny):
+    told, answers = [], [500, 500]
+
+    async def take(request: web.Request) -> web.Response:
+        if answers:
+            return web.Response(status=answers.pop())
+        told.append(await request.json())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/alarms", take)
+    async with TestServer(app) as server:
+        settings = {"observe__alarms": {"reward.equal": "stop"}, "observe__webhook": str(server.make_url("/alarms?key=1"))}
+        async with asyncrl.Run(tiny(**OFF | NO_MODELS | {"num_steps": 1000} | settings)) as run:
+            status = await run.wait()
     assert (status.phase, status.version < 1000) == ("stopped", True)
     assert status.reason.startswith("alarm reward.equal: ")
     assert "asyncrl inspect" in status.reason
-    assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]
+    posted = [(one["run"], one["rule"], one["text"]) for one in told]
+    assert "reward.equal" in {rule for _, rule, _ in posted}
+    assert posted == [("tiny", event.subject, event.text) for event in read_events(run.run_folder) if event.kind == "alarm"]
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])

@@ -6,8 +6,6 @@ import asyncio
 import json
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
@@ -193,24 +191,3 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     assert generators[1].state in {"leaving", "left"}
     assert (resumed.learner.learning_rate, resumed.buffer.max_staleness, resumed.num_steps) == (5e-4, 1, end)
     assert asyncrl.load_config(run.run_folder / "revisions" / "0.toml").buffer.max_staleness == 4
-
-
-async def test_alarms_are_posted_to_a_webhook_that_fails_at_first_and_hold_no_step_up(tiny):
-    told, answers = [], [500, 500]
-
-    async def take(request: web.Request) -> web.Response:
-        if answers:
-            return web.Response(status=answers.pop())
-        told.append(await request.json())
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/alarms", take)
-    async with TestServer(app) as server:
-        config = tiny(num_steps=8, **NO_MODELS, observe__webhook=str(server.make_url("/alarms?key=1")))
-        async with asyncrl.Run(config) as run:
-            status = await run.wait()
-    assert status.version == 8
-    posted = [(one["run"], one["rule"], one["text"]) for one in told]
-    assert "reward.equal" in {rule for _, rule, _ in posted}
-    assert posted == [("tiny", event.subject, event.text) for event in read_events(run.run_folder) if event.kind == "alarm"]

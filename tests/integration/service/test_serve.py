@@ -329,7 +329,8 @@ async def controllers_of(folder: Path) -> list[int]:
     return pids
 
 
-async def test_a_controller_that_is_killed_before_it_answers_is_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
+async def test_killed_controllers_are_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
+    """One before it answers; one whose learner stands still, and is ended; one again and again."""
     async with await daemon.start() as server:
         await server.submit(settings(tmp_path, num_steps=3), name="one")
         folder, killed = daemon.folder / "runs" / "one", 0
@@ -337,6 +338,17 @@ async def test_a_controller_that_is_killed_before_it_answers_is_started_again_an
             os.kill(pid, signal.SIGKILL)
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        assert_every_step_once(folder, 3)
+        await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="stopped")
+        await until(server, "stopped", lambda record: record.version >= 1)
+        folder = daemon.folder / "runs" / "stopped"
+        learner = psutil.Process(recorded_pids(folder)["learner"])
+        learner.suspend()
+        os.kill(read_endpoint(folder).pid, signal.SIGKILL)
+        async for ended in server.ended(["stopped"]):
+            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        assert not learner.is_running()
+        assert_every_step_once(folder, 20)
         await server.submit(settings(tmp_path, num_steps=3), name="two")
         async with asyncio.timeout(120):
             while (record := await server.show("two")).state != "ended":
@@ -348,7 +360,6 @@ async def test_a_controller_that_is_killed_before_it_answers_is_started_again_an
         assert (record.outcome, record.attempts) == ("failed", 3)
         assert "3 times without a step" in record.reason
         assert killed >= 3
-    assert_every_step_once(folder, 3)
 
 
 async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_its_daemon_is_killed(daemon, tmp_path):
@@ -371,20 +382,6 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
         async for ended in server.ended(["adopted"]):
             assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
     assert_every_step_once(folder, 3)
-
-
-async def test_a_stopped_learner_of_a_killed_controller_is_ended_and_its_run_goes_on(daemon, tmp_path):
-    async with await daemon.start() as server:
-        run = await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="one")
-        await until(server, run.id, lambda record: record.version >= 1)
-        folder = daemon.folder / "runs" / "one"
-        learner = psutil.Process(recorded_pids(folder)["learner"])
-        learner.suspend()
-        os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-    assert not learner.is_running()
-    assert_every_step_once(folder, 20)
 
 
 async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_path):

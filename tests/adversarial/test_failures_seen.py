@@ -48,30 +48,23 @@ def shadow(folder: Path) -> None:
     (folder / "grp.py").write_text("import os\nos._exit(99)\n")
 
 
-def finished(folder: Path, **settings) -> Path:
-    """Return the folder of a run of two steps that was begun in `folder`."""
-    shadow(folder)
-    written(parse_config(tiny_settings(folder, num_steps=2, **SHORT | settings)), folder / "c.toml")
-    ended = asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return folder / "tiny"
-
-
 def test_under_a_limit_on_file_sizes_and_in_a_read_only_folder_the_last_words_are_what_to_do(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be mounted here")
-    again = ("run", disk / "c.toml", "--plain", "--set", "name=again")
+    folder, trains = disk / "tiny", SHORT | {"learner__fake_step_s": None}
+    with_model = written(parse_config(tiny_settings(disk, name="again", num_steps=2, **trains)), tmp_path / "model.toml")
     try:
-        folder = finished(disk, learner__fake_step_s=None)
-        limited = [asyncrl("report", folder, file_bytes=1000), asyncrl(*again, file_bytes=200_000)]
+        finished = run(disk, "def score(prompt, text):\n    return 1.0\n", num_steps=2)
+        limited = [asyncrl("report", folder, file_bytes=1000), asyncrl("run", with_model, "--plain", file_bytes=200_000)]
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         report, inspect = asyncrl("report", folder), asyncrl("inspect", folder)
         begun = asyncrl("run", disk / "c.toml", "--plain", "--set", "name=third")
         resumed = asyncrl("resume", folder, "--plain", "--set", "num_steps=4")
     finally:
         subprocess.run(["umount", disk], check=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     for ended in limited:
         assert ended.returncode in (1, 2), ended.stdout + ended.stderr
         assert "ulimit -f" in ended.stderr.splitlines()[-1], ended.stderr

@@ -257,15 +257,9 @@ def test_what_is_right_passes_all_of_them():
 
 
 HOSTILE_FRAMES = [
-    b"",
-    b"\x00\x00\x00\x00",
-    b"\xff\xff\xff\xff",
-    b"\x02\x00\x00\x00[]",
-    b"\x02\x00\x00\x00{}",
-    b"\x05\x00\x00\x00nul",
-    b"\x04\x00\x00\x00null",
-    b"\x10\x27\x00\x00" + b"[" * 10000,
-]
+    b"", b"\x00\x00\x00\x00", b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x02\x00\x00\x00{}", b"\x05\x00\x00\x00nul",
+    b"\x04\x00\x00\x00null", b"\x10\x27\x00\x00" + b"[" * 10000,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [
@@ -443,22 +437,10 @@ def test_code_is_found_in_markdown(text):
     assert extract_code(text).strip() == RIGHT.strip()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```" + " " * 20_000,
-        "`" * 50_000,
-        "```python\n" * 5_000,
-        "> " * 20_000,
-        "- " * 20_000,
-        "1. " * 10_000,
-        "~~~\n" * 10_000,
-        "[" * 50_000,
-        " " * 400_000,
-        "<a>" * 20_000,
-        "\t```\n" * 9_000,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "```" + " " * 20_000, "`" * 50_000, "```python\n" * 5_000, "> " * 20_000, "- " * 20_000, "1. " * 10_000, "~~~\n" * 10_000,
+    "[" * 50_000, " " * 400_000, "<a>" * 20_000, "\t```\n" * 9_000,
+])  # fmt: skip
 def test_markdown_of_any_shape_is_read_in_linear_time(text):
     started_s = time.process_time()
     extract_code(text)

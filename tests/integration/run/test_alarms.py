@@ -45,7 +45,7 @@ async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_c
 
 
 async def test_generators_that_wait_for_the_learner_cost_nothing_where_data_may_be_less_stale(tiny):
-    settings = {"learner__fake_step_s": 0.3, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
+    settings = {"learner__fake_step_s": 0.15, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
     async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
         raised = await said(run, "generation.starved", "a lower buffer.max_staleness")
         await run.change({"buffer.max_staleness": 0})
@@ -58,7 +58,8 @@ async def test_a_reward_that_is_slow_and_one_that_hangs_are_told_and_mended(tiny
         "    while (HERE / 'hang').exists(): time.sleep(0.1)\n"
         "    time.sleep(0 if (HERE / 'quick').exists() else 0.05)\n    return float(sum(map(ord, text)) % 5)\n",
     )
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, reward__functions=rewards)) as run:
+    small = {"algorithm__groups_per_step": 2, "algorithm__group_size": 2}
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, **small, reward__functions=rewards)) as run:
         raised = await said(run, "score.slow", "a quicker reward")
         (tmp_path / "quick").touch()
         await said(run, "score.slow", "is over", raised)
@@ -117,13 +118,9 @@ async def test_a_reward_that_is_hollow_is_told_by_held_out_prompts(tiny, tmp_pat
         await said(run, "reward.hollow", "is over", raised)
 
 
-async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, tmp_path):
-    """A reward that reads nothing is mended; a learning rate that takes the policy away from its samples is lowered."""
-    rewards = judged_by(tmp_path, "    return float((HERE / 'mended').exists() and sum(map(ord, text)) % 5)\n")
-    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=rewards, learner__learning_rate=0.05)) as run:
-        raised = await said(run, "reward.equal", "does the reward read the answer's form?")
-        (tmp_path / "mended").touch()
-        await said(run, "reward.equal", "is over", raised)
+async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, mixed_rewards):
+    """A learning rate that takes the policy away from its samples is lowered."""
+    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=mixed_rewards, learner__learning_rate=0.05)) as run:
         raised = await said(run, "off_policy.drift", "lower learner.learning_rate")
         await run.change({"learner.learning_rate": 1e-7})
         await said(run, "off_policy.drift", "is over", raised)

@@ -31,6 +31,7 @@ NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabula
 """An engine for runs that are about something else: its generator starts with a third of the work, and holds no core after."""
 NO_MODELS = {"generate__engine": NO_MODEL, "learner__fake_step_s": 0.02}
 """No model at all: such a run costs a fifth of one that imports torch."""
+ASYNCRL = (sys.executable, "-P", "-m", "asyncrl")
 NO_EVALUATION = {"eval__at_start": False, "eval__at_end": False}
 
 
@@ -81,8 +82,25 @@ def python_reward(folder: Path, text: str) -> list[dict[str, str]]:
 
 def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `asyncrl` to its end; `options` are of `subprocess.run`."""
-    command = [sys.executable, "-P", "-m", "asyncrl", *map(str, words)]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": 200, "check": False} | options)
+    return subprocess.run(
+        [*ASYNCRL, *map(str, words)], **{"capture_output": True, "text": True, "timeout": 200, "check": False} | options
+    )
+
+
+@pytest.fixture
+def beside(tmp_path: Path):
+    """Start commands that go on beside the test, each with a log; what is left of them at the end is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: object) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"beside-{len(started)}.log").open("wb") as log:
+            started.append(subprocess.Popen([*map(str, command)], stdout=log, stderr=log))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(60)
 
 
 @pytest.fixture

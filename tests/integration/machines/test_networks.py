@@ -22,7 +22,7 @@ import pytest
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, written
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, written
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
@@ -43,7 +43,7 @@ class Link:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 def why_not() -> str:
@@ -156,30 +156,15 @@ def test_a_partition_between_the_controller_and_another_machine_heals_and_nothin
     assert_every_step_once(run.folder, NUM_STEPS)
 
 
-@pytest.fixture
-def join_from_afar(link: Link, tmp_path: Path) -> Iterator[Callable[[Run, Path | None], subprocess.Popen[bytes]]]:
-    """Start `asyncrl join --address` on what is another machine by name and address; killed at the end if it is still there."""
-    guests: list[subprocess.Popen[bytes]] = []
-
-    def join(run: Run, keys: Path | None) -> subprocess.Popen[bytes]:
-        address = (run.folder / "endpoint").read_text().strip()
-        command = [sys.executable, "-m", "asyncrl", "join", "--address", address, "--model", str(run.folder / "model")]
-        command += ["--keys", str(keys)] if keys is not None else []
-        elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh", *command]
-        with (tmp_path / f"guest-{len(guests)}.log").open("wb") as log:
-            guests.append(subprocess.Popen(["ip", "netns", "exec", link.far, *elsewhere], stdout=log, stderr=log))
-        return guests[-1]
-
-    yield join
-    for guest in guests:
-        guest.kill()
-        guest.wait(60)
+def joining_from_afar(link: Link, run: Run, *options: object) -> tuple[object, ...]:
+    """Return `asyncrl join --address` on what is another machine by name and address."""
+    elsewhere = ("ip", "netns", "exec", link.far, "unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh")
+    address = (run.folder / "endpoint").read_text().strip()
+    return (*elsewhere, *ASYNCRL, "join", "--address", address, "--model", run.folder / "model", *options)
 
 
 @pytest.mark.timeout(300)
-def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(
-    tiny, link, join_from_afar, tmp_path
-):
+def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(tiny, link, beside, tmp_path):
     """While it is away its groups are made elsewhere; what it finished meanwhile and brings back is not trained again."""
     run = start_run(
         tiny, link, num_steps=100_000, placement={"most_joining_generators": 1},
@@ -188,9 +173,9 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
     )  # fmt: skip
     try:
         run.wait_until(lambda: run.num_steps >= 2, "2 steps")
-        stranger = join_from_afar(run, None)
+        stranger = beside(*joining_from_afar(link, run))
         keys = Path(shutil.copy2(run.folder / "keys" / "client.key", tmp_path / "client.key"))
-        guest = join_from_afar(run, keys)
+        guest = beside(*joining_from_afar(link, run, "--keys", keys))
         run.wait_until(lambda: run.samples_from_afar() >= 32, "samples from afar")
         link.set("down")
         run.wait_until(lambda: "its connection is closed" in run.log, "the generator is given up")
@@ -200,9 +185,7 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
         link.set("up")
         run.wait_until(lambda: run.samples_from_afar() >= theirs + 32, "the guest works again")
         assert guest.poll() is None
-        subprocess.run(
-            ["ip", "netns", "exec", link.near, sys.executable, "-m", "asyncrl", "drain", str(run.folder)], check=True, timeout=60
-        )
+        ip("netns", "exec", link.near, *ASYNCRL, "drain", str(run.folder))
         run.wait_until(lambda: "run ended" in run.log, "the end")
         assert guest.wait(30) == 0
         assert stranger.wait(60) != 0, "who has no key must not get in"

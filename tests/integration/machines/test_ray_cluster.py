@@ -26,16 +26,17 @@ from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
-from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import (
+    ASYNCRL,
     NO_EVALUATION,
     NO_MODELS,
     assert_balanced,
     assert_gone,
     processes_of,
+    recorded_pids,
     tiny_settings,
     trained_groups,
     written,
@@ -234,7 +235,7 @@ async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
 
 
 async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint(
-    nodes: Nodes, tmp_path: Path
+    nodes: Nodes, tmp_path: Path, beside: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """By the command line, both: `asyncrl run` is a driver of its own, with the runtime environment of its config."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
@@ -243,34 +244,25 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     written(config, tmp_path / "config.toml")
     run_folder = tmp_path / config.name
 
-    def command(*words: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / f"{words[0]}.log").open("wb") as out:
-            return subprocess.Popen([sys.executable, "-m", "asyncrl", *words], stdout=out, stderr=out)
-
-    owner, guest = command("run", str(tmp_path / "config.toml"), "--plain"), None
-    try:
-        while not read_steps(run_folder):
-            assert owner.poll() is None, (tmp_path / "run.log").read_text()
-            await asyncio.sleep(0.2)
-        for name, record in read_pids(run_folder).processes.items():
-            assert psutil.Process(record.pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
-        guest = command("join", str(run_folder))
-        async with asyncrl.connect(run_folder) as run:
-            first = (await run.status()).version
-            status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
-            assert (status.guests["came"], status.guests["here"]) == (1, 1)
-            lost = places(run_folder)["learner"]
-            nodes.kill(lost)
-            nodes.add("trainer")
-            status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
-            await until(run, lambda later: later.version > status.version + 4, status.version)
-            status = await run.drain()
-        assert status.phase == "stopped", status.reason
-        assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
-    finally:
-        for process in filter(None, (owner, guest)):
-            process.kill()
-            process.wait(60)
+    owner = beside(*ASYNCRL, "run", tmp_path / "config.toml", "--plain")
+    while not read_steps(run_folder):
+        assert owner.poll() is None, (tmp_path / "beside-0.log").read_text()
+        await asyncio.sleep(0.2)
+    for name, pid in recorded_pids(run_folder).items():
+        assert psutil.Process(pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
+    guest = beside(*ASYNCRL, "join", run_folder)
+    async with asyncrl.connect(run_folder) as run:
+        first = (await run.status()).version
+        status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
+        assert (status.guests["came"], status.guests["here"]) == (1, 1)
+        lost = places(run_folder)["learner"]
+        nodes.kill(lost)
+        nodes.add("trainer")
+        status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
+        await until(run, lambda later: later.version > status.version + 4, status.version)
+        status = await run.drain()
+    assert status.phase == "stopped", status.reason
+    assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
     assert_balanced(status)
     assert len(trained_groups(run_folder)) == status.version * 4
 

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.lifecycle.pid_file import read_pids
@@ -82,9 +83,8 @@ def python_reward(folder: Path, text: str) -> list[dict[str, str]]:
 
 def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `asyncrl` to its end; `options` are of `subprocess.run`."""
-    return subprocess.run(
-        [*ASYNCRL, *map(str, words)], **{"capture_output": True, "text": True, "timeout": 200, "check": False} | options
-    )
+    usual = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+    return subprocess.run([*ASYNCRL, *map(str, words)], **usual | options)
 
 
 @pytest.fixture
@@ -156,6 +156,12 @@ def kill_all(run_folder: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def samples_by(run_folder: Path, generators: str) -> int:
+    """Return how many samples a run has of generators with names like this one."""
+    with connect_read_only(run_folder / "ledger.sqlite") as connection:
+        return int(connection.execute("SELECT count(*) FROM samples WHERE generator LIKE ?", (generators,)).fetchone()[0])
+
+
 def trained_groups(run_folder: Path) -> list[int]:
     """Return the ids of the groups that were trained, none of them twice."""
     with LedgerReader(run_folder / "ledger.sqlite") as ledger:
@@ -183,8 +189,9 @@ def processes_of(folder: Path) -> set[psutil.Process]:
 
 
 def assert_gone(processes: set[psutil.Process]) -> None:
-    """Wait a few seconds for the end of those that are on their way out, and kill what is left."""
-    _, left = psutil.wait_procs(processes, timeout=10)
+    """Wait some seconds for the end of those that are on their way out, and kill what is left."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     told = {process.pid: command_of(process) for process in left}
     for process in left:
         process.kill()

@@ -7,7 +7,7 @@ import contextlib
 import resource
 import signal
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from asyncrl.weights.media.zeromq import FeederRequest, PartRequest
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.weights.subscriber import Subscriber
+from tests.builders import outcome_of
 from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.learners import MEDIA, NUM_VALUES, Learner, tensors_of
 from tests.contract.media.medium_peer import Fetched, Order
@@ -253,13 +254,6 @@ async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, learner
         await asyncio.sleep(0)
         await asyncio.to_thread(subscriber.close)
     assert isinstance(waiting.result(), BroadcastError) or isinstance(config.medium, FilesMedium)
-
-
-async def outcome_of(fetching: Coroutine[None, None, Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor] | BroadcastError:
-    try:
-        return await fetching
-    except BroadcastError as error:
-        return error
 
 
 @ONLY["shared_memory"]

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, written
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, samples_by, written
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
@@ -128,10 +127,7 @@ class Run:
         return self.process.wait(60)
 
     def samples_from_afar(self) -> int:
-        """Return how many the guest has brought."""
-        with connect_read_only(self.folder / "ledger.sqlite") as connection:
-            asked = connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-elsewhere-%'")
-            return int(asked.fetchone()[0])
+        return samples_by(self.folder, "joined-elsewhere-%")
 
 
 @pytest.mark.timeout(300)

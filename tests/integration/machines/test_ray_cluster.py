@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.client import is_live
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
@@ -37,6 +36,7 @@ from tests.integration.conftest import (
     assert_gone,
     processes_of,
     recorded_pids,
+    samples_by,
     tiny_settings,
     trained_groups,
     written,
@@ -253,7 +253,7 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     guest = beside(*ASYNCRL, "join", run_folder)
     async with asyncrl.connect(run_folder) as run:
         first = (await run.status()).version
-        status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
+        status = await until(run, lambda status: samples_by(run_folder, "joined-%") >= 16, first)
         assert (status.guests["came"], status.guests["here"]) == (1, 1)
         lost = places(run_folder)["learner"]
         nodes.kill(lost)
@@ -265,11 +265,6 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
     assert_balanced(status)
     assert len(trained_groups(run_folder)) == status.version * 4
-
-
-def _samples_of_guests(run_folder: Path) -> int:
-    with connect_read_only(run_folder / "ledger.sqlite") as connection:
-        return int(connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-%'").fetchone()[0])
 
 
 async def test_no_cluster_is_said_with_what_to_do(tmp_path: Path) -> None:

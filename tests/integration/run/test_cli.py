@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.control.lifecycle.pid_file import read_pids
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, written
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_gone, command_line, recorded_pids, written
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,24 +48,19 @@ class Following:
         self.process.stdout.close()
         return self.process.wait(60)
 
-    def family(self) -> list[psutil.Process]:
+    def family(self) -> set[psutil.Process]:
         """The process and everything below it."""
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return {psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)}
 
-    def family_with(self, names: set[str], run_folder: Path) -> list[psutil.Process]:
+    def family_with(self, names: set[str], run_folder: Path) -> set[psutil.Process]:
         """Wait until the run's own record has all of these, and they are of the family."""
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s:
-            family, recorded = self.family(), read_pids(run_folder).processes
-            if names == recorded.keys() and {record.pid for record in recorded.values()} < {member.pid for member in family}:
+            family, recorded = self.family(), recorded_pids(run_folder)
+            if names == recorded.keys() and {*recorded.values()} < {member.pid for member in family}:
                 return family
             time.sleep(0.05)
         raise AssertionError(f"recorded are {recorded}, the family is {family}")
-
-
-def _all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 ENDLESS = {**NO_EVALUATION, "num_steps": 100_000, "checkpoint__every_steps": 0}
@@ -88,7 +82,7 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3, "".join(following.lines)
     assert "`asyncrl resume" in following.lines[-1]
-    assert _all_gone(family)
+    assert_gone(family)
     assert run_folder.stat().st_mode & 0o777 == 0o700
     checkpoints = sorted((run_folder / "checkpoints").glob("step-*"))
     assert checkpoints, "a drain writes a checkpoint"
@@ -116,7 +110,7 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     following = Following(written(tiny(**ENDLESS, **NO_MODELS), tmp_path / "c.toml"), "run", *patient)
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     family = following.family()
-    learner = read_pids(tmp_path / "tiny").processes["learner"].pid
+    learner = recorded_pids(tmp_path / "tiny")["learner"]
     os.kill(learner, signal.SIGSTOP)  # so that the drain cannot end
     os.kill(following.process.pid, signal.SIGINT)
     following.until("Ctrl-C again")
@@ -126,13 +120,13 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     assert time.monotonic() - asked_s < 30, "two seconds on a machine that does nothing else; the drain would wait for 1000"
     os.kill(learner, signal.SIGCONT)
     assert not list((tmp_path / "tiny" / "checkpoints").glob("step-*")), "it waited for a drain"
-    assert _all_gone(family)
+    assert_gone(family)
     again = Following(tmp_path / "tiny", "resume")
     again.until(r"\bstep \d+/100000")  # a new one: those before are told again without the goal
     family = again.family_with({"learner", "generator-0", "reward-0"}, tmp_path / "tiny")
     os.kill(again.process.pid, signal.SIGKILL)
     again.rest()
-    assert _all_gone(family)
+    assert_gone(family)
 
 
 def test_dry_run_prints_the_config_and_what_follows_from_it(tiny, tmp_path):

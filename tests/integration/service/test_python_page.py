@@ -14,12 +14,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.config.load import load_config
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, written
+from tests.integration.run.test_docs import snippets
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "python.md"
-PROGRAMS = [
-    text for text in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL) if "import" in text
-]
+PROGRAMS = [text for text in snippets(PAGE, "python") if "import" in text]
 OFF = {**NO_EVALUATION, "model__warm_start": None}
 SMALL = {"eval.at_start": False, "eval.at_end": False, "model.warm_start": None, "algorithm.groups_per_step": 2, "num_steps": 3}
 """Of the quickstart, which is what the programs name."""

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -324,20 +325,14 @@ def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
 def test_works_for_an_ordinary_user():
     code = "from asyncrl.reward.sandbox.bubblewrap import probe_sandbox; print(probe_sandbox().works)"
-    root = str(Path(__file__).parents[3])
+    root, site_packages = Path(__file__).parents[3], Path(msgspec.__file__).parents[1]
     done = subprocess.run(
-        ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages()}"},
+        ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages}"},
         user=12345, group=12345, extra_groups=[], cwd="/", capture_output=True, text=True,
     )  # fmt: skip
     if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("an ordinary user cannot read this checkout")
     assert done.stdout == "True\n", done.stderr
-
-
-def site_packages() -> str:
-    import msgspec
-
-    return str(Path(msgspec.__file__).parents[1])
 
 
 def inside(pid: int) -> set[psutil.Process]:

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+import asyncrl
 from asyncrl.cli import app
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_gone, command_line, recorded_pids, written
 
@@ -63,6 +64,11 @@ class Following:
         raise AssertionError(f"recorded are {recorded}, the family is {family}")
 
 
+def said(*words: object) -> Result:
+    """Return what the command line says in this process."""
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
 ENDLESS = {**NO_EVALUATION, "num_steps": 100_000, "checkpoint__every_steps": 0}
 
 
@@ -89,18 +95,18 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
     reached = int(checkpoints[-1].name.removeprefix("step-"))
     resumed = command_line("resume", run_folder, "--plain", "--set", f"num_steps={reached + 2}")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    said = resumed.stdout.splitlines()
-    assert [line for line in said if line.endswith(f"resumed at step {reached} from {checkpoints[-1]}")], said
-    shown = [int(found[1]) for line in said if (found := re.match(r"step (\d+)", line))]
+    lines = resumed.stdout.splitlines()
+    assert [line for line in lines if line.endswith(f"resumed at step {reached} from {checkpoints[-1]}")], lines
+    shown = [int(found[1]) for line in lines if (found := re.match(r"step (\d+)", line))]
     assert shown == [reached + 1, reached + 2]
     again = command_line("resume", run_folder)
     assert again.returncode == 2
     assert f"has done its {reached + 2} steps; `asyncrl resume {run_folder} --set num_steps=" in again.stderr
-    trained = command_line("inspect", run_folder, "--sample", "g0.0")
-    assert re.search(r"^completion: '.+'$", trained.stdout, re.MULTILINE), trained.stdout + trained.stderr
-    nowhere = command_line("inspect", run_folder, "--sample", f"g{10**30}.0")
-    assert (nowhere.returncode, nowhere.stderr.count("\n")) == (2, 1)
-    overview = json.loads(command_line("inspect", run_folder, "--json").stdout)
+    trained = said("inspect", run_folder, "--sample", "g0.0")
+    assert re.search(r"^completion: '.+'$", trained.stdout, re.MULTILINE), trained.output
+    nowhere = said("inspect", run_folder, "--sample", f"g{10**30}.0")
+    assert isinstance(nowhere.exception, asyncrl.AsyncRLError)
+    overview = json.loads(said("inspect", run_folder, "--json").stdout)
     assert overview["steps"][-1]["step"] == reached + 1
     assert {row["state"] for row in overview["states"]} <= {"trained", "ready", "scoring", "running"}
 
@@ -131,7 +137,7 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
 
 def test_dry_run_prints_the_config_and_what_follows_from_it(tiny, tmp_path):
     config = written(tiny(), tmp_path / "c.toml")
-    answer = CliRunner().invoke(app, ["run", str(config), "--dry-run", "--set", "buffer.max_staleness=3"])
+    answer = said("run", config, "--dry-run", "--set", "buffer.max_staleness=3")
     assert answer.exit_code == 0, answer.output
     assert "max_staleness = 3" in answer.output
     assert re.search(r"most samples in flight\s+64\b", answer.output)

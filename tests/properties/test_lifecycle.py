@@ -57,14 +57,6 @@ def live_through(life: Lifecycle, events: list[tuple[ev.Event, float]]) -> list[
     return answers
 
 
-def a_life(draw_evaluate: bool, max_deaths: int) -> Lifecycle:
-    config = SupervisionConfig(
-        max_deaths=max_deaths, death_window_s=50.0, heartbeat_s=15.0, heartbeat_timeout_s=30.0, start_timeout_s=40.0,
-        drain_timeout_s=30.0,
-    )  # fmt: skip
-    return Lifecycle(PLAN, config, evaluate_first=draw_evaluate, evaluate_last=draw_evaluate)
-
-
 HISTORIES = st.lists(st.tuples(st.one_of(EVENTS, EVENTS, EVENTS, ENDINGS), st.floats(0, 20)), max_size=60)
 
 
@@ -73,7 +65,11 @@ HISTORIES = st.lists(st.tuples(st.one_of(EVENTS, EVENTS, EVENTS, ENDINGS), st.fl
 def test_a_run_ends_once_by_the_arrows_of_the_drawing_restarts_follow_announced_deaths_and_it_can_always_be_stopped(
     history: list[tuple[ev.Event, float]], evaluate: bool, max_deaths: int
 ) -> None:
-    life = a_life(evaluate, max_deaths)
+    config = SupervisionConfig(
+        max_deaths=max_deaths, death_window_s=50.0, heartbeat_s=15.0, heartbeat_timeout_s=30.0, start_timeout_s=40.0,
+        drain_timeout_s=30.0,
+    )  # fmt: skip
+    life = Lifecycle(PLAN, config, evaluate_first=evaluate, evaluate_last=evaluate)
     answers = live_through(life, [(ev.Begin(), 0.0), *history])
     answers.append(life.handle(ev.StopRequested(), 1e6))
     assert life.over

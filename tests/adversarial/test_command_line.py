@@ -88,6 +88,7 @@ def folder(tmp_path: Path) -> Path:
         ('name="a\\nb"', "cannot be a folder"),
         ("name=\x1b[31m", "cannot be a folder"),
         ("learner=1", "--set learner=1: Expected `object`"),
+        ("num_steps=abc", "--set num_steps=abc: "),
         ("num_steps=" + "[" * 2000, "Expected `int`"),
         ("num_steps=" + "9" * 5000, "Expected `int`"),
     ],
@@ -124,6 +125,8 @@ def test_a_file_of_another_version_is_named_with_its_line(capsys, monkeypatch, f
         status, line = said(capsys, monkeypatch, command, folder)
         assert (status, line.count("\n")) == (2, 1), line
         assert f"{folder / 'steps.jsonl'}, line 2, is not what this version writes there" in line
+    status, line = said(capsys, monkeypatch, "status", folder.parent)
+    assert (status, "no run folder" in line) == (2, True)
     status, line = said(capsys, monkeypatch, "simulate", "--from-run", folder / "logs")
     assert (status, line) == (2, f"asyncrl: {folder / 'logs'} is no run folder: it has no config.toml\n")
 

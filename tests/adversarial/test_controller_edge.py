@@ -36,15 +36,7 @@ from asyncrl.schema.control import (
     ModelsReady,
     PhaseReached,
 )
-from asyncrl.schema.samples import (
-    GroupWork,
-    InferResult,
-    Prompt,
-    SampleFailure,
-    ScoreRequest,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
@@ -346,13 +338,8 @@ NAMES = st.sampled_from(["learner", "generator-0", "reward-0", "inference-0", GU
 INTS = st.sampled_from([-(2**63), -2, -1, 0, 0, 0, 1, 1, 2, 3, 7, 64, 2**31, 10**6, 2**63 - 1, 2**63, 2**64 - 1])
 FLOATS = st.sampled_from([0.0, 1.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")])
 BYTES = st.sampled_from([
-    b"",
-    b"\0",
-    ids_to_bytes([1, 2]),
-    ids_to_bytes([0, 0]),
-    ids_to_bytes([-1]),
-    logprobs_to_bytes([-0.5, -0.25]),
-])
+    b"", b"\0", ids_to_bytes([1, 2]), ids_to_bytes([0, 0]), ids_to_bytes([-1]), logprobs_to_bytes([-0.5, -0.25]),
+])  # fmt: skip
 
 
 def strategy_of(annotation):

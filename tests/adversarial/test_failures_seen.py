@@ -7,52 +7,40 @@ import os
 import re
 import resource
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.load import parse_config
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.tasks.registry import build_task
-from tests.integration.conftest import NO_MODELS, no_process_left, tiny_settings  # noqa: F401 - a fixture
+from tests.integration.conftest import (
+    NO_EVALUATION,
+    NO_MODELS,
+    command_line,
+    no_process_left,  # noqa: F401 - a fixture
+    python_reward,
+    tiny_settings,
+    written,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
-SHORT = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
+SHORT = NO_EVALUATION | NO_MODELS
 
 
-def asyncrl(
-    *arguments: object,
-    cwd: Path | None = None,
-    timeout: float = 150,
-    file_bytes: int = resource.RLIM_INFINITY,
-    first_path: Path | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a folder whose modules only its children could find.
-
-    Args:
-        arguments: Of the command.
-        cwd: The folder.
-        timeout: Of the command, in seconds.
-        file_bytes: Most that a file may hold.
-        first_path: Modules there are found in place of installed ones.
-    """
+def asyncrl(*arguments: object, file_bytes: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a folder whose modules only its children could find, with this most that a file may hold."""
 
     def limit() -> None:
-        if file_bytes != resource.RLIM_INFINITY:
+        if file_bytes:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
-    command = [sys.executable, "-P", "-m", "asyncrl", *map(str, arguments)]
-    paths = [str(each) for each in (first_path, os.environ.get("PYTHONPATH")) if each]
-    more = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-    if file_bytes != resource.RLIM_INFINITY:
-        more["PYTHONDONTWRITEBYTECODE"] = "1"  # Python would leave compiled modules that end at the limit
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, preexec_fn=limit,
-        env=os.environ | more,
-    )  # fmt: skip
+    # Python would leave compiled modules that end at the limit.
+    environment = os.environ | options.pop("env", {}) | ({"PYTHONDONTWRITEBYTECODE": "1"} if file_bytes else {})
+    return command_line(*arguments, preexec_fn=limit, env=environment, **options)
 
 
 def shadow(folder: Path) -> None:
@@ -60,30 +48,23 @@ def shadow(folder: Path) -> None:
     (folder / "grp.py").write_text("import os\nos._exit(99)\n")
 
 
-def finished(folder: Path, **settings) -> Path:
-    """Return the folder of a run of two steps that was begun in `folder`."""
-    shadow(folder)
-    (folder / "c.toml").write_text(dump_config(parse_config(tiny_settings(folder, num_steps=2, **SHORT | settings))))
-    ended = asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return folder / "tiny"
-
-
 def test_under_a_limit_on_file_sizes_and_in_a_read_only_folder_the_last_words_are_what_to_do(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be mounted here")
-    again = ("run", disk / "c.toml", "--plain", "--set", "name=again")
+    folder, trains = disk / "tiny", SHORT | {"learner__fake_step_s": None}
+    with_model = written(parse_config(tiny_settings(disk, name="again", num_steps=2, **trains)), tmp_path / "model.toml")
     try:
-        folder = finished(disk, learner__fake_step_s=None)
-        limited = [asyncrl("report", folder, file_bytes=1000), asyncrl(*again, file_bytes=200_000)]
+        finished = run(disk, "def score(prompt, text):\n    return 1.0\n", num_steps=2)
+        limited = [asyncrl("report", folder, file_bytes=1000), asyncrl("run", with_model, "--plain", file_bytes=200_000)]
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         report, inspect = asyncrl("report", folder), asyncrl("inspect", folder)
         begun = asyncrl("run", disk / "c.toml", "--plain", "--set", "name=third")
         resumed = asyncrl("resume", folder, "--plain", "--set", "num_steps=4")
     finally:
         subprocess.run(["umount", disk], check=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     for ended in limited:
         assert ended.returncode in (1, 2), ended.stdout + ended.stderr
         assert "ulimit -f" in ended.stderr.splitlines()[-1], ended.stderr
@@ -106,28 +87,24 @@ def test_tests_that_code_exec_cannot_judge_are_told_by_a_dry_run(tmp_path):
     )
     settings = {"task": {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}, "model__warm_start": None}
     settings |= {"reward": {"functions": [{"kind": "code_exec"}]}} | SHORT
-    (tmp_path / "c.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, **settings))))
-    told = asyncrl("run", tmp_path / "c.toml", "--dry-run")
+    told = asyncrl("run", written(parse_config(tiny_settings(tmp_path, **settings)), tmp_path / "c.toml"), "--dry-run")
     assert told.returncode == 2, told.stdout + told.stderr
     assert "code_exec cannot judge 1 prompts" in told.stderr
     assert "test 0, line 2: defines class A" in told.stderr
 
 
 def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[str]:
-    """`asyncrl run --plain` with this reward function in rewards.py."""
-    (folder / "rewards.py").write_text(reward)
-    functions = {"functions": [{"kind": "python", "path": f"{folder / 'rewards.py'}:score"}]}
-    functions |= {"timeout_s": overrides.pop("reward__timeout_s")} if "reward__timeout_s" in overrides else {}
-    config = parse_config(tiny_settings(folder, reward=functions, **SHORT | {"num_steps": 10_000} | overrides))
-    (folder / "c.toml").write_text(dump_config(config))
+    """`asyncrl run --plain` with this reward function."""
+    settings = SHORT | {"num_steps": 10_000, "reward__functions": python_reward(folder, reward)} | overrides
+    config = written(parse_config(tiny_settings(folder, **settings)), folder / "c.toml")
     shadow(folder)
-    return asyncrl("run", folder / "c.toml", "--plain", cwd=folder)
+    return asyncrl("run", config, "--plain", cwd=folder)
 
 
 def test_a_reward_that_raises_on_every_sample_ends_the_run_with_its_traceback_on_the_screen(tmp_path):
     ended = run(tmp_path, "def score(prompt, text):\n    return lenght(text)\n")
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "NameError at rewards.py:2" in ended.stdout
+    assert "NameError at my_reward.py:2" in ended.stdout
     assert "    return lenght(text)" in ended.stdout
     assert ended.stdout.count("Traceback") == 1, "one cause is told once"
     assert re.search(r"all of the first \d+ samples failed; most often at reward: .*NameError", ended.stderr)
@@ -168,7 +145,7 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
     settings = {"supervision__max_failed_share": 1.0, "algorithm__group_size": 8, "reward__timeout_s": 5.0, "num_steps": 3}
     ended = run(tmp_path, reward, **settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "ZeroDivisionError at rewards.py:7" in ended.stdout
+    assert "ZeroDivisionError at my_reward.py:7" in ended.stdout
     assert re.search(r"step \d+/3 .* FAILED \d+ samples, \d+% of groups", ended.stdout), ended.stdout
     assert re.search(r"step 3/3 .* OVER LIMIT [1-9]\d* samples, \d+%", ended.stdout), ended.stdout
 
@@ -189,8 +166,8 @@ def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
         settings["learner"]["optimizer"], said = "adamw_8bit", "bitsandbytes"
         missing.mkdir()
         (missing / "bitsandbytes.py").write_text("raise ModuleNotFoundError(\"No module named 'bitsandbytes'\", name=__name__)\n")
-    (tmp_path / "c.toml").write_text(dump_config(parse_config(settings)))
-    ended = asyncrl("run", tmp_path / "c.toml", "--plain", first_path=missing)
+    paths = os.pathsep.join(filter(None, (str(missing), os.environ.get("PYTHONPATH"))))
+    ended = asyncrl("run", written(parse_config(settings), tmp_path / "c.toml"), "--plain", env={"PYTHONPATH": paths})
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(said, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr

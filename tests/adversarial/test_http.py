@@ -78,14 +78,8 @@ def bearer(endpoint) -> bytes:
 
 
 TOKENS = [
-    b"",
-    b"Bearer",
-    b"Bearer \xff\xfe",
-    b"\x80\x81\x82",
-    b"Bearer \xf0\x9f\x98\x80",
-    b"Basic QQ==",
-    b"Bearer " + b"a" * 4000,
-]
+    b"", b"Bearer", b"Bearer \xff\xfe", b"\x80\x81\x82", b"Bearer \xf0\x9f\x98\x80", b"Basic QQ==", b"Bearer " + b"a" * 4000,
+]  # fmt: skip
 FIRST = ["abc", "1.5", "", "0x10", "%00", "nan", "1e3"]
 ROUTES = ["GET /", "GET /../api.json", "POST /status", "GET /stop", "DELETE /steps", "POST /nothing"]
 BODIES = [b"", b"\xc1", b"abc", msgspec.msgpack.encode({"step": "x"}), msgspec.msgpack.encode([1])]

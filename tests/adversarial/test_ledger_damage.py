@@ -32,20 +32,8 @@ OTHER_COLUMNS = [
     ("steps", "step"), ("steps", "max_staleness"), ("meta", "value"), ("scores", "worker"), ("groups", "generator"),
 ]  # fmt: skip
 VALUES = st.sampled_from([
-    None,
-    -1,
-    10**9,
-    2**62,
-    1.5,
-    float("inf"),
-    "",
-    "text",
-    "[1, 2",
-    '{"a": "b"}',
-    b"",
-    b"\xff" * 9,
-    "ready",
-])
+    None, -1, 10**9, 2**62, 1.5, float("inf"), "", "text", "[1, 2", '{"a": "b"}', b"", b"\xff" * 9, "ready",
+])  # fmt: skip
 
 
 def fill(folder):

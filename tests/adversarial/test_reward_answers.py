@@ -40,19 +40,9 @@ def test_the_marked_mathematics_are_judged_right():
 
 
 FIVE = (
-    r"\(5\)",
-    "**5**",
-    r"\boxed{\boxed{5}}",
-    "x = 5",
-    "(5)",
-    r"5^\circ",
-    r"$\boxed{5}$",
-    "5.0",
-    "$x=5$",
-    "5.",
-    "+5",
+    r"\(5\)", "**5**", r"\boxed{\boxed{5}}", "x = 5", "(5)", r"5^\circ", r"$\boxed{5}$", "5.0", "$x=5$", "5.", "+5",
     "5 apples",
-)
+)  # fmt: skip
 NOT_FIVE = (
     "5 is wrong", "5 or six", "5 million", "5x", "5i", "٥", "５", "5\u0665", "⑤", "Ⅴ", "5\u200b6", "5 6", "5;6", "5/6/7", "0x5", "5e", "--5", "5%%", "\\boxed{5}\\boxed{6}",
     "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5...", "5..", "5 ± 1", "≥5", "5 wrong",
@@ -149,6 +139,13 @@ def test_no_answer_makes_a_judge_hang(mode):
     assert not slow
 
 
+BOMBS_OF_FAMILIES = [
+    "9**9**9", "(x+1)**100000", "x**10**9", "exp(exp(exp(exp(9))))", "factorial(10**9)", "9**99**9*x + C", "10**(10**8)",
+    "R99999999", "R" * 1000 + "!", "A+1" * 290 + "!", "Move disk 1 from Peg 1 to Peg 2 " * 90 + "!", "A=1," * 900 + "!",
+    "A+999999999", "P \u2227 " * 3000 + "P", "\u00ac" * 5000 + "P", '["fill A"' + ', "fill A"' * 50_000 + "]",
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize(
     "family",
@@ -162,29 +159,10 @@ def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=3)[0], default=str))
     reward, slow = build_reward(ReasoningGymReward()), []
-    for bomb in (
-        *BOMBS,
-        "9**9**9",
-        "(x+1)**100000",
-        "x**10**9",
-        "exp(exp(exp(exp(9))))",
-        "factorial(10**9)",
-        "9**99**9*x + C",
-        "10**(10**8)",
-        "R99999999",
-        "R" * 1000 + "!",
-        "A+1" * 290 + "!",
-        "Move disk 1 from Peg 1 to Peg 2 " * 90 + "!",
-        "A=1," * 900 + "!",
-        "A+999999999",
-        "P \u2227 " * 3000 + "P",
-        "\u00ac" * 5000 + "P",
-        '["fill A"' + ', "fill A"' * 50_000 + "]",
-    ):
+    for bomb in (*BOMBS, *BOMBS_OF_FAMILIES):
         started_s = time.process_time()
-        assert reward(RewardInput(Prompt("p", reference_json=json.dumps(entry)), f"<answer>{bomb}</answer>", "stop", 4)) == 0.0, (
-            bomb[:40]
-        )
+        answer = RewardInput(Prompt("p", reference_json=json.dumps(entry)), f"<answer>{bomb}</answer>", "stop", 4)
+        assert reward(answer) == 0.0, bomb[:40]
         if time.process_time() - started_s > SECONDS:
             slow.append(bomb[:40])
     assert not slow

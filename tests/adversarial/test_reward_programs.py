@@ -257,15 +257,9 @@ def test_what_is_right_passes_all_of_them():
 
 
 HOSTILE_FRAMES = [
-    b"",
-    b"\x00\x00\x00\x00",
-    b"\xff\xff\xff\xff",
-    b"\x02\x00\x00\x00[]",
-    b"\x02\x00\x00\x00{}",
-    b"\x05\x00\x00\x00nul",
-    b"\x04\x00\x00\x00null",
-    b"\x10\x27\x00\x00" + b"[" * 10000,
-]
+    b"", b"\x00\x00\x00\x00", b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x02\x00\x00\x00{}", b"\x05\x00\x00\x00nul",
+    b"\x04\x00\x00\x00null", b"\x10\x27\x00\x00" + b"[" * 10000,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [
@@ -350,33 +344,27 @@ def leave():
 
 
 def test_a_program_that_says_that_it_ended_does_not_live_on_in_the_next_test():
-    code = (
-        FORGE
-        + """
+    code = FORGE + """
 def add(a, b):
     session = next(each for each in pipes() if hasattr(each, "objects"))
     session.pipe.write({"ended": True})
     while True:
         frame = session.pipe.read()
         session.pipe.write({"ended": True, "value": 5, "changed": [], "names": {"add": {"t": "object", "v": 0}}})
-"""
-    )
+"""  # fmt: skip
     assert passed(code, "add(0, 0)", "assert add(2, 3) == 5", "assert add(2, 3) == 5", wall_s=20) == 0
 
 
 def test_what_an_ended_program_wrote_is_not_read_in_the_next_test():
-    code = (
-        "left = []\n"
-        + FORGE
-        + """
+    code = FORGE + """
+left = []
 def add(a, b):
     if a == 0:
         send({"names": {"add": {"t": "object", "v": 0}}})
         for _ in range(3): send({"value": 5, "changed": []})
         os._exit(0)
     return a + b
-"""
-    )
+"""  # fmt: skip
     assert passed(code, "add(0, 0)\nadd(1, 1)", "assert add(2, 3) == 5", "add(0, 0)\nassert False", "assert add(2, 3) == 5") >= 2
     assert passed(code.replace("a + b", "4"), "add(0, 0)\nassert False", "assert add(2, 3) == 5", "assert add(2, 3) == 5") == 0
 
@@ -449,22 +437,10 @@ def test_code_is_found_in_markdown(text):
     assert extract_code(text).strip() == RIGHT.strip()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```" + " " * 20_000,
-        "`" * 50_000,
-        "```python\n" * 5_000,
-        "> " * 20_000,
-        "- " * 20_000,
-        "1. " * 10_000,
-        "~~~\n" * 10_000,
-        "[" * 50_000,
-        " " * 400_000,
-        "<a>" * 20_000,
-        "\t```\n" * 9_000,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "```" + " " * 20_000, "`" * 50_000, "```python\n" * 5_000, "> " * 20_000, "- " * 20_000, "1. " * 10_000, "~~~\n" * 10_000,
+    "[" * 50_000, " " * 400_000, "<a>" * 20_000, "\t```\n" * 9_000,
+])  # fmt: skip
 def test_markdown_of_any_shape_is_read_in_linear_time(text):
     started_s = time.process_time()
     extract_code(text)
@@ -598,11 +574,6 @@ HONEST = [
 ]  # fmt: skip
 
 
-def test_honest_tests_of_objects_pass_and_fail_as_they_should():
-    assert passed(OBJECTS, *HONEST) == len(HONEST)
-    assert passed(OBJECTS, *(f"{test}\nassert sqrt(4) == 3" for test in HONEST)) == 0
-
-
 TALKATIVE = """
 import asyncio, threading
 def hello(n):
@@ -627,21 +598,52 @@ def side_by_side(f, xs):
 """
 
 
-def test_what_is_printed_threads_and_tasks_reach_the_program():
-    tests = [
-        "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    hello(2)\nassert out.getvalue() == 'hello 0\\nhello 1\\n'",
-        "import sys, io\nsys.stdout = io.StringIO()\nhello(1)\nassert sys.stdout.getvalue() == 'hello 0\\n'",
-        "from unittest.mock import patch\nimport io\nwith patch('sys.stdout', new_callable=io.StringIO) as out:\n    hello(1)\nassert out.getvalue() == 'hello 0\\n'",
-        "import threading\nc = Counter()\nts = [threading.Thread(target=c.add) for _ in range(12)]\nfor t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 12",
-        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as e:\n    assert list(e.map(double, range(20))) == [2 * i for i in range(20)]",
-        "import asyncio\nasync def main():\n    t, u = asyncio.create_task(later(2)), asyncio.ensure_future(later(3))\n    return await t + await u + await asyncio.wait_for(later(1), 50)\nassert asyncio.run(main()) == 12",
-        "import asyncio\nloop = asyncio.new_event_loop()\nassert loop.run_until_complete(later(2)) == 4",
-        "assert apply(lambda x: apply(lambda y: double(y) + 1, x), 3) == 7 and apply(lambda x: double(x), 4) == 8",
-        "assert side_by_side(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]",
-        "hello(100_000)\nassert double(2) == 4",
-    ]
-    assert passed(TALKATIVE, *tests) == len(tests)
-    assert passed(TALKATIVE, *(f"{test}\nassert double(2) == 5" for test in tests)) == 0
+AT_ONCE = [
+    "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    hello(2)\nassert out.getvalue() == 'hello 0\\nhello 1\\n'",
+    "import sys, io\nsys.stdout = io.StringIO()\nhello(1)\nassert sys.stdout.getvalue() == 'hello 0\\n'",
+    "from unittest.mock import patch\nimport io\nwith patch('sys.stdout', new_callable=io.StringIO) as out:\n    hello(1)\nassert out.getvalue() == 'hello 0\\n'",
+    "import threading\nc = Counter()\nts = [threading.Thread(target=c.add) for _ in range(12)]\nfor t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 12",
+    "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as e:\n    assert list(e.map(double, range(20))) == [2 * i for i in range(20)]",
+    "import asyncio\nasync def main():\n    t, u = asyncio.create_task(later(2)), asyncio.ensure_future(later(3))\n    return await t + await u + await asyncio.wait_for(later(1), 50)\nassert asyncio.run(main()) == 12",
+    "import asyncio\nloop = asyncio.new_event_loop()\nassert loop.run_until_complete(later(2)) == 4",
+    "assert apply(lambda x: apply(lambda y: double(y) + 1, x), 3) == 7 and apply(lambda x: double(x), 4) == 8",
+    "assert side_by_side(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]",
+    "hello(100_000)\nassert double(2) == 4",
+]  # fmt: skip
+"""Of what is printed, of threads and of tasks."""
+EXTENDED = """
+from collections import OrderedDict
+from typing import NamedTuple
+class LRUCache(OrderedDict):
+    def __init__(self, n): super().__init__(); self.n = n
+    def get(self, k): return self[k] if k in self else -1
+    def put(self, k, v): self[k] = v
+class Stack(list):
+    def push(self, v): self.append(v)
+    def peek(self): return self[-1]
+class P(NamedTuple):
+    x: int
+    y: int
+    def norm(self): return abs(self.x) + abs(self.y)
+class Q(NamedTuple):
+    x: int
+"""
+OF_EXTENDED = [
+    "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
+    "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1",
+    "assert P(3, -4).norm() == 7",
+    "assert Q(3) == (3,)",
+]
+"""Classes that extend a built-in one keep their functions."""
+
+HANDED = {"objects": (OBJECTS, HONEST, "sqrt(4) == 3"), "at once": (TALKATIVE, AT_ONCE, "double(2) == 5"),
+          "extended": (EXTENDED, OF_EXTENDED, "P(1, 1).norm() == 3")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "tests", "wrong"), HANDED.values(), ids=HANDED)
+def test_honest_tests_of_what_a_program_hands_out_pass_and_fail_as_they_should(program, tests, wrong):
+    assert passed(program, *tests) == len(tests)
+    assert passed(program, *(f"{test}\nassert {wrong}" for test in tests)) == 0
 
 
 def test_modules_that_a_test_does_not_import_are_the_judge_s_own():
@@ -660,9 +662,8 @@ def area(r): return Yes()
         "def test_area():\n    assert math.isclose(area(1), math.pi)",
     ]
     assert passed(cheat, *tests) == 0
-    assert (
-        passed("def area(r): return 3.14159265358979 * r * r", tests[0], tests[3]) == 2
-    )  # it need not import what its tests use
+    right = "def area(r): return 3.14159265358979 * r * r"  # it need not import what its tests use
+    assert passed(right, tests[0], tests[3]) == 2
     own = "class Box:\n    def push(self, x): return x + 1\nheapq = Box()\ndef copy(x): return [*x]"
     assert passed(own, "assert heapq.push(1) == 2", "assert copy([1]) == [1] and callable(copy)") == 2
 
@@ -671,34 +672,6 @@ def test_tests_whose_arguments_have_defaults_are_called():
     test = "def test_add(a=2, *, b=3):\n    assert add(a, b) == 5"
     assert passed("def add(a, b): return a + b", test) == 1
     assert passed("def add(a, b): return 0", test) == 0
-
-
-def test_classes_that_extend_a_built_in_keep_their_functions():
-    code = """
-from collections import OrderedDict
-from typing import NamedTuple
-class LRUCache(OrderedDict):
-    def __init__(self, n): super().__init__(); self.n = n
-    def get(self, k): return self[k] if k in self else -1
-    def put(self, k, v): self[k] = v
-class Stack(list):
-    def push(self, v): self.append(v)
-    def peek(self): return self[-1]
-class P(NamedTuple):
-    x: int
-    y: int
-    def norm(self): return abs(self.x) + abs(self.y)
-class Q(NamedTuple):
-    x: int
-"""
-    tests = (
-        "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
-        "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1",
-        "assert P(3, -4).norm() == 7",
-        "assert Q(3) == (3,)",
-    )
-    assert passed(code, *tests) == len(tests)
-    assert passed(code, *(f"{test}\nassert P(1, 1).norm() == 3" for test in tests)) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ MAX_TOKENS = 256
 
 
 def config_of(num_slots: int = SLOTS, **config) -> TransformersEngineConfig:
-    return TransformersEngineConfig(num_slots=num_slots, max_sequence_tokens=MAX_TOKENS, **config)
+    return TransformersEngineConfig(**{"num_slots": num_slots, "max_sequence_tokens": MAX_TOKENS, **config})
 
 
 @asynccontextmanager

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.admission import capacity
-from asyncrl.buffer.events import (
-    GeneratorReady,
-    GroupDropped,
-    GroupIssued,
-    SamplesFinished,
-    SamplesScored,
-    VersionIsLive,
-)
+from asyncrl.buffer.events import GeneratorReady, GroupDropped, GroupIssued, SamplesFinished, SamplesScored, VersionIsLive
 from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.state import BufferState
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contract.engine_cases import make_model
+
 MARKS = (
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),  # torch warns of its own code on a GPU
@@ -19,3 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == Path(__file__).parent:
             for mark in MARKS:
                 item.add_marker(mark)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder with a model of four layers."""
+    make_model(0, hidden_size=64, num_hidden_layers=4).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"

@@ -12,18 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, MediumConfig, NCCLMedium
-from asyncrl.config.generate import TransformersEngineConfig
-from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.device import device_fingerprints
 from asyncrl.weights.media.registry import receiver_of
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.tensors import DeferredTensors
+from tests.contract.engine_cases import transformers_engine
 
 NUM_GPUS = torch.cuda.device_count()
 TIMEOUT_S = 60
@@ -79,17 +78,6 @@ class Learner:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=None, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 MEDIA = [
     pytest.param(CUDAIPCMedium(), "cuda:0", id="cuda_ipc"),
     pytest.param(
@@ -110,17 +98,12 @@ def learner(medium: MediumConfig, tmp_path: Path, model_folder: Path) -> Iterato
 
 @pytest.mark.parametrize(("medium", "device"), MEDIA)
 async def test_version_after_version_arrives_on_the_engines_gpu(medium, device, learner, tmp_path, model_folder):
-    config = TransformersEngineConfig(num_slots=2, max_sequence_tokens=96, device=device)
-    engine = TransformersEngine(config, model_folder)
-    await engine.start()
-    try:
+    async with transformers_engine(model_folder, 2, device=device) as engine:
         for version in range(1, 6):
             published = learner.publish()
             receiver, arguments = receiver_of(medium, tmp_path)
             await engine.load_weights(version, DeferredTensors(published.available, receiver, arguments), "keep")
             assert await engine.score([5, 6, 7, 8, 9, 10]) == pytest.approx(published.logprobs, abs=1e-4)
-    finally:
-        await engine.close()
 
 
 def test_a_fingerprint_is_the_same_on_the_gpu_and_on_the_cpu():

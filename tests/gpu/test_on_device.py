@@ -6,54 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.load import parse_config
-from asyncrl.generate.engine import EngineRequest
-from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import (
-    Prompt,
-    SamplingParams,
-    ScoredGroup,
-    ScoredSample,
-)
+from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
 from tests.builders import make_sample
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=None, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+from tests.contract.engine_cases import PROMPT, collect, make_request, transformers_engine
 
 
 async def _generate(folder: Path, device: str) -> tuple[list[int], list[float]]:
-    engine = TransformersEngine(TransformersEngineConfig(num_slots=4, max_sequence_tokens=96, device=device), folder)
-    await engine.start()
-    try:
+    async with transformers_engine(folder, device=device) as engine:
         await engine.load_weights(0, AutoModelForCausalLM.from_pretrained(folder).state_dict(), "keep")
-        ids, logprobs = [], []
-        request = EngineRequest("r", (5, 6, 7), SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True), 7)
-        async for chunk in engine.submit(request):
-            ids += chunk.token_ids
-            logprobs += chunk.logprobs
-        return ids, [*logprobs, *await engine.score([5, 6, 7, *ids])]
-    finally:
-        await engine.close()
+        made = await collect(engine.submit(make_request("r", 7, max_new_tokens=32, temperature=0.0)))
+        return made.token_ids, [*made.logprobs, *await engine.score([*PROMPT, *made.token_ids])]
 
 
 async def test_the_engine_on_a_device_agrees_with_the_cpu(model_folder):

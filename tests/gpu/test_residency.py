@@ -45,15 +45,19 @@ def step(model, optimizer, number):
     optimizer.step(number)
 
 
+def manager_of(device, folder, model, optimizer, offload_to="host"):
+    components = [
+        TensorComponent.of_module("policy", model, device, folder),
+        TensorComponent(NAMES[1], device, optimizer.state_tensors, folder),
+    ]
+    return ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload_to", ["host", "disk"])
 def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(device, tmp_path, dtype, offload_to):
     model, optimizer = trained(device, dtype)
-    components = [
-        TensorComponent.of_module("policy", model, device, tmp_path),
-        TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
-    ]
-    manager = ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
+    manager = manager_of(device, tmp_path, model, optimizer, offload_to)
     tensors = [*model.parameters(), *(tensor for _, tensor in optimizer.state_tensors())]
     before = [tensor.detach().cpu().clone() for tensor in tensors]
     torch.cuda.empty_cache()
@@ -69,11 +73,7 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
 
 def test_weights_can_be_read_from_host_memory_and_trained_on_afterwards(device, tmp_path):
     model, optimizer = trained(device, torch.bfloat16)
-    components = [
-        TensorComponent.of_module("policy", model, device, tmp_path),
-        TensorComponent(NAMES[1], device, optimizer.state_tensors, tmp_path),
-    ]
-    manager = ResidencyManager("learner", components, PHASES, device, SystemClock())
+    manager = manager_of(device, tmp_path, model, optimizer)
     before = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
     manager.switch("rollout", 0)
     with manager.readable():

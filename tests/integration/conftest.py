@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,12 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.config.load import parse_config
+from asyncrl.buffer.ledger.store import connect_read_only
+from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.learner.model.policy import character_tokenizer
+from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
 from asyncrl.tasks.registry import build_task
 from tests.builders import laid_over
@@ -25,6 +32,8 @@ NO_MODEL = {"kind": "fake", "num_slots": 8, "max_sequence_tokens": 16, "vocabula
 """An engine for runs that are about something else: its generator starts with a third of the work, and holds no core after."""
 NO_MODELS = {"generate__engine": NO_MODEL, "learner__fake_step_s": 0.02}
 """No model at all: such a run costs a fifth of one that imports torch."""
+ASYNCRL = (sys.executable, "-P", "-m", "asyncrl")
+NO_EVALUATION = {"eval__at_start": False, "eval__at_end": False}
 
 
 def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -60,6 +69,40 @@ def tiny(tmp_path: Path):
     return make
 
 
+def written(config: RunConfig, path: Path) -> Path:
+    """Write a config to a file; return where."""
+    path.write_text(dump_config(config), encoding="utf-8")
+    return path
+
+
+def python_reward(folder: Path, text: str) -> list[dict[str, str]]:
+    """Return reward functions that are one, the `score` of this text of a module."""
+    (folder / "my_reward.py").write_text(text)
+    return [{"kind": "python", "path": f"{folder / 'my_reward.py'}:score"}]
+
+
+def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `asyncrl` to its end; `options` are of `subprocess.run`."""
+    usual = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+    return subprocess.run([*ASYNCRL, *map(str, words)], **usual | options)
+
+
+@pytest.fixture
+def beside(tmp_path: Path):
+    """Start commands that go on beside the test, each with a log; what is left of them at the end is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: object) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"beside-{len(started)}.log").open("wb") as log:
+            started.append(subprocess.Popen([*map(str, command)], stdout=log, stderr=log))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(60)
+
+
 @pytest.fixture
 def judged(tiny, tmp_path: Path) -> dict[str, Any]:
     """Settings of a run with a reward model and a reference on an inference worker, and steps that need both."""
@@ -81,14 +124,42 @@ def judged(tiny, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def mixed_rewards(tmp_path: Path) -> list[dict[str, str]]:
     """Rewards that differ within any group, so that every step has something to learn."""
-    (tmp_path / "my_reward.py").write_text("def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5)\n")
-    return [{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}]
+    return python_reward(tmp_path, "def score(prompt, text):\n    return float(sum(map(ord, text)) % 5)\n")
 
 
 def assert_balanced(status: RunStatus) -> None:
     """Every group that was issued is in one state."""
     groups = dict(status.groups)
     assert groups.pop("issued") == sum(groups.values())
+
+
+def assert_every_step_once(run_folder: Path, num_steps: int) -> None:
+    """These steps were done, each once and in order, and their groups of four are trained, each once."""
+    assert [report.step for report in read_steps(run_folder)] == list(range(num_steps))
+    assert len(trained_groups(run_folder)) == 4 * num_steps
+    with LedgerReader(run_folder) as ledger:
+        groups = {row.state: row.groups for row in ledger.counts()}
+    assert groups["trained"] == 4 * num_steps
+    assert not groups.keys() & {"taken", "failed"}, groups
+
+
+def metrics_of(run_folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of each line that a run wrote."""
+    return [json.loads(line)["metrics"] for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def kill_all(run_folder: Path) -> None:
+    """Kill a run's controller, and then its processes: those that are left would end by themselves."""
+    controller = json.loads((run_folder / "api.json").read_text())["pid"]
+    for pid in (controller, *recorded_pids(run_folder).values()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def samples_by(run_folder: Path, generators: str) -> int:
+    """Return how many samples a run has of generators with names like this one."""
+    with connect_read_only(run_folder / "ledger.sqlite") as connection:
+        return int(connection.execute("SELECT count(*) FROM samples WHERE generator LIKE ?", (generators,)).fetchone()[0])
 
 
 def trained_groups(run_folder: Path) -> list[int]:
@@ -109,8 +180,18 @@ def no_process_left(tmp_path: Path):
     before = set(psutil.Process(os.getpid()).children(recursive=True))
     yield
     started = set(psutil.Process(os.getpid()).children(recursive=True)) - before
-    started |= {one for one in psutil.process_iter() if str(tmp_path) in " ".join(command_of(one)) and one.pid != os.getpid()}
-    _, left = psutil.wait_procs(started, timeout=10)
+    assert_gone(started | processes_of(tmp_path))
+
+
+def processes_of(folder: Path) -> set[psutil.Process]:
+    """Return the other processes whose command names a folder."""
+    return {one for one in psutil.process_iter() if str(folder) in " ".join(command_of(one)) and one.pid != os.getpid()}
+
+
+def assert_gone(processes: set[psutil.Process]) -> None:
+    """Wait some seconds for the end of those that are on their way out, and kill what is left."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     told = {process.pid: command_of(process) for process in left}
     for process in left:
         process.kill()
@@ -125,11 +206,11 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.fixture
-def recorded_pids():
-    """Pids by process name, from the run's own record."""
+def recorded_pids(run_folder: Path) -> dict[str, int]:
+    """Return pids by process name, from the run's own record."""
+    return {name: record.pid for name, record in read_pids(run_folder).processes.items()}
 
-    def read(run_folder: Path) -> dict[str, int]:
-        return {name: record.pid for name, record in read_pids(run_folder).processes.items()}
 
-    return read
+def kill(run_folder: Path, name: str) -> None:
+    """Kill a process of a run outright."""
+    os.kill(recorded_pids(run_folder)[name], signal.SIGKILL)

@@ -9,23 +9,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.events import (
-    GeneratorGone,
-    GeneratorReady,
-    GroupIssued,
-    GroupMoved,
-    GroupPlaced,
-    IssueGroup,
-    MembersFinished,
-    RoomChanged,
-    SamplesFinished,
-    SamplesScored,
-    StepTrained,
-    TakeGroups,
-    TakeStep,
-    VersionIsLive,
-    Wait,
-)
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.state import BufferState
 
@@ -53,39 +37,39 @@ class Schedule:
         while (issue := self.state.next_issue()) is not None:
             version = self.live[issue.generator]
             assert issue.version == version
-            if isinstance(issue, IssueGroup):
+            if isinstance(issue, ev.IssueGroup):
                 group_id = self.state.next_group_id
                 self.issued_under[group_id] = version
-                self.state.handle(GroupIssued(group_id, "p", 1, issue.generator, version), 0.0)
+                self.state.handle(ev.GroupIssued(group_id, "p", 1, issue.generator, version), 0.0)
             else:
                 group_id = issue.group_id
-                self.state.handle(GroupPlaced(group_id, issue.generator, version), 0.0)
+                self.state.handle(ev.GroupPlaced(group_id, issue.generator, version), 0.0)
             self.running[group_id] = (issue.generator, version)
 
     def come(self, number: int) -> None:
         name = f"g{number % len(self.num_slots)}"
         if name not in self.live:
             self.live[name] = self.version
-            self.tell(GeneratorReady(name, self.num_slots[number % len(self.num_slots)], self.version))
+            self.tell(ev.GeneratorReady(name, self.num_slots[number % len(self.num_slots)], self.version))
 
     def go(self, number: int) -> None:
         name = f"g{number % len(self.num_slots)}"
         if self.live.pop(name, None) is not None:
             self.running = {group: held for group, held in self.running.items() if held[0] != name}
-            self.tell(GeneratorGone(name))
+            self.tell(ev.GeneratorGone(name))
 
     def update(self, number: int) -> None:
         if self.live:
             name = sorted(self.live)[number % len(self.live)]
             self.live[name] = self.version
-            self.tell(VersionIsLive(name, self.version))
+            self.tell(ev.VersionIsLive(name, self.version))
 
     def room(self, number: int) -> None:
         """Some engine's memory fills or empties."""
         if self.live:
             name = sorted(self.live)[number % len(self.live)]
             self.num_slots[int(name[1:])] = 1 + (number * 5 + len(self.steps)) % 7
-            self.tell(RoomChanged(name, self.num_slots[int(name[1:])]))
+            self.tell(ev.RoomChanged(name, self.num_slots[int(name[1:])]))
 
     def finish(self, number: int) -> None:
         """The group issued last but `number` finishes, its oldest token as old as it can be."""
@@ -93,18 +77,18 @@ class Schedule:
             newest_first = sorted(self.running, reverse=True)
             group_id = newest_first[number % len(newest_first)]
             generator, version = self.running.pop(group_id)
-            self.state.handle(SamplesFinished(group_id, (0,), (((version, 1),),)), 0.0)
-            (moved,) = self.state.handle(SamplesScored(group_id, (0,), (0.0,)), 0.0)
-            assert isinstance(moved, GroupMoved)
-            self.tell(MembersFinished(generator))
+            self.state.handle(ev.SamplesFinished(group_id, (0,), (((version, 1),),)), 0.0)
+            (moved,) = self.state.handle(ev.SamplesScored(group_id, (0,), (0.0,)), 0.0)
+            assert isinstance(moved, ev.GroupMoved)
+            self.tell(ev.MembersFinished(generator))
 
-    def take(self, _: int = 0) -> TakeGroups | Wait:
+    def take(self, _: int = 0) -> ev.TakeGroups | ev.Wait:
         """Take the next step, at most one ahead of the one being trained."""
         if len(self.untrained) == 2:
             self.train()
-        *dropped, decision = self.state.handle(TakeStep(len(self.steps)), 0.0)
+        *dropped, decision = self.state.handle(ev.TakeStep(len(self.steps)), 0.0)
         assert not dropped, f"wait dropped {dropped}"
-        if isinstance(decision, TakeGroups):
+        if isinstance(decision, ev.TakeGroups):
             assert decision.staleness.token_max <= self.state.limits.max_staleness
             self.steps.append(decision.group_ids)
             self.untrained.append(decision.step)
@@ -113,7 +97,7 @@ class Schedule:
     def train(self, _: int = 0) -> None:
         if self.untrained:
             step = self.untrained.pop(0)
-            self.state.handle(StepTrained(step), 0.0)
+            self.state.handle(ev.StepTrained(step), 0.0)
             self.version = step + 1
 
     def check(self, held_before: dict[str, int]) -> None:
@@ -167,7 +151,7 @@ def test_nothing_is_too_old_dropped_or_beyond_its_room_no_schedule_gets_stuck_an
         schedule.everybody_works()
         decision = schedule.take()
         schedule.state.check_invariants()
-        assert isinstance(decision, TakeGroups) or schedule.untrained or not schedule.running, decision
+        assert isinstance(decision, ev.TakeGroups) or schedule.untrained or not schedule.running, decision
     else:
         raise AssertionError(f"stuck: {schedule.state.counts()}, {schedule.state.why_nothing_is_issued()}")
     if schedule.state.limits.max_staleness == 0:

@@ -17,18 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.algorithms.screening import NO_PAIR, NO_SPREAD, TRUNCATED, members_of, trained_members
+from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.events import (
-    GeneratorReady,
-    GroupMoved,
-    IssuePaused,
-    IssueResumed,
-    MembersFinished,
-    ReissueGroup,
-    ReturnPrompt,
-    ScreenLifted,
-    VersionIsLive,
-)
 from asyncrl.buffer.open import open_buffer
 from asyncrl.buffer.payloads import TakenStep
 from asyncrl.config.load import parse_config
@@ -145,7 +135,7 @@ class RunLife(RuleBasedStateMachine):
 
     def issue(self):
         while (issue := self.buffer.state.next_issue()) is not None:
-            if isinstance(issue, ReissueGroup):
+            if isinstance(issue, ev.ReissueGroup):
                 order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, self.now)
             else:
                 returned = self.buffer.returned_prompt()
@@ -190,14 +180,14 @@ class RunLife(RuleBasedStateMachine):
         self.objected_in_row = self.objected_in_row + 1 if objection else 0
 
     def follow(self, instructions):
-        gone = {item.group_id for item in instructions if isinstance(item, GroupMoved) and item.reason in SCREENED}
-        assert not [item for item in instructions if isinstance(item, ReturnPrompt) and item.group_id in gone]
+        gone = {item.group_id for item in instructions if isinstance(item, ev.GroupMoved) and item.reason in SCREENED}
+        assert not [item for item in instructions if isinstance(item, ev.ReturnPrompt) and item.group_id in gone]
         for item in instructions:
-            if isinstance(item, ScreenLifted):
+            if isinstance(item, ev.ScreenLifted):
                 assert self.objection(item.group_id) == item.reason
-            if isinstance(item, GroupMoved):
+            if isinstance(item, ev.GroupMoved):
                 self.screened(item)
-            if isinstance(item, GroupMoved) and item.after in {"dropped", "failed"}:
+            if isinstance(item, ev.GroupMoved) and item.after in {"dropped", "failed"}:
                 assert self.policy != "wait" or item.reason != "stale" or self.was_lowered, f"wait dropped {item}"
                 if item.generator:
                     self.abort(item)
@@ -208,11 +198,11 @@ class RunLife(RuleBasedStateMachine):
         for key in [key for key in self.orders if key[0] == moved.group_id]:
             generator, _, _ = self.orders.pop(key)
             assert generator == moved.generator
-            self.tell(MembersFinished(generator))
+            self.tell(ev.MembersFinished(generator))
 
     def generator_ready(self, name, version):
         self.live[name] = version
-        self.tell(GeneratorReady(name, self.num_slots[name], version))
+        self.tell(ev.GeneratorReady(name, self.num_slots[name], version))
 
     def sample(self, key, oldest, newest, attempt=0, generator="g0", cut=False):
         ended = {"finish_reason": "length" if cut else "stop", "finished_s": self.now}
@@ -241,7 +231,7 @@ class RunLife(RuleBasedStateMachine):
         self.buffer.when_committed(lambda: self.acknowledged.update(keys))
         assert outcome(receipt) in {"stored", "duplicate"}, receipt
         self.follow(receipt.instructions)
-        self.tell(MembersFinished(generator, len(keys)))
+        self.tell(ev.MembersFinished(generator, len(keys)))
 
     @rule(number=st.integers(0, 99))
     @precondition(lambda self: self.orders)
@@ -250,7 +240,7 @@ class RunLife(RuleBasedStateMachine):
         generator, attempt, _ = self.orders.pop(key)
         receipt = self.buffer.add_failure(SampleFailure(*key, attempt, "generate", "would not"), self.now)
         self.follow(receipt.instructions)
-        self.tell(MembersFinished(generator))
+        self.tell(ev.MembersFinished(generator))
 
     @rule(number=st.integers(0, 99))
     @precondition(lambda self: self.orders)
@@ -261,7 +251,7 @@ class RunLife(RuleBasedStateMachine):
         receipt = self.buffer.add_samples([Samples.of([sample])], self.now)[0]
         assert outcome(receipt) == "refused"
         self.follow(receipt.instructions)
-        self.tell(MembersFinished(generator))
+        self.tell(ev.MembersFinished(generator))
 
     @rule(number=st.integers(0, 99), good=st.booleans(), reward=st.integers(0, 1))
     @precondition(lambda self: self.buffer.state.unscored())
@@ -306,7 +296,7 @@ class RunLife(RuleBasedStateMachine):
         name = self.pick(self.live, number)
         version = max(self.live[name], self.learner_version - behind)
         self.live[name] = version
-        self.tell(VersionIsLive(name, version))
+        self.tell(ev.VersionIsLive(name, version))
 
     @rule(number=st.integers(0, 9))
     @precondition(lambda self: self.live)
@@ -408,7 +398,7 @@ class RunLife(RuleBasedStateMachine):
     def somebody_drops_a_group(self, number):
         group_id = self.pick(self.buffer.state.groups, number)
         for key in [key for key in self.orders if key[0] == group_id]:
-            self.tell(MembersFinished(self.orders.pop(key)[0]))
+            self.tell(ev.MembersFinished(self.orders.pop(key)[0]))
         self.follow(self.buffer.drop_group(group_id, "asked for", self.now))
 
     @rule(eta=st.integers(0, 3))
@@ -423,8 +413,8 @@ class RunLife(RuleBasedStateMachine):
 
     @rule()
     def pause_and_resume(self):
-        self.tell(IssuePaused())
-        self.tell(IssueResumed())
+        self.tell(ev.IssuePaused())
+        self.tell(ev.IssueResumed())
 
     @rule(num_units=st.integers(1, 5))
     def ledger_commits(self, num_units):
@@ -474,7 +464,7 @@ class RunLife(RuleBasedStateMachine):
                     self.generator_ready(name, self.learner_version)
                 if self.live[name] < self.learner_version:
                     self.live[name] = self.learner_version
-                    self.tell(VersionIsLive(name, self.learner_version))
+                    self.tell(ev.VersionIsLive(name, self.learner_version))
             while self.orders:
                 self.member_finishes_now()
             self.all_scores_come(equal=self.config.algorithm.kind != "dpo")
@@ -494,7 +484,7 @@ class RunLife(RuleBasedStateMachine):
         generator, attempt, version = self.orders.pop(key)
         receipt = self.buffer.add_samples([Samples.of([self.sample(key, version, version, attempt, generator)])], self.now)[0]
         self.follow(receipt.instructions)
-        self.tell(MembersFinished(generator))
+        self.tell(ev.MembersFinished(generator))
 
 
 PENALTIES = (

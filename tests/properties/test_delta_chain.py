@@ -41,17 +41,9 @@ class Learner:
         self.chain.check_invariants()
         known = self.chain.whole
         return WeightsAvailable(
-            version,
-            "any",
-            known.location,
-            MANIFEST,
-            name,
-            0.0,
-            bucket_fingerprints=name.encode(),
-            full_version=known.version,
-            full_bucket_fingerprints=known.bucket_fingerprints,
-            deltas=self.chain.deltas,
-        )
+            version, "any", known.location, MANIFEST, name, 0.0, bucket_fingerprints=name.encode(), full_version=known.version,
+            full_bucket_fingerprints=known.bucket_fingerprints, deltas=self.chain.deltas,
+        )  # fmt: skip
 
 
 def carried_out(plan, held, wholes, blobs):

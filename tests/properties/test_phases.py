@@ -5,45 +5,34 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.placement.state import (
-    HOLDER,
-    EnterPhase,
-    Joined,
-    LeavePhase,
-    Left,
-    PhaseEvent,
-    Phases,
-    Reached,
-    Tell,
-    Wanted,
-)
+from asyncrl.control.placement import state as placement
 from asyncrl.schema.control import Phase, SetPhase
 
 ROLES = {"learner": "learner", "generator-0": "generator", "generator-1": "generator", "inference-0": "inference"}
-PHASES = sorted(HOLDER)
+PHASES = sorted(placement.HOLDER)
 
 
 class World:
     """Processes that do as they are told, when their turn comes; each order takes as long as it takes."""
 
     def __init__(self) -> None:
-        self.phases = Phases()
+        self.phases = placement.Phases()
         self.inbox: dict[str, list[SetPhase]] = {}
         self.holds: set[str] = set()
         self.fresh_learner = False
         self.open: Phase | None = None
 
-    def tell(self, event: PhaseEvent) -> None:
+    def tell(self, event: placement.PhaseEvent) -> None:
         for item in self.phases.handle(event, 0.0):
             match item:
-                case Tell(name, order):
+                case placement.Tell(name, order):
                     assert name in self.inbox, f"{name} is not there and was told"
                     self.inbox[name].append(order)
                     assert len(self.inbox[name]) == 1, f"{name} was told again before it answered"
-                case LeavePhase(phase):
+                case placement.LeavePhase(phase):
                     assert self.open in (None, phase)
                     self.open = None
-                case EnterPhase(phase):
+                case placement.EnterPhase(phase):
                     assert self.open is None
                     self.open = phase
         self.phases.check_invariants()
@@ -52,7 +41,7 @@ class World:
     def check(self) -> None:
         roles = {ROLES[name] for name in self.holds if name != "learner" or not self.fresh_learner}
         assert len(roles) <= 1, f"on the device at once: {self.holds}"
-        assert self.open is None or roles <= {HOLDER[self.open]}, f"on the device in {self.open}: {self.holds}"
+        assert self.open is None or roles <= {placement.HOLDER[self.open]}, f"on the device in {self.open}: {self.holds}"
 
     def start(self, name: str) -> None:
         if name in self.inbox:
@@ -61,26 +50,26 @@ class World:
         if name == "learner":  # it loads its model before anybody can tell it anything
             self.holds.add(name)
             self.fresh_learner = True
-        self.tell(Joined(name, ROLES[name]))  # type: ignore[arg-type]
+        self.tell(placement.Joined(name, ROLES[name]))  # type: ignore[arg-type]
 
     def die(self, name: str) -> None:
         if name not in self.inbox:
             return
         del self.inbox[name]
         self.holds.discard(name)
-        self.tell(Left(name))
+        self.tell(placement.Left(name))
 
     def act(self, name: str) -> None:
         """Carry out the oldest order and answer."""
         if not self.inbox.get(name):
             return
         order = self.inbox[name].pop(0)
-        is_turn = HOLDER[order.phase] == ROLES[name]
+        is_turn = placement.HOLDER[order.phase] == ROLES[name]
         (self.holds.add if is_turn else self.holds.discard)(name)
         if name == "learner":
             self.fresh_learner = False
         self.check()
-        self.tell(Reached(name, order.number))
+        self.tell(placement.Reached(name, order.number))
 
     def do(self, what: str, who: str) -> None:
         match what:
@@ -91,9 +80,9 @@ class World:
             case "die":
                 self.die(who)
             case "want":
-                self.tell(Wanted(who))  # type: ignore[arg-type]
+                self.tell(placement.Wanted(who))  # type: ignore[arg-type]
             case "old answer":
-                self.tell(Reached(who, -1))
+                self.tell(placement.Reached(who, -1))
 
     def let_all_act(self) -> None:
         for _ in range(6):
@@ -118,7 +107,7 @@ def test_one_holder_at_a_time_and_the_wanted_phase_in_the_end(moves: list[tuple[
     for name in ROLES:
         world.start(name)
     world.let_all_act()
-    world.tell(Wanted(last))  # type: ignore[arg-type]
+    world.tell(placement.Wanted(last))  # type: ignore[arg-type]
     world.let_all_act()
     assert world.phases.now == world.open == last
     assert world.phases.waiting_for == ""

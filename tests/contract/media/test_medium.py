@@ -7,7 +7,7 @@ import contextlib
 import resource
 import signal
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from asyncrl.weights.media.zeromq import FeederRequest, PartRequest
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
 from asyncrl.weights.subscriber import Subscriber
+from tests.builders import outcome_of
 from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.learners import MEDIA, NUM_VALUES, Learner, tensors_of
 from tests.contract.media.medium_peer import Fetched, Order
@@ -255,20 +256,20 @@ async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, learner
     assert isinstance(waiting.result(), BroadcastError) or isinstance(config.medium, FilesMedium)
 
 
-async def outcome_of(fetching: Coroutine[None, None, Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor] | BroadcastError:
-    try:
-        return await fetching
-    except BroadcastError as error:
-        return error
-
-
 @ONLY["shared_memory"]
-async def test_an_announcement_of_another_medium_is_refused_and_the_same_version_can_be_had_again(learner, subscriber):
+async def test_an_announcement_of_another_medium_or_run_is_refused_and_the_same_version_can_be_had_again(
+    config, tmp_path, learner, subscriber
+):
     available = learner.publish(4)
     for _ in range(2):
         assert_bit_identical(await subscriber.fetch(available), tensors_of(4))
     with pytest.raises(BroadcastError, match="carrier_pigeon"):
         await subscriber.fetch(msgspec.structs.replace(available, version=5, medium="carrier_pigeon"))
+    another = Learner(config, tmp_path / "another")
+    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
+        await subscriber.fetch(another.publish(1))
+    another.close()
+    assert remove_leftover_segments(tmp_path / "another") == []
 
 
 # -- what one medium alone must hold ---------------------------------------------------------------------------------------
@@ -478,12 +479,3 @@ def test_the_learner_may_change_its_weights_as_soon_as_publish_returns(config, t
     for tensor in tensors.values():
         tensor.fill_(99.0)
     assert read(config, tmp_path, learner.newest()) == {1.0}
-
-
-@ONLY["shared_memory"]
-async def test_a_shared_memory_location_of_another_run_is_refused(config, tmp_path, subscriber):
-    learner = Learner(config, tmp_path / "another")
-    with pytest.raises(BroadcastError, match="not a shared-memory segment of this run"):
-        await subscriber.fetch(learner.publish(1))
-    learner.close()
-    assert remove_leftover_segments(tmp_path / "another") == []

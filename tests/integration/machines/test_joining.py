@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture
-def join(tmp_path: Path):
-    """Start `asyncrl join`; whoever is left at the end is killed."""
-    guests: list[subprocess.Popen[str]] = []
-
-    def start(run_folder: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "asyncrl", "join", str(run_folder)]
-        with (tmp_path / f"guest-{len(guests)}.log").open("w") as log:
-            guests.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
-        return guests[-1]
-
-    yield start
-    for guest in guests:
-        guest.kill()
-        guest.wait(60)
-
-
-def _name(guest: subprocess.Popen[str], status: RunStatus) -> str:
+def _name(guest: subprocess.Popen[bytes], status: RunStatus) -> str:
     """The name of a guest that is ready; empty while it is not."""
     ready = {process.pid: process.name for process in status.processes if process.joined and process.state == "ready"}
     return ready.get(guest.pid, "")
 
 
-async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_back_and_the_run_goes_on(tiny, join):
+async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_back_and_the_run_goes_on(tiny, beside):
     config = tiny(
-        num_steps=20_000, checkpoint__every_steps=0, eval__at_start=False, eval__at_end=False,
+        num_steps=20_000, checkpoint__every_steps=0, **NO_EVALUATION,
         **NO_MODELS | {"generate__engine": NO_MODEL | {"token_latency_s": 0.05}},
         placement={"most_joining_generators": 2}, supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=8.0,
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
         steps = run.steps()
         await anext(steps)
-        leaving, killed = join(run.run_folder), join(run.run_folder)
+        leaving, killed = (beside(*ASYNCRL, "join", run.run_folder) for _ in range(2))
         names: set[str] = set()
         for_good = 0
         told = False

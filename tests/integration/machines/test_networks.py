@@ -19,12 +19,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.buffer.ledger.store import connect_read_only
-from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_MODEL, NO_MODELS, trained_groups
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_every_step_once, samples_by, written
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
@@ -45,7 +42,7 @@ class Link:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 def why_not() -> str:
@@ -84,23 +81,18 @@ def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **set
     """Start a run whose processes of `far_kinds` are at the far end; without any, all are near."""
     at = {kind: link.far_address if kind in far_kinds else link.near_address for kind in ("learner", "generator")}
     config = tiny(
-        eval__at_start=False,
-        eval__at_end=False,
+        **NO_EVALUATION,
         checkpoint__every_steps=0,
         buffer__max_staleness=MAX_STALENESS,
         transport__kind="tcp",
         transport__host=link.near_address,
-        broadcast__medium={
-            "kind": "zeromq",
-            "bind": f"tcp://{at['learner']}:*",
-            "relay_bind": f"tcp://{at['generator']}:*",
-        },
+        broadcast__medium={"kind": "zeromq", "bind": f"tcp://{at['learner']}:*", "relay_bind": f"tcp://{at['generator']}:*"},
         **settings,
     )
     assert config.transport.encryption == "curve"
     run_folder = Path(config.folder) / config.name
     (run_folder / "logs").mkdir(parents=True)
-    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    written(config, run_folder / "config.toml")
     host = Path(__file__).with_name("netns_controller.py")
     command = ["ip", "netns", "exec", link.near, sys.executable, str(host), str(run_folder), link.far, *far_kinds]
     with (run_folder / "logs" / "controller.log").open("wb") as log:
@@ -134,20 +126,8 @@ class Run:
         self.process.stdin.close()
         return self.process.wait(60)
 
-    def assert_balanced(self) -> None:
-        """Every step happened once, every group is in one state, and none was trained twice."""
-        reports = [report.step for report in read_steps(self.folder)]
-        assert reports == list(range(len(reports)))
-        with LedgerReader(self.folder / "ledger.sqlite") as ledger:
-            groups = {row.state: row.groups for row in ledger.counts()}
-        assert len(trained_groups(self.folder)) == len(reports) * 4 == groups["trained"]
-        assert not groups.keys() & {"taken", "failed"}, groups
-
     def samples_from_afar(self) -> int:
-        """Return how many the guest has brought."""
-        with connect_read_only(self.folder / "ledger.sqlite") as connection:
-            asked = connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-elsewhere-%'")
-            return int(asked.fetchone()[0])
+        return samples_by(self.folder, "joined-elsewhere-%")
 
 
 @pytest.mark.timeout(300)
@@ -169,34 +149,18 @@ def test_a_partition_between_the_controller_and_another_machine_heals_and_nothin
     # What had arrived before is still trained; then there is nothing to train on, or nobody to train.
     assert during <= MAX_STALENESS + 3
     assert "is gone" not in run.log, "somebody was taken for dead"
-    run.assert_balanced()
-    assert run.num_steps == NUM_STEPS
+    assert_every_step_once(run.folder, NUM_STEPS)
 
 
-@pytest.fixture
-def join_from_afar(link: Link, tmp_path: Path) -> Iterator[Callable[[Run, Path | None], subprocess.Popen[bytes]]]:
-    """Start `asyncrl join --address` on what is another machine by name and address; killed at the end if it is still there."""
-    guests: list[subprocess.Popen[bytes]] = []
-
-    def join(run: Run, keys: Path | None) -> subprocess.Popen[bytes]:
-        address = (run.folder / "endpoint").read_text().strip()
-        command = [sys.executable, "-m", "asyncrl", "join", "--address", address, "--model", str(run.folder / "model")]
-        command += ["--keys", str(keys)] if keys is not None else []
-        elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh", *command]
-        with (tmp_path / f"guest-{len(guests)}.log").open("wb") as log:
-            guests.append(subprocess.Popen(["ip", "netns", "exec", link.far, *elsewhere], stdout=log, stderr=log))
-        return guests[-1]
-
-    yield join
-    for guest in guests:
-        guest.kill()
-        guest.wait(60)
+def joining_from_afar(link: Link, run: Run, *options: object) -> tuple[object, ...]:
+    """Return `asyncrl join --address` on what is another machine by name and address."""
+    elsewhere = ("ip", "netns", "exec", link.far, "unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh")
+    address = (run.folder / "endpoint").read_text().strip()
+    return (*elsewhere, *ASYNCRL, "join", "--address", address, "--model", run.folder / "model", *options)
 
 
 @pytest.mark.timeout(300)
-def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(
-    tiny, link, join_from_afar, tmp_path
-):
+def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(tiny, link, beside, tmp_path):
     """While it is away its groups are made elsewhere; what it finished meanwhile and brings back is not trained again."""
     run = start_run(
         tiny, link, num_steps=100_000, placement={"most_joining_generators": 1},
@@ -205,9 +169,9 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
     )  # fmt: skip
     try:
         run.wait_until(lambda: run.num_steps >= 2, "2 steps")
-        stranger = join_from_afar(run, None)
+        stranger = beside(*joining_from_afar(link, run))
         keys = Path(shutil.copy2(run.folder / "keys" / "client.key", tmp_path / "client.key"))
-        guest = join_from_afar(run, keys)
+        guest = beside(*joining_from_afar(link, run, "--keys", keys))
         run.wait_until(lambda: run.samples_from_afar() >= 32, "samples from afar")
         link.set("down")
         run.wait_until(lambda: "its connection is closed" in run.log, "the generator is given up")
@@ -217,13 +181,11 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
         link.set("up")
         run.wait_until(lambda: run.samples_from_afar() >= theirs + 32, "the guest works again")
         assert guest.poll() is None
-        subprocess.run(
-            ["ip", "netns", "exec", link.near, sys.executable, "-m", "asyncrl", "drain", str(run.folder)], check=True, timeout=60
-        )
+        ip("netns", "exec", link.near, *ASYNCRL, "drain", str(run.folder))
         run.wait_until(lambda: "run ended" in run.log, "the end")
         assert guest.wait(30) == 0
         assert stranger.wait(60) != 0, "who has no key must not get in"
     finally:
         code = run.end()
     assert code == 0, run.log[-4000:]
-    run.assert_balanced()
+    assert_every_step_once(run.folder, run.num_steps)

@@ -20,17 +20,27 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.client import is_live
-from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
-from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODELS, assert_balanced, command_of, tiny_settings, trained_groups
+from tests.integration.conftest import (
+    ASYNCRL,
+    NO_EVALUATION,
+    NO_MODELS,
+    assert_balanced,
+    assert_gone,
+    processes_of,
+    recorded_pids,
+    samples_by,
+    tiny_settings,
+    trained_groups,
+    written,
+)
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -88,11 +98,7 @@ def nodes() -> Iterator[Nodes]:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
-    those = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(command_of(process))]
-    _, left = psutil.wait_procs(those, timeout=10)  # one that is on its way out has a few seconds
-    for process in left:
-        process.kill()
-    assert not left, f"processes left behind: {[command_of(process) for process in left]}"
+    assert_gone(processes_of(tmp_path))
 
 
 # -- the launcher's contract, over Ray -------------------------------------------------------------------------------------
@@ -166,9 +172,8 @@ def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
         "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
         "reward": {"labels": {ROLE: "rewards"}},
     }
-    settings = {"launch": launch, "eval__at_start": False, "eval__at_end": False, **NO_MODELS}
-    settings["supervision__stall_timeout_s"] = 300.0
-    return tiny_settings(folder, **(settings | overrides))
+    settings = {"launch": launch, "supervision__stall_timeout_s": 300.0} | NO_EVALUATION | NO_MODELS
+    return tiny_settings(folder, **settings | overrides)
 
 
 def places(run_folder: Path) -> dict[str, str]:
@@ -230,50 +235,36 @@ async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
 
 
 async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint(
-    nodes: Nodes, tmp_path: Path
+    nodes: Nodes, tmp_path: Path, beside: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """By the command line, both: `asyncrl run` is a driver of its own, with the runtime environment of its config."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
     settings["launch"]["environment"] = {"env_vars": {"ASYNCRL_TEST_SAYS": "hello"}}
     config = parse_config(settings)
-    (tmp_path / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    written(config, tmp_path / "config.toml")
     run_folder = tmp_path / config.name
 
-    def command(*words: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / f"{words[0]}.log").open("wb") as out:
-            return subprocess.Popen([sys.executable, "-m", "asyncrl", *words], stdout=out, stderr=out)
-
-    owner, guest = command("run", str(tmp_path / "config.toml"), "--plain"), None
-    try:
-        while not read_steps(run_folder):
-            assert owner.poll() is None, (tmp_path / "run.log").read_text()
-            await asyncio.sleep(0.2)
-        for name, record in read_pids(run_folder).processes.items():
-            assert psutil.Process(record.pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
-        guest = command("join", str(run_folder))
-        async with asyncrl.connect(run_folder) as run:
-            first = (await run.status()).version
-            status = await until(run, lambda status: _samples_of_guests(run_folder) >= 16, first)
-            assert (status.guests["came"], status.guests["here"]) == (1, 1)
-            lost = places(run_folder)["learner"]
-            nodes.kill(lost)
-            nodes.add("trainer")
-            status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
-            await until(run, lambda later: later.version > status.version + 4, status.version)
-            status = await run.drain()
-        assert status.phase == "stopped", status.reason
-        assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
-    finally:
-        for process in filter(None, (owner, guest)):
-            process.kill()
-            process.wait(60)
+    owner = beside(*ASYNCRL, "run", tmp_path / "config.toml", "--plain")
+    while not read_steps(run_folder):
+        assert owner.poll() is None, (tmp_path / "beside-0.log").read_text()
+        await asyncio.sleep(0.2)
+    for name, pid in recorded_pids(run_folder).items():
+        assert psutil.Process(pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
+    guest = beside(*ASYNCRL, "join", run_folder)
+    async with asyncrl.connect(run_folder) as run:
+        first = (await run.status()).version
+        status = await until(run, lambda status: samples_by(run_folder, "joined-%") >= 16, first)
+        assert (status.guests["came"], status.guests["here"]) == (1, 1)
+        lost = places(run_folder)["learner"]
+        nodes.kill(lost)
+        nodes.add("trainer")
+        status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
+        await until(run, lambda later: later.version > status.version + 4, status.version)
+        status = await run.drain()
+    assert status.phase == "stopped", status.reason
+    assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
     assert_balanced(status)
     assert len(trained_groups(run_folder)) == status.version * 4
-
-
-def _samples_of_guests(run_folder: Path) -> int:
-    with connect_read_only(run_folder / "ledger.sqlite") as connection:
-        return int(connection.execute("SELECT count(*) FROM samples WHERE generator LIKE 'joined-%'").fetchone()[0])
 
 
 async def test_no_cluster_is_said_with_what_to_do(tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 import asyncrl
 from asyncrl.observe.memory import MemoryLine, read_memory
-from tests.integration.conftest import assert_balanced
+from tests.integration.conftest import assert_balanced, kill
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,11 +17,7 @@ CASES = {
     "colocated": (
         20,
         {},
-        [
-            ("generator-0", "learner", "rollout"),
-            ("inference-0", "generator-0", "inference"),
-            ("learner", "inference-0", "train"),
-        ],
+        [("generator-0", "learner", "rollout"), ("inference-0", "generator-0", "inference"), ("learner", "inference-0", "train")],
     ),
     "hybrid": (
         40,
@@ -35,7 +29,7 @@ CASES = {
 device and dies, when this other one has given it back for this phase."""
 
 
-async def _kill(run_folder: Path, pids, who: str, after: str, phase: str) -> None:
+async def _kill(run_folder: Path, who: str, after: str, phase: str) -> None:
     """Wait for the next line of the memory timeline that says so, and kill at once."""
 
     def lines() -> list[MemoryLine]:
@@ -45,11 +39,11 @@ async def _kill(run_folder: Path, pids, who: str, after: str, phase: str) -> Non
     async with asyncio.timeout(60):
         while len(lines()) == seen:
             await asyncio.sleep(0.001)
-    os.kill(pids(run_folder)[who], signal.SIGKILL)
+    kill(run_folder, who)
 
 
 @pytest.mark.parametrize("kind", CASES)
-async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switches(tiny, judged, recorded_pids, kind):
+async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switches(tiny, judged, kind):
     num_steps, settings, kills = CASES[kind]
     config = tiny(
         num_steps=num_steps, buffer__max_staleness=1, eval__at_start=False, placement={"kind": kind}, **settings,
@@ -58,8 +52,8 @@ async def test_every_group_is_accounted_for_after_deaths_in_the_middle_of_switch
     async with asyncrl.Run(config) as run:
         left, next_at = iter(kills), 2
         async for report in run.steps():
-            if report.version >= next_at and (kill := next(left, None)) is not None:
-                await _kill(run.run_folder, recorded_pids, *kill)
+            if report.version >= next_at and (death := next(left, None)) is not None:
+                await _kill(run.run_folder, *death)
                 next_at = report.version + 3
         status = await run.wait()
     assert (status.phase, status.version) == ("stopped", num_steps), status.reason

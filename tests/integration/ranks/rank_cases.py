@@ -150,12 +150,7 @@ def the_rest(train_state, config, rows):
     return list(whole_tensors(train_state.model.named_parameters()))
 
 
-MOVED = {
-    "tied": "host",
-    "bfloat16": "host",
-    "separate_critic": "disk",
-    "lora_with_its_base_for_reference": "host",
-}
+MOVED = {"tied": "host", "bfloat16": "host", "separate_critic": "disk", "lora_with_its_base_for_reference": "host"}
 """Cases whose components leave the device between steps, and where to."""
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import asyncrl
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.memory import read_memory
-from tests.integration.conftest import NO_MODEL, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, trained_groups
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,9 +22,7 @@ def two_ranks(tiny, mixed_rewards):
     """Make configs of two ranks."""
 
     def make(**overrides):
-        return tiny(
-            learner__ranks=2, eval__at_start=False, eval__at_end=False, reward__functions=mixed_rewards, **overrides
-        )  # fmt: skip
+        return tiny(learner__ranks=2, reward__functions=mixed_rewards, **NO_EVALUATION, **overrides)
 
     return make
 

@@ -48,12 +48,13 @@ def on_demand(prompt, text):
     return 1.0 if result is None else float(result)
 
 
-def raise_key_error():
-    raise KeyError("no such thing")
+def raising(error):
+    """Return what raises it."""
 
+    def act():
+        raise error
 
-def raise_at_length():
-    raise ValueError("word " * 1_000_000)
+    return act
 
 
 class Silent(Exception):  # noqa: N818 - what a library might raise
@@ -61,18 +62,6 @@ class Silent(Exception):  # noqa: N818 - what a library might raise
 
     def __str__(self):
         raise KeyError("no words")
-
-
-def raise_silent():
-    raise Silent
-
-
-def raise_surrogate():
-    raise ValueError("\ud800")
-
-
-def raise_cancelled():
-    raise asyncio.CancelledError
 
 
 def make_noise():
@@ -112,11 +101,11 @@ ACTS = {
     "backtrack": lambda: re.fullmatch(r"(a+)+b", "a" * 60),
     "die": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), 9),
-    "raise": raise_key_error,
-    "raise at length": raise_at_length,
-    "raise silent": raise_silent,
-    "raise surrogate": raise_surrogate,
-    "raise cancelled": raise_cancelled,
+    "raise": raising(KeyError("no such thing")),
+    "raise at length": raising(ValueError("word " * 1_000_000)),
+    "raise silent": raising(Silent()),
+    "raise surrogate": raising(ValueError("\ud800")),
+    "raise cancelled": raising(asyncio.CancelledError()),
     "exit": lambda: sys.exit(1),
     "hog": lambda: len([bytearray(64 << 20) for _ in range(1000)]),
     "noise": make_noise,

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,13 +13,14 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.worker import RewardWorker
 from asyncrl.reward.worker_process import MAX_PRINTED_BYTES
 from asyncrl.schema.control import Heartbeat, Shutdown
 from asyncrl.schema.samples import Prompt, Score, ScoreRequest
 from tests.builders import Controller, channel_of
+from tests.integration.conftest import assert_gone
 
 ON_DEMAND = PythonReward(path="scoring_functions:on_demand", name="demand")
 LATER = PythonReward(path="scoring_functions:on_demand_later", name="demand")
@@ -65,26 +65,18 @@ async def test_scores_carry_sum_parts_and_identity():
     assert (wrong.reward, wrong.index) == (0.75, 1)
 
 
-async def test_what_raises_fails_its_sample_with_type_and_message():
-    async with pool_of(ON_DEMAND) as pool:
-        raised, fine = await all_scores(pool, ["raise", "fine"])
-        assert raised.error == "demand: KeyError: 'no such thing'"
-        assert (fine.error, fine.reward) == ("", 1.0)
-        assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, 1, 0)
-
-
 @both
 async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function):
-    """An error without words, one that is no UTF-8, one of asyncio's own, one of megabytes."""
+    """Also an error without words, one that is no UTF-8, one of asyncio's own, one of megabytes."""
     async with pool_of(function) as pool:
-        acts = ["raise silent", "raise surrogate", "raise cancelled", "exit", "raise at length"]
-        scores = await all_scores(pool, [*acts, "fine"])
-        assert [score.error.split(":")[1].strip() for score in scores[:-1]] == [
-            *("Silent", "ValueError", "CancelledError", "SystemExit", "ValueError")
-        ]
-        assert max(len(score.error) for score in scores) < 2000
-        assert (scores[-1].error, scores[-1].reward) == ("", 1.0)
-        assert pool.counts.replaced == 0
+        acts = ["raise", "raise silent", "raise surrogate", "raise cancelled", "exit", "raise at length"]
+        *raised, fine = await all_scores(pool, [*acts, "fine"])
+        assert raised[0].error == "demand: KeyError: 'no such thing'"
+        kinds = ["Silent", "ValueError", "CancelledError", "SystemExit", "ValueError"]
+        assert [score.error.split(":")[1].strip() for score in raised[1:]] == kinds
+        assert max(len(score.error) for score in raised) < 2000
+        assert (fine.error, fine.reward) == ("", 1.0)
+        assert (pool.counts.scored, pool.counts.failed, pool.counts.replaced) == (1, len(acts), 0)
 
 
 @both
@@ -101,15 +93,14 @@ async def test_what_ends_its_process_costs_one_sample_only(function):
 
 
 @both
-@pytest.mark.parametrize("how", ["write junk", "write a length", "write judgements", "write one twice", "write a function"])
-async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(how, function):
+async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(function):
     async with pool_of(function, timeout_s=1.0) as pool:
-        assert (await all_scores(pool, [how]))[0].reward == 0.0
-        assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3
+        for what in ("junk", "a length", "judgements", "one twice", "a function"):
+            assert (await all_scores(pool, [f"write {what}"]))[0].reward == 0.0, what
+            assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3, what
 
 
-@both
-@pytest.mark.parametrize("how", ["hang", "backtrack"])
+@pytest.mark.parametrize(("how", "function"), [("hang", ON_DEMAND), ("backtrack", LATER)], ids=["sync", "async"])
 @pytest.mark.timed
 async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counted(how, function):
     async with pool_of(function, timeout_s=3.0) as pool:
@@ -255,11 +246,10 @@ async def main():
 asyncio.run(main())
 """
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
-    pid = int(await owner.stdout.readline())
-    assert is_alive(pid)
+    scoring = psutil.Process(int(await owner.stdout.readline()))
     owner.kill()
     await owner.communicate()
-    assert await asyncio.to_thread(gone_within, pid, 10.0)
+    await asyncio.to_thread(assert_gone, {scoring})
 
 
 def pids(pool: RewardPool) -> list[int]:
@@ -270,21 +260,6 @@ def pids(pool: RewardPool) -> list[int]:
 def children() -> set[int]:
     """Process ids of what this process has started and not reaped."""
     return {child.pid for child in psutil.Process().children()}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def gone_within(pid: int, timeout_s: float) -> bool:
-    """Poll: the kernel offers no event for the end of somebody else's process."""
-    deadline_s = time.monotonic() + timeout_s
-    while is_alive(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return not is_alive(pid)
 
 
 async def test_what_cannot_be_built_is_said_at_the_start():
@@ -345,12 +320,3 @@ async def test_worker_ends_when_the_controller_is_gone(tmp_path):
         await desk.connection.send(request("hang"))
         await desk.report(Heartbeat, lambda beat: beat.gauges["process/samples_scoring"] == 1)
         await desk.connection.close()
-
-
-async def test_sandbox_that_is_missing_stops_the_worker_with_advice(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", "/nowhere")
-    from asyncrl.config.reward import CodeExecReward
-
-    with pytest.raises(RewardError, match="apt-get install bubblewrap"):
-        async with pool_of(CodeExecReward()):
-            pass

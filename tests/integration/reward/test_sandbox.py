@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
 from asyncrl.config.reward import CodeExecReward
@@ -19,6 +21,7 @@ from asyncrl.reward.sandbox.bubblewrap import Sandbox, open_sandbox, probe_sandb
 from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, run_tests
 from asyncrl.reward.sandbox.confined import ProgramStopped, resident_bytes_of_tree
 from asyncrl.schema.samples import Prompt
+from tests.integration.conftest import assert_gone
 
 STATUS = probe_sandbox()
 needs_sandbox = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
@@ -114,18 +117,8 @@ def test_no_file_of_this_machine_is_there(tmp_path):
     secret = tmp_path / "ledger.sqlite"
     secret.write_text("secret")
     secret.chmod(0o666)
-    for path in (
-        "/etc/shadow",
-        "/etc/passwd",
-        str(secret),
-        __file__,
-        "/proc/1/environ",
-        "/root",
-        "/home",
-        "/var",
-        "/sys",
-        "/run",
-    ):
+    folders = ("/root", "/home", "/var", "/sys", "/run")
+    for path in ("/etc/shadow", "/etc/passwd", str(secret), __file__, "/proc/1/environ", *folders):
         assert "Error" in said(f"print(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())"), path
 
 
@@ -204,18 +197,14 @@ def test_fork_bomb_is_stopped_and_leaves_nothing():
     confined = make_sandbox(wall_s=2.0).launch("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
     confined.begin()
     confined.send({"op": "run", "stdin": ""})
-    most = 0
     try:
-        while True:
-            most = max(most, len(pids_inside(confined.pid)))
+        with pytest.raises(ProgramStopped):
             confined.receive()
-    except ProgramStopped:
-        most = max(most, len(pids_inside(confined.pid)))
-        inside = pids_inside(confined.pid)
+        bomb = inside(confined.pid)
     finally:
         confined.close()
-    assert 2 < most < 60
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))
+    assert 2 < len(bomb) < 60
+    assert_gone(bomb)
 
 
 @needs_sandbox
@@ -250,12 +239,9 @@ def test_huge_return_value_fails_the_test_only():
 
 @needs_sandbox
 def test_one_test_in_a_loop_does_not_fail_the_others():
-    tests = [CodeTest(function="f", args=[n], expected=n) for n in (1, 0, 2)]
-    assert passed("def f(n):\n    while n == 0: pass\n    return n", *tests) == 2
-    assert (
-        passed("def f(n):\n    while n == 0: pass\n    return n", *[CodeTest(code=f"assert f({n}) == {n}") for n in (1, 0, 2)])
-        == 2
-    )
+    code = "def f(n):\n    while n == 0: pass\n    return n"
+    assert passed(code, *(CodeTest(function="f", args=[n], expected=n) for n in (1, 0, 2))) == 2
+    assert passed(code, *(CodeTest(code=f"assert f({n}) == {n}") for n in (1, 0, 2))) == 2
 
 
 @needs_sandbox
@@ -272,11 +258,11 @@ sys.stdin.read()
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
-    assert wait_until(lambda: len(pids_inside(pid)) >= 3)
-    inside = pids_inside(pid)
+    assert wait_until(lambda: len(inside(pid)) >= 3)
+    those = inside(pid)
     owner.kill()
     owner.communicate()
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))
+    assert_gone(those)
 
 
 # -- what a program cannot fake ------------------------------------------------------------------------------------------
@@ -307,10 +293,8 @@ def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
     double = "def f(x): return 2 * x"
     assert run_tests(sandbox, double, asked) == 2
     first = sandbox.judge().pid
-    assert (
-        run_tests(sandbox, "import os\nos.kill(os.getppid(), 9)", asked) == run_tests(sandbox, "def f(x): return 5", asked) == 0
-    )
-    assert run_tests(sandbox, "import time\ndef f(x): time.sleep(60)", asked) == 0
+    for wrong in ("import os\nos.kill(os.getppid(), 9)", "def f(x): return 5", "import time\ndef f(x): time.sleep(60)"):
+        assert run_tests(sandbox, wrong, asked) == 0
     second = sandbox.judge().pid
     assert run_tests(sandbox, double, asked) == 2
     assert sandbox.judge().pid == second != first
@@ -341,9 +325,9 @@ def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
 def test_works_for_an_ordinary_user():
     code = "from asyncrl.reward.sandbox.bubblewrap import probe_sandbox; print(probe_sandbox().works)"
-    root = str(Path(__file__).parents[3])
+    root, site_packages = Path(__file__).parents[3], Path(msgspec.__file__).parents[1]
     done = subprocess.run(
-        ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages()}"},
+        ["/usr/bin/python3", "-c", code], env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}:{site_packages}"},
         user=12345, group=12345, extra_groups=[], cwd="/", capture_output=True, text=True,
     )  # fmt: skip
     if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
@@ -351,22 +335,13 @@ def test_works_for_an_ordinary_user():
     assert done.stdout == "True\n", done.stderr
 
 
-def site_packages() -> str:
-    import msgspec
-
-    return str(Path(msgspec.__file__).parents[1])
-
-
-def pids_inside(pid: int) -> list[int]:
-    found, left = [], [pid]
-    while left:
-        found.append(left[-1])
-        children = Path(f"/proc/{left[-1]}/task/{left.pop()}/children")
-        try:
-            left += map(int, children.read_text().split())
-        except OSError:
-            continue
-    return found
+def inside(pid: int) -> set[psutil.Process]:
+    """Return a process and all below it; none where it is gone."""
+    try:
+        top = psutil.Process(pid)
+        return {top, *top.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def wait_until(condition, timeout_s: float = 60.0) -> bool:

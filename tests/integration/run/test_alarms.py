@@ -10,14 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import asyncrl
 from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, python_reward
 
 pytestmark = pytest.mark.timeout(240)
-OFF = {"eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0, "num_steps": 100_000}
+OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
 LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
              "token_latency_s": 0.01}  # fmt: skip
 
@@ -32,10 +34,8 @@ async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> i
 
 def judged_by(folder: Path, text: str) -> list[dict[str, str]]:
     """A reward function that looks which files there are beside it."""
-    (folder / "judge.py").write_text(
-        f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\ndef judge(prompt, text):\n{text}"
-    )
-    return [{"kind": "python", "path": f"{folder / 'judge.py'}:judge"}]
+    begin = f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\n"
+    return python_reward(folder, f"{begin}def score(prompt, text):\n{text}")
 
 
 async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_cut_off_are_told(tiny):
@@ -47,7 +47,7 @@ async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_c
 
 
 async def test_generators_that_wait_for_the_learner_cost_nothing_where_data_may_be_less_stale(tiny):
-    settings = {"learner__fake_step_s": 0.3, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
+    settings = {"learner__fake_step_s": 0.15, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
     async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
         raised = await said(run, "generation.starved", "a lower buffer.max_staleness")
         await run.change({"buffer.max_staleness": 0})
@@ -60,7 +60,8 @@ async def test_a_reward_that_is_slow_and_one_that_hangs_are_told_and_mended(tiny
         "    while (HERE / 'hang').exists(): time.sleep(0.1)\n"
         "    time.sleep(0 if (HERE / 'quick').exists() else 0.05)\n    return float(sum(map(ord, text)) % 5)\n",
     )
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, reward__functions=rewards)) as run:
+    small = {"algorithm__groups_per_step": 2, "algorithm__group_size": 2}
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, **small, reward__functions=rewards)) as run:
         raised = await said(run, "score.slow", "a quicker reward")
         (tmp_path / "quick").touch()
         await said(run, "score.slow", "is over", raised)
@@ -119,27 +120,36 @@ async def test_a_reward_that_is_hollow_is_told_by_held_out_prompts(tiny, tmp_pat
         await said(run, "reward.hollow", "is over", raised)
 
 
-async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, tmp_path):
-    """A reward that reads nothing is mended; a learning rate that takes the policy away from its samples is lowered."""
-    rewards = judged_by(tmp_path, "    return float((HERE / 'mended').exists() and sum(map(ord, text)) % 5)\n")
-    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=rewards, learner__learning_rate=0.05)) as run:
-        raised = await said(run, "reward.equal", "does the reward read the answer's form?")
-        (tmp_path / "mended").touch()
-        await said(run, "reward.equal", "is over", raised)
+async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, mixed_rewards):
+    """A learning rate that takes the policy away from its samples is lowered."""
+    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=mixed_rewards, learner__learning_rate=0.05)) as run:
         raised = await said(run, "off_policy.drift", "lower learner.learning_rate")
         await run.change({"learner.learning_rate": 1e-7})
         await said(run, "off_policy.drift", "is over", raised)
         await run.drain()
 
 
-async def test_a_run_that_cannot_learn_says_so_and_ends_where_its_config_says_so(tiny):
-    settings = {**OFF, **NO_MODELS, "num_steps": 1000}
-    async with asyncrl.Run(tiny(**settings, observe__alarms={"reward.equal": "stop"})) as run:
-        status = await run.wait()
+async def test_a_run_that_cannot_learn_says_so_to_a_webhook_that_fails_at_first_too_and_ends_where_its_config_says_so(tiny):
+    told, answers = [], [500, 500]
+
+    async def take(request: web.Request) -> web.Response:
+        if answers:
+            return web.Response(status=answers.pop())
+        told.append(await request.json())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/alarms", take)
+    async with TestServer(app) as server:
+        settings = {"observe__alarms": {"reward.equal": "stop"}, "observe__webhook": str(server.make_url("/alarms?key=1"))}
+        async with asyncrl.Run(tiny(**OFF | NO_MODELS | {"num_steps": 1000} | settings)) as run:
+            status = await run.wait()
     assert (status.phase, status.version < 1000) == ("stopped", True)
     assert status.reason.startswith("alarm reward.equal: ")
     assert "asyncrl inspect" in status.reason
-    assert "reward.equal" in [event.subject for event in read_events(run.run_folder) if event.kind == "alarm"]
+    posted = [(one["run"], one["rule"], one["text"]) for one in told]
+    assert "reward.equal" in {rule for _, rule, _ in posted}
+    assert posted == [("tiny", event.subject, event.text) for event in read_events(run.run_folder) if event.kind == "alarm"]
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])

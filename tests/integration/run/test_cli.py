@@ -14,23 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
-from asyncrl.config.load import dump_config
-from asyncrl.control.lifecycle.pid_file import read_pids
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+import asyncrl
+from asyncrl.cli import app
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_gone, command_line, recorded_pids, written
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def _asyncrl(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asyncrl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def _write(config, folder: Path) -> Path:
-    path = folder / "config-of-test.toml"
-    path.write_text(dump_config(config))
-    return path
 
 
 class Following:
@@ -59,74 +49,74 @@ class Following:
         self.process.stdout.close()
         return self.process.wait(60)
 
-    def family(self) -> list[psutil.Process]:
+    def family(self) -> set[psutil.Process]:
         """The process and everything below it."""
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return {psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)}
 
-    def family_with(self, names: set[str], run_folder: Path) -> list[psutil.Process]:
+    def family_with(self, names: set[str], run_folder: Path) -> set[psutil.Process]:
         """Wait until the run's own record has all of these, and they are of the family."""
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s:
-            family, recorded = self.family(), read_pids(run_folder).processes
-            if names == recorded.keys() and {record.pid for record in recorded.values()} < {member.pid for member in family}:
+            family, recorded = self.family(), recorded_pids(run_folder)
+            if names == recorded.keys() and {*recorded.values()} < {member.pid for member in family}:
                 return family
             time.sleep(0.05)
         raise AssertionError(f"recorded are {recorded}, the family is {family}")
 
 
-def _all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+def said(*words: object) -> Result:
+    """Return what the command line says in this process."""
+    return CliRunner().invoke(app, [*map(str, words)])
 
 
-ENDLESS = {"num_steps": 100_000, "eval__at_start": False, "eval__at_end": False, "checkpoint__every_steps": 0}
+ENDLESS = {**NO_EVALUATION, "num_steps": 100_000, "checkpoint__every_steps": 0}
 
 
 def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resumes(tiny, tmp_path):
-    following, run_folder = Following(_write(tiny(**ENDLESS, generate__engine=NO_MODEL), tmp_path)), tmp_path / "tiny"
+    following, run_folder = Following(written(tiny(**ENDLESS, generate__engine=NO_MODEL), tmp_path / "c.toml")), tmp_path / "tiny"
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
-    status = json.loads(_asyncrl("status", run_folder, "--json").stdout)
+    status = json.loads(command_line("status", run_folder, "--json").stdout)
     assert status["phase"] == "running"
     assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
-    assert "paused" in _asyncrl("pause", run_folder).stdout
-    held = json.loads(_asyncrl("status", run_folder, "--json").stdout)
-    assert "running" in _asyncrl("resume", run_folder).stdout
+    assert "paused" in command_line("pause", run_folder).stdout
+    held = json.loads(command_line("status", run_folder, "--json").stdout)
+    assert "running" in command_line("resume", run_folder).stdout
     assert held["phase"] == "paused"
     following.until(rf"\bstep {held['version'] + 2}/100000")
-    assert AutoModelForCausalLM.from_pretrained(_asyncrl("checkpoint", run_folder).stdout.strip())
+    assert AutoModelForCausalLM.from_pretrained(command_line("checkpoint", run_folder).stdout.strip())
     family = following.family()
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3, "".join(following.lines)
     assert "`asyncrl resume" in following.lines[-1]
-    assert _all_gone(family)
+    assert_gone(family)
     assert run_folder.stat().st_mode & 0o777 == 0o700
     checkpoints = sorted((run_folder / "checkpoints").glob("step-*"))
     assert checkpoints, "a drain writes a checkpoint"
     reached = int(checkpoints[-1].name.removeprefix("step-"))
-    resumed = _asyncrl("resume", run_folder, "--plain", "--set", f"num_steps={reached + 2}")
+    resumed = command_line("resume", run_folder, "--plain", "--set", f"num_steps={reached + 2}")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    said = resumed.stdout.splitlines()
-    assert [line for line in said if line.endswith(f"resumed at step {reached} from {checkpoints[-1]}")], said
-    shown = [int(found[1]) for line in said if (found := re.match(r"step (\d+)", line))]
+    lines = resumed.stdout.splitlines()
+    assert [line for line in lines if line.endswith(f"resumed at step {reached} from {checkpoints[-1]}")], lines
+    shown = [int(found[1]) for line in lines if (found := re.match(r"step (\d+)", line))]
     assert shown == [reached + 1, reached + 2]
-    again = _asyncrl("resume", run_folder)
+    again = command_line("resume", run_folder)
     assert again.returncode == 2
     assert f"has done its {reached + 2} steps; `asyncrl resume {run_folder} --set num_steps=" in again.stderr
-    trained = _asyncrl("inspect", run_folder, "--sample", "g0.0")
-    assert re.search(r"^completion: '.+'$", trained.stdout, re.MULTILINE), trained.stdout + trained.stderr
-    nowhere = _asyncrl("inspect", run_folder, "--sample", f"g{10**30}.0")
-    assert (nowhere.returncode, nowhere.stderr.count("\n")) == (2, 1)
-    overview = json.loads(_asyncrl("inspect", run_folder, "--json").stdout)
+    trained = said("inspect", run_folder, "--sample", "g0.0")
+    assert re.search(r"^completion: '.+'$", trained.stdout, re.MULTILINE), trained.output
+    nowhere = said("inspect", run_folder, "--sample", f"g{10**30}.0")
+    assert isinstance(nowhere.exception, asyncrl.AsyncRLError)
+    overview = json.loads(said("inspect", run_folder, "--json").stdout)
     assert overview["steps"][-1]["step"] == reached + 1
     assert {row["state"] for row in overview["states"]} <= {"trained", "ready", "scoring", "running"}
 
 
 def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_nothing_running(tiny, tmp_path):
     patient = ("--set", "supervision.drain_timeout_s=1000", "--set", "supervision.stall_timeout_s=1000")
-    following = Following(_write(tiny(**ENDLESS, **NO_MODELS), tmp_path), "run", *patient)
+    following = Following(written(tiny(**ENDLESS, **NO_MODELS), tmp_path / "c.toml"), "run", *patient)
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     family = following.family()
-    learner = read_pids(tmp_path / "tiny").processes["learner"].pid
+    learner = recorded_pids(tmp_path / "tiny")["learner"]
     os.kill(learner, signal.SIGSTOP)  # so that the drain cannot end
     os.kill(following.process.pid, signal.SIGINT)
     following.until("Ctrl-C again")
@@ -136,60 +126,36 @@ def test_two_interrupts_stop_at_once_and_as_a_kill_of_the_command_line_leave_not
     assert time.monotonic() - asked_s < 30, "two seconds on a machine that does nothing else; the drain would wait for 1000"
     os.kill(learner, signal.SIGCONT)
     assert not list((tmp_path / "tiny" / "checkpoints").glob("step-*")), "it waited for a drain"
-    assert _all_gone(family)
+    assert_gone(family)
     again = Following(tmp_path / "tiny", "resume")
     again.until(r"\bstep \d+/100000")  # a new one: those before are told again without the goal
     family = again.family_with({"learner", "generator-0", "reward-0"}, tmp_path / "tiny")
     os.kill(again.process.pid, signal.SIGKILL)
     again.rest()
-    assert _all_gone(family)
+    assert_gone(family)
 
 
 def test_dry_run_prints_the_config_and_what_follows_from_it(tiny, tmp_path):
-    answer = _asyncrl("run", _write(tiny(), tmp_path), "--dry-run", "--set", "buffer.max_staleness=3")
-    assert answer.returncode == 0, answer.stderr
-    assert "max_staleness = 3" in answer.stdout
-    assert re.search(r"most samples in flight\s+64\b", answer.stdout)
+    config = written(tiny(), tmp_path / "c.toml")
+    answer = said("run", config, "--dry-run", "--set", "buffer.max_staleness=3")
+    assert answer.exit_code == 0, answer.output
+    assert "max_staleness = 3" in answer.output
+    assert re.search(r"most samples in flight\s+64\b", answer.output)
     assert not (tmp_path / "tiny").exists()
-
-
-def test_a_wrong_config_is_one_clear_line(tmp_path):
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text("[buffer]\nmax_stalenes = 1\n")
-    answer = _asyncrl("run", wrong)
-    assert answer.returncode == 2
-    assert "max_stalenes" in answer.stderr
-    assert len(answer.stderr.strip().splitlines()) == 1
-    wrong.write_text("seed = 1\n")
-    answer = _asyncrl("run", wrong, "--set", "num_steps=abc")
-    assert answer.returncode == 2
-    assert answer.stderr.count("\n") == 1
-    assert "--set num_steps=abc: " in answer.stderr
 
 
 def test_a_failed_start_exits_with_one_says_why_and_does_not_keep_the_name(tiny, tmp_path):
     folder = tmp_path / "no-model-at-all"
     model = {"kind": "pretrained", "path": str(folder)}
-    config = _write(tiny(model=model, generate__engine=NO_MODEL, supervision__max_deaths=0), tmp_path)
-    missing = _asyncrl("run", config, "--plain")
-    assert missing.returncode == 2
-    assert f"model.path: there is no folder {folder}" in missing.stderr
+    config = written(tiny(model=model, generate__engine=NO_MODEL, supervision__max_deaths=0), tmp_path / "c.toml")
+    assert f"model.path: there is no folder {folder}" in str(said("run", config, "--plain").exception)
     assert not (tmp_path / "tiny").exists()
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
-    answer = _asyncrl("run", config, "--plain")
+    answer = command_line("run", config, "--plain")
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "learner" in answer.stderr
-    settings = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
-    mended = _write(tiny(num_steps=2, **settings), tmp_path)
-    assert _asyncrl("run", mended, "--plain").returncode == 0
-    taken = _asyncrl("run", mended, "--plain")
-    assert taken.returncode == 2
-    assert "already holds a run" in taken.stderr
-
-
-def test_asking_a_run_that_is_not_there_says_what_to_do(tmp_path):
-    answer = _asyncrl("status", tmp_path)
-    assert answer.returncode == 2
-    assert "no run folder" in answer.stderr
+    mended = written(tiny(num_steps=2, **NO_EVALUATION | NO_MODELS), config)
+    assert command_line("run", mended, "--plain").returncode == 0
+    assert "already holds a run" in str(said("run", mended, "--plain").exception)

@@ -8,11 +8,9 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from tests.integration.conftest import assert_balanced
+from tests.integration.conftest import NO_EVALUATION, assert_balanced, python_reward
 
 pytestmark = pytest.mark.timeout(240)
-
-NO_EVALUATION = {"at_start": False, "at_end": False}
 
 
 def _preferences(path):
@@ -38,7 +36,7 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
         reward__functions=[{"kind": "preference"}],
         algorithm={"kind": "dpo", "groups_per_step": 16, "group_size": 2},
         learner={"learning_rate": 3e-3, "warmup_steps": 2},
-        eval=NO_EVALUATION,
+        **NO_EVALUATION,
     )
     async with asyncrl.Run(config) as run:
         reports, status = await _finish(run)
@@ -56,16 +54,14 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
 
 async def test_every_group_of_remax_has_a_greedy_baseline_and_groups_without_spread_are_not_trained(tiny, tmp_path):
     """Answers to an odd first number are all worth the same, others differ with their text."""
-    (tmp_path / "my_reward.py").write_text(
-        "def mixed(prompt, text):\n    return float(sum(map(ord, text)) % 5) if int(prompt.text[0]) % 2 == 0 else 0.0\n"
-    )
+    equal = "def score(prompt, text):\n    return float(sum(map(ord, text)) % 5) if int(prompt.text[0]) % 2 == 0 else 0.0\n"
     config = tiny(
         num_steps=4,
         algorithm={
             "groups_per_step": 4, "group_size": 3, "advantage": "remax", "dynamic_sampling": True, "max_resamples": 50,
         },
-        reward__functions=[{"kind": "python", "path": f"{tmp_path / 'my_reward.py'}:mixed"}],
-        eval=NO_EVALUATION,
+        reward__functions=python_reward(tmp_path, equal),
+        **NO_EVALUATION,
         checkpoint={"every_steps": 1, "keep_last": 4},
     )  # fmt: skip
     async with asyncrl.Run(config) as run:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import stat
-import subprocess
 import sys
 
 import psutil
@@ -14,35 +13,25 @@ import pytest
 
 import asyncrl
 from asyncrl.client import is_live, read_endpoint
-from asyncrl.config.load import dump_config
-from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import ENDED
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, recorded_pids, written
 
 pytestmark = pytest.mark.timeout(240)
-SLOW = {
-    **NO_MODELS,
-    "generate__engine": {**NO_MODEL, "token_latency_s": 0.1},
-    "eval__at_start": False,
-    "eval__at_end": False,
-    "num_steps": 500,
-}
+SLOW = NO_MODELS | NO_EVALUATION | {"generate__engine": {**NO_MODEL, "token_latency_s": 0.1}, "num_steps": 500}
 
 
 async def gone(folder, within_s=60.0):
     """Wait until the run's controller and all its processes are gone."""
-    pids = [record.pid for record in read_pids(folder).processes.values()]
+    pids = recorded_pids(folder).values()
     async with asyncio.timeout(within_s):
         while is_live(folder) or any(psutil.pid_exists(pid) for pid in pids):
             await asyncio.sleep(0.05)
 
 
 async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_drained_from_another(tiny, tmp_path):
-    config, folder = tmp_path / "c.toml", tmp_path / "tiny"
-    config.write_text(dump_config(tiny(**SLOW)))
-    command = [sys.executable, "-m", "asyncrl", "run", str(config), "--detach"]
-    started = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, check=False)
+    config, folder = written(tiny(**SLOW), tmp_path / "c.toml"), tmp_path / "tiny"
+    started = await asyncio.to_thread(command_line, "run", config, "--detach")
     assert started.returncode == 0, started.stderr
     assert f"asyncrl attach {folder}" in started.stdout
     assert stat.S_IMODE(os.stat(folder / "owner.sock").st_mode) == 0o600

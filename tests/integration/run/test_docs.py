@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import asyncrl
-from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_steps
-from tests.integration.conftest import NO_MODELS, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups, written
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -39,20 +38,17 @@ def shown(*words: str) -> dict:
 
 
 async def test_the_snippet_that_follows_a_run(tiny, tmp_path, capsys):
-    config = tmp_path / "c.toml"
-    config.write_text(dump_config(tiny(eval__at_start=False, eval__at_end=False, num_steps=50, **NO_MODELS)))
+    config = written(tiny(num_steps=50, **NO_EVALUATION | NO_MODELS), tmp_path / "c.toml")
     names = shown("step.version == 20")
-    text = (
-        names["text"].replace("configs/quickstart.toml", str(config)).replace("== 20", "== 2").replace("asyncio.run(main())", "")
-    )
-    exec(text, names)
+    text = names["text"].replace("configs/quickstart.toml", str(config)).replace("== 20", "== 2")
+    exec(text.replace("asyncio.run(main())", ""), names)
     await names["main"]()
     assert (tmp_path / "tiny" / "checkpoints").is_dir()
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 OUTSIDE = {
-    "learner__kind": "external", "eval__at_start": False, "eval__at_end": False, "packing__tokens_per_row": 256,
+    **NO_EVALUATION, "learner__kind": "external", "packing__tokens_per_row": 256,
     "generate__engine": {"kind": "fake", "num_slots": 16, "mean_tokens": 8.0, "max_sequence_tokens": 128},
     "generate__sampling__max_new_tokens": 100,
 }  # fmt: skip

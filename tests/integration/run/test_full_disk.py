@@ -19,7 +19,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import Records
 from asyncrl.serve.routes import Service
-from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced, tiny_settings, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced, tiny_settings, trained_groups
 from tests.integration.run.test_alarms import said
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,8 +50,7 @@ def fill(disk: Path) -> None:
 
 
 def config_of(folder: Path, **settings) -> dict:
-    settings = NO_MODELS | settings
-    return tiny_settings(folder, num_steps=10_000, eval__at_start=False, eval__at_end=False, **settings)
+    return tiny_settings(folder, num_steps=10_000, **NO_EVALUATION | NO_MODELS | settings)
 
 
 async def until_it_fails(config: dict, *, full: Path, once: Callable[[], bool]) -> None:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import signal
-import sys
 from pathlib import Path
 
 import msgspec
@@ -20,29 +15,26 @@ from asyncrl.replay.decisions import replay_decisions
 from asyncrl.replay.learner import LearnerReplay, WhatIf
 from asyncrl.replay.report import replay_run
 from asyncrl.replay.samples import SampleReplay
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all
 
 pytestmark = pytest.mark.timeout(240)
-QUIET = {"eval__at_start": False, "eval__at_end": False}
 
 
-async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_that_was_killed(tiny, recorded_pids):
-    settings = {**QUIET, **NO_MODELS, "buffer__policy": "drop", "observe__record": "decisions"}
+async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_that_was_killed(tiny):
+    settings = {**NO_EVALUATION, **NO_MODELS, "buffer__policy": "drop", "observe__record": "decisions"}
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async for report in run.steps():
             if report.version == 3:
-                os.kill(recorded_pids(run.run_folder)["generator-0"], signal.SIGKILL)
+                kill(run.run_folder, "generator-0")
             if report.version == 6:
                 await run.change({"buffer.max_staleness": 1, "learner.learning_rate": 5e-4})
                 await run.pause()
                 await run.resume()
             if report.version == 9:
-                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+                kill(run.run_folder, "learner")
             if report.version == 14:
                 break
-        for pid in [json.loads((run.run_folder / "api.json").read_text())["pid"], *recorded_pids(run.run_folder).values()]:
-            with contextlib.suppress(ProcessLookupError):  # the others end by themselves once the first is gone
-                os.kill(pid, signal.SIGKILL)
+        kill_all(run.run_folder)
     async with asyncrl.Run(tiny(num_steps=20, **settings), resume=run.run_folder) as again:
         assert (await again.wait()).version == 20
     killed, whole = replay_decisions(run.run_folder)
@@ -50,17 +42,15 @@ async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_th
     assert "was cut off" in killed.fault
     assert killed.last_step >= 12
     assert whole.last_step == 19
-    command = (sys.executable, "-m", "asyncrl", "replay", str(run.run_folder))
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    told = (await process.communicate())[0].decode()
-    assert process.returncode == 0
-    assert "it ends here: it was cut off" in told
-    assert "up to step 19" in told
+    told = await asyncio.to_thread(command_line, "replay", run.run_folder)
+    assert told.returncode == 0
+    assert "it ends here: it was cut off" in told.stdout
+    assert "up to step 19" in told.stdout
 
 
-async def test_the_learner_replays_every_version_over_its_death_a_change_and_checkpoints_that_went(tiny, recorded_pids):
+async def test_the_learner_replays_every_version_over_its_death_a_change_and_checkpoints_that_went(tiny):
     config = tiny(
-        num_steps=14, **QUIET, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
+        num_steps=14, **NO_EVALUATION, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
         generate__engine=NO_MODEL, learner__minibatches=2, algorithm__loss="cispo",
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
@@ -68,7 +58,7 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
             if report.version == 4:
                 await run.change({"learner.learning_rate": 5e-4})
             if report.version == 8:
-                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+                kill(run.run_folder, "learner")
     folder, said = run.run_folder, list[str]()
     assert await asyncio.to_thread(replay_run, folder, None, (), said.append)
     assert said[-1] == "learner: 14 versions from their batches: the same weights as in the run"
@@ -93,7 +83,7 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny, kv):
-    async with asyncrl.Run(tiny(num_steps=8, **QUIET, observe__record="batches", generate__kv=kv)) as run:
+    async with asyncrl.Run(tiny(num_steps=8, **NO_EVALUATION, observe__record="batches", generate__kv=kv)) as run:
         await run.wait()
     learner = LearnerReplay(run.run_folder)
     samples = SampleReplay(learner, 40, None)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import NO_MODEL, NO_MODELS, assert_balanced, trained_groups
+from tests.integration.conftest import (
+    NO_EVALUATION,
+    NO_MODEL,
+    NO_MODELS,
+    assert_balanced,
+    kill,
+    kill_all,
+    metrics_of,
+    trained_groups,
+)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,15 +53,13 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
         "data/truncated_fraction", "time/generate_mean_s", "time/score_mean_s", "weights/fetch_ms", "reward_part/answer_match",
         "reward_part/taste", "process/generated_tokens/generator-0",
     }  # fmt: skip
-    starts = {span["process"] for span in map(json.loads, (run.run_folder / "spans.jsonl").read_text().splitlines())
-              if span.get("attributes", {}).get("why") == "its start"}  # fmt: skip
+    spans = [json.loads(line) for line in (run.run_folder / "spans.jsonl").read_text().splitlines()]
+    starts = {span["process"] for span in spans if span.get("attributes", {}).get("why") == "its start"}
     assert starts == {"learner", "reward-0", "inference-0", "generator-0"}
     # At version 0 the learner is the reference, so the worker's numbers must be its own; later they are not.
     divergence = [report.metrics["kl/reference_mean"] for report in reports]
     assert divergence[0] == pytest.approx(0.0, abs=1e-8)
     assert divergence[-1] > 1e-7
-    spans = [json.loads(line) for line in (run.run_folder / "spans.jsonl").read_text().splitlines()]
-    assert {"reward-0", "inference-0"} <= {span["process"] for span in spans}
     assert [evaluation.version for evaluation in evaluations] == [0, 5]
     assert AutoModelForCausalLM.from_pretrained(status.checkpoint).config.hidden_size == 32
     assert AutoTokenizer.from_pretrained(status.checkpoint)("1+2=")["input_ids"]
@@ -68,8 +70,7 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     names = {path.name for path in run.run_folder.iterdir()}
     assert {"reward.png", "timeline.png", "metrics.jsonl", "steps.jsonl", "eval.jsonl", "ledger.sqlite", "config.toml"} <= names
     assert "api.json" not in names
-    metrics = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
-    assert metrics
+    assert metrics_of(run.run_folder)
 
 
 async def test_a_cancelled_run_leaves_nothing_behind(tiny):
@@ -85,19 +86,19 @@ async def test_a_cancelled_run_leaves_nothing_behind(tiny):
         task.cancel()
 
 
-async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_finishes(tiny, recorded_pids):
+async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_finishes(tiny):
     victims = {3: "generator-0", 6: "reward-0", 9: "learner"}
     deaths = dict.fromkeys(victims.values(), 1)
     num_steps = 60  # many more than are made before a report is heard
     config = tiny(
-        num_steps=num_steps, generate__num_workers=2, eval__at_start=False, eval__at_end=False, learner__learning_rate=1e-5,
+        num_steps=num_steps, generate__num_workers=2, **NO_EVALUATION, learner__learning_rate=1e-5,
         broadcast={"medium": {"kind": "files", "keep_last": 1}, "dtype": "bfloat16", "delta": {"full_every": 4}},
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
         async for report in run.steps():
             assert report.staleness_max <= 2
             if victim := victims.pop(report.version, None):
-                os.kill(recorded_pids(run.run_folder)[victim], signal.SIGKILL)
+                kill(run.run_folder, victim)
         status = await run.status()
     assert (status.phase, status.version) == ("stopped", num_steps), status.reason
     assert_balanced(status)
@@ -110,7 +111,7 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     assert len(swaps) > num_steps / 4
     assert [event.seq for event in told] == list(range(1, len(told) + 1))
     assert len(trained_groups(run.run_folder)) == num_steps * 4
-    rows = [json.loads(line)["metrics"] for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run.run_folder)
     sizes = {row["weights/update_bytes"] for row in rows if "weights/update_bytes" in row}
     assert min(sizes) < max(sizes) / 3
     assert all(row.get("weights/probe_error", 0.0) < config.broadcast.probe_tolerance for row in rows)
@@ -119,15 +120,13 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     assert 1 <= len(list(weights.glob("*.delta"))) <= 4
 
 
-async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny, recorded_pids):
-    settings = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
+async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
+    settings = NO_EVALUATION | NO_MODELS
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async for report in run.steps():
             if report.version == 5:
                 break
-        for pid in [json.loads((run.run_folder / "api.json").read_text())["pid"], *recorded_pids(run.run_folder).values()]:
-            with contextlib.suppress(ProcessLookupError):  # the others end by themselves once the first is gone
-                os.kill(pid, signal.SIGKILL)
+        kill_all(run.run_folder)
     with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
         num_steps = len(ledger.steps(last=10_000)) + 3
     async with asyncrl.Run(tiny(num_steps=num_steps, **settings), resume=run.run_folder) as again:
@@ -155,8 +154,8 @@ def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
     assert (tmp_path / "tiny" / "model").is_dir()
 
 
-async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny, recorded_pids):
-    settings = {"eval__at_start": False, "eval__at_end": False, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
+async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny):
+    settings = {**NO_EVALUATION, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
     async with asyncrl.Run(tiny(num_steps=10_000, buffer__max_staleness=4, **settings)) as run:
         async for report in run.steps():
             if report.version == 6:
@@ -164,7 +163,7 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
                 done = await run.change(values | {"generate.sampling.temperature": 0.9}, who="a test")
             if report.version == 14:
                 # It repeats every step, those before the change too.
-                os.kill(recorded_pids(run.run_folder)["learner"], signal.SIGKILL)
+                kill(run.run_folder, "learner")
             if report.version == 20:
                 end = report.step + 40
                 await run.change({"num_steps": end, "generate.num_workers": 1})
@@ -192,24 +191,3 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     assert generators[1].state in {"leaving", "left"}
     assert (resumed.learner.learning_rate, resumed.buffer.max_staleness, resumed.num_steps) == (5e-4, 1, end)
     assert asyncrl.load_config(run.run_folder / "revisions" / "0.toml").buffer.max_staleness == 4
-
-
-async def test_alarms_are_posted_to_a_webhook_that_fails_at_first_and_hold_no_step_up(tiny):
-    told, answers = [], [500, 500]
-
-    async def take(request: web.Request) -> web.Response:
-        if answers:
-            return web.Response(status=answers.pop())
-        told.append(await request.json())
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/alarms", take)
-    async with TestServer(app) as server:
-        config = tiny(num_steps=8, **NO_MODELS, observe__webhook=str(server.make_url("/alarms?key=1")))
-        async with asyncrl.Run(config) as run:
-            status = await run.wait()
-    assert status.version == 8
-    posted = [(one["run"], one["rule"], one["text"]) for one in told]
-    assert "reward.equal" in {rule for _, rule, _ in posted}
-    assert posted == [("tiny", event.subject, event.text) for event in read_events(run.run_folder) if event.kind == "alarm"]

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_steps
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import read_results
 from asyncrl.sweep.runner import run_sweep
-from tests.integration.conftest import NO_MODELS, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups, written
 
 pytestmark = pytest.mark.timeout(240)
 BANDIT = str(Path(__file__).with_name("bandit_cell.py"))
@@ -71,9 +70,7 @@ async def _killed_at_work(folder: Path, cell: Path) -> None:
 
 
 def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
-    (tmp_path / "base.toml").write_text(
-        dump_config(tiny(eval__at_start=False, eval__at_end=False, checkpoint__every_steps=1, **NO_MODELS))
-    )
+    written(tiny(checkpoint__every_steps=1, **NO_EVALUATION | NO_MODELS), tmp_path / "base.toml")
     (tmp_path / "sweep.toml").write_text(
         'base = "base.toml"\nseeds = 1\nset = { num_steps = 40 }\nmetrics = ["reward"]\n' + external("another", 0.0)
         + '[[axes]]\nname = "eta"\nchoices = { sync = { "buffer.max_staleness" = 0 } }\n'

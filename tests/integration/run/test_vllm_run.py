@@ -14,7 +14,7 @@ import pytest
 
 import asyncrl
 from asyncrl.generate.vllm.launch import socket_folder
-from tests.integration.conftest import assert_balanced, trained_groups
+from tests.integration.conftest import NO_EVALUATION, assert_balanced, assert_gone, recorded_pids, trained_groups
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -51,10 +51,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, recorded_pids, sockets):
-    config = tiny(
-        num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, eval__at_start=False, eval__at_end=False,
-    )  # fmt: skip
+async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, sockets):
+    config = tiny(num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, **NO_EVALUATION)
     async with asyncrl.Run(config) as run:
         steps = run.steps()
         reports = await until(steps, 3)
@@ -69,8 +67,7 @@ async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_ge
         assert len(list(sockets.iterdir())) == 1, "the dead engine's folder is left"
         assert not [process for process in first if process.is_running()], "the dead engine's worker is left"
         os.kill(generator_pid, signal.SIGKILL)
-        _, left = psutil.wait_procs(second, timeout=15)
-        assert not left, f"vLLM's {left} outlive their generator"
+        assert_gone(set(second))
         status = await run.drain()
     socket_folder().close()  # as the next engine does: the last generator may have been ended while its engine started
     assert not list(sockets.iterdir())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import command_line
+
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.timeout(240)
 
@@ -32,9 +34,7 @@ def built(source: Path, folder: Path) -> Path:
 
 
 def asyncrl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "asyncrl", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return command_line(*arguments, cwd=folder, env={**os.environ, "PYTHONPATH": str(site)})
 
 
 def test_the_wheel_is_pure_python_and_the_same_whenever_and_by_whomever_it_is_built(installed, tmp_path):

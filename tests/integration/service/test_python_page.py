@@ -12,36 +12,30 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from asyncrl.config.load import dump_config, load_config
-from tests.integration.conftest import NO_MODEL, NO_MODELS
+from asyncrl.config.load import load_config
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, written
+from tests.integration.run.test_docs import snippets
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "python.md"
-PROGRAMS = [
-    text for text in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL) if "import" in text
-]
-OFF = {"eval__at_start": False, "eval__at_end": False, "model__warm_start": None}
+PROGRAMS = [text for text in snippets(PAGE, "python") if "import" in text]
+OFF = {**NO_EVALUATION, "model__warm_start": None}
 SMALL = {"eval.at_start": False, "eval.at_end": False, "model.warm_start": None, "algorithm.groups_per_step": 2, "num_steps": 3}
 """Of the quickstart, which is what the programs name."""
 pytestmark = pytest.mark.timeout(300)
 
 
-def program(*words: str, config: str = "quickstart") -> dict[str, Any]:
+def program(*words: str, config: object = "quickstart") -> dict[str, Any]:
     """The names that the one program with these words defines, with this config."""
     (text,) = [text for text in PROGRAMS if all(word in text for word in words)]
     names: dict[str, Any] = {"__name__": "program"}
-    exec(text.replace('"quickstart"', repr(config)), names)
+    exec(text.replace('"quickstart"', repr(str(config))), names)
     return names
 
 
 @pytest.fixture
 def small(tmp_path):
     return written(load_config("quickstart", SMALL | {"folder": str(tmp_path)}), tmp_path / "small.toml")
-
-
-def written(config: Any, path: Path) -> str:
-    path.write_text(dump_config(config))
-    return str(path)
 
 
 def test_there_are_four_programs_and_their_types_hold_strictly(tmp_path):

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,19 +18,25 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live, read_endpoint
 from asyncrl.control.launch.controller_process import find_controllers
-from asyncrl.control.lifecycle.pid_file import read_pids
-from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines, read_steps
-from tests.integration.conftest import NO_MODEL, NO_MODELS, tiny_settings
+from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines
+from tests.integration.conftest import (
+    NO_EVALUATION,
+    NO_MODEL,
+    NO_MODELS,
+    assert_every_step_once,
+    command_line,
+    recorded_pids,
+    tiny_settings,
+)
 
 pytestmark = pytest.mark.timeout(300)
 SLOW = {**NO_MODEL, "token_latency_s": 0.1}
 
 
 def settings(folder: Path, **more):
-    config = tiny_settings(folder, **{**NO_MODELS, "eval__at_start": False, "eval__at_end": False, **more})
+    config = tiny_settings(folder, **NO_MODELS | NO_EVALUATION | more)
     return {key: value for key, value in config.items() if key not in {"folder", "name"}}
 
 
@@ -81,14 +86,6 @@ async def until(server, run, reached, within_s=120):
     return record
 
 
-def balanced(folder, steps):
-    """Every step was done once, and the ledger's sums hold."""
-    assert [report.step for report in read_steps(folder)] == list(range(steps))
-    with LedgerReader(folder) as ledger:
-        counts = {row.state: row.groups for row in ledger.counts()}
-    assert counts["trained"] == 4 * steps
-
-
 def seconds_of(folder):
     return [second.time_s for second in read_lines(folder / SECONDS_FILE, SecondReport)]
 
@@ -125,7 +122,7 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
         async with server._http.get(f"{server._url}/v1/runs/one/seconds") as answer:
             told = [row["time_s"] for row in (await answer.json())["rows"]]
-    balanced(folder, 40)
+    assert_every_step_once(folder, 40)
     after = seconds_of(folder)
     assert after[: len(before)] == before != after
     assert told == after == sorted(set(after))
@@ -151,7 +148,7 @@ async def test_a_run_whose_daemon_and_controller_are_killed_ends_with_the_weight
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 120, 3), ended.reason
     weights = [(runs / name / "checkpoints" / "step-000120" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
-    balanced(runs / "killed", 120)
+    assert_every_step_once(runs / "killed", 120)
 
 
 async def kill_both(daemon: Daemon, run: str) -> None:
@@ -185,7 +182,7 @@ async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_ne
                     await client.drain()
         ended = await until(server, "one", lambda record: record.state == "ended")
     assert (seen, ended.outcome) == (list(range(ended.version)), "stopped")
-    balanced(folder, ended.version)
+    assert_every_step_once(folder, ended.version)
 
 
 async def version_of(daemon) -> str:
@@ -252,7 +249,7 @@ async def test_ten_runs_where_one_fits_at_a_time_keep_their_order_over_two_daemo
     ends = sorted((record.ended_s, record.started_s) for name, record in records.items() if name != "run-5")
     assert all(before[0] <= after[1] for before, after in itertools.pairwise(ends)), "two ran at once"
     for name, record in records.items():
-        balanced(daemon.folder / "runs" / name, record.num_steps)
+        assert_every_step_once(daemon.folder / "runs" / name, record.num_steps)
 
 
 async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resumed(daemon, tmp_path):
@@ -278,7 +275,7 @@ async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resu
             with pytest.raises(asyncrl.RunError, match="reward functions of its own"):
                 await client.score(reward)
             await client.stop()
-    balanced(folder, 20)
+    assert_every_step_once(folder, 20)
     assert len(judged) >= 20 * 16
 
 
@@ -324,19 +321,6 @@ async def test_systemd_is_told_and_a_container_drains(daemon, tmp_path):
         assert (went_on.state, went_on.attempts) == ("live", 2)
 
 
-async def test_a_controller_whose_daemon_was_killed_as_it_was_starting_is_adopted(daemon, tmp_path):
-    async with await daemon.start() as server:
-        await server.submit(settings(tmp_path, num_steps=3), name="one")
-        folder = daemon.folder / "runs" / "one"
-        await controllers_of(folder)
-        await daemon.kill()
-    assert read_endpoint(folder) is None
-    async with await daemon.start() as server:
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
-    balanced(folder, 3)
-
-
 async def controllers_of(folder: Path) -> list[int]:
     """The controller of a run, as soon as there is one."""
     async with asyncio.timeout(60):
@@ -345,7 +329,8 @@ async def controllers_of(folder: Path) -> list[int]:
     return pids
 
 
-async def test_a_controller_that_is_killed_before_it_answers_is_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
+async def test_killed_controllers_are_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
+    """One before it answers; one whose learner stands still, and is ended; one again and again."""
     async with await daemon.start() as server:
         await server.submit(settings(tmp_path, num_steps=3), name="one")
         folder, killed = daemon.folder / "runs" / "one", 0
@@ -353,6 +338,17 @@ async def test_a_controller_that_is_killed_before_it_answers_is_started_again_an
             os.kill(pid, signal.SIGKILL)
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        assert_every_step_once(folder, 3)
+        await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="stopped")
+        await until(server, "stopped", lambda record: record.version >= 1)
+        folder = daemon.folder / "runs" / "stopped"
+        learner = psutil.Process(recorded_pids(folder)["learner"])
+        learner.suspend()
+        os.kill(read_endpoint(folder).pid, signal.SIGKILL)
+        async for ended in server.ended(["stopped"]):
+            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        assert not learner.is_running()
+        assert_every_step_once(folder, 20)
         await server.submit(settings(tmp_path, num_steps=3), name="two")
         async with asyncio.timeout(120):
             while (record := await server.show("two")).state != "ended":
@@ -364,51 +360,40 @@ async def test_a_controller_that_is_killed_before_it_answers_is_started_again_an
         assert (record.outcome, record.attempts) == ("failed", 3)
         assert "3 times without a step" in record.reason
         assert killed >= 3
-    balanced(folder, 3)
 
 
-@pytest.mark.parametrize("order", ["stop", "drain"])
-async def test_a_run_that_is_starting_can_be_told_to_end(daemon, tmp_path, order):
+async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_its_daemon_is_killed(daemon, tmp_path):
     async with await daemon.start() as server:
-        await server.submit(settings(tmp_path, num_steps=1000), name="one")
-        await controllers_of(daemon.folder / "runs" / "one")
-        assert (await server.show("one")).state == "starting"
-        async with server._http.post(f"{server._url}/v1/runs/one/{order}") as answer:
-            assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("stopped", 1)
-    assert not find_controllers(daemon.folder / "runs" / "one")
-
-
-async def test_a_stopped_learner_of_a_killed_controller_is_ended_and_its_run_goes_on(daemon, tmp_path):
+        for order in ("stop", "drain"):
+            await server.submit(settings(tmp_path, num_steps=1000), name=order)
+            await controllers_of(daemon.folder / "runs" / order)
+            assert (await server.show(order)).state == "starting"
+            async with server._http.post(f"{server._url}/v1/runs/{order}/{order}") as answer:
+                assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
+            async for ended in server.ended([order]):
+                assert (ended.outcome, ended.attempts) == ("stopped", 1)
+            assert not find_controllers(daemon.folder / "runs" / order)
+        await server.submit(settings(tmp_path, num_steps=3), name="adopted")
+        folder = daemon.folder / "runs" / "adopted"
+        await controllers_of(folder)
+        await daemon.kill()
+    assert read_endpoint(folder) is None
     async with await daemon.start() as server:
-        run = await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="one")
-        await until(server, run.id, lambda record: record.version >= 1)
-        folder = daemon.folder / "runs" / "one"
-        learner = psutil.Process(read_pids(folder).processes["learner"].pid)
-        learner.suspend()
-        os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-    assert not learner.is_running()
-    balanced(folder, 20)
-
-
-def serve(*options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "asyncrl", "serve", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    return ended.returncode, ended.stderr
+        async for ended in server.ended(["adopted"]):
+            assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
+    assert_every_step_once(folder, 3)
 
 
 async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_path):
     async with await daemon.start():
-        code, said = await asyncio.to_thread(serve, "--folder", str(daemon.folder))
-        assert (code, "another daemon" in said) == (2, True)
         port = (daemon.folder / "server.url").read_text().rpartition(":")[2]
-        code, said = await asyncio.to_thread(serve, "--folder", str(tmp_path / "b"), "--port", port)
-        assert (code, "cannot listen" in said) == (2, True)
-    code, said = await asyncio.to_thread(serve, "--folder", str(tmp_path / "b"), "--host", "0.0.0.0")
-    assert (code, "--tls-cert" in said) == (2, True)
+        for said, *options in (
+            ("another daemon", daemon.folder),
+            ("cannot listen", tmp_path / "b", "--port", port),
+            ("--tls-cert", tmp_path / "b", "--host", "0.0.0.0"),
+        ):
+            refused = await asyncio.to_thread(command_line, "serve", "--folder", *options)
+            assert (refused.returncode, said in refused.stderr) == (2, True)
     with pytest.raises(asyncrl.LaunchError, match="no daemon answers"):
         async with asyncrl.Server("http://127.0.0.1:9", "x"):
             pass

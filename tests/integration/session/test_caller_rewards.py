@@ -12,9 +12,8 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import is_live
-from asyncrl.config.load import dump_config
 from asyncrl.observe.steps import read_events
-from tests.integration.conftest import NO_MODELS, assert_balanced
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, written
 
 pytestmark = pytest.mark.timeout(240)
 PROGRAM = """
@@ -27,11 +26,12 @@ async def main(config, kind):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-OFF = {"eval__at_start": False, "eval__at_end": False, **NO_MODELS}
+OFF = NO_EVALUATION | NO_MODELS
+BEATS = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_run_is_scored_by_a_function_of_the_program_that_started_it(tiny, is_async):
+async def test_a_run_is_scored_by_a_function_of_the_program_that_started_it(tiny):
+    """By a plain one; test_session.py has an async one."""
     judged = []
 
     def reward(prompt: asyncrl.Prompt, text: str) -> float:
@@ -39,12 +39,8 @@ async def test_a_run_is_scored_by_a_function_of_the_program_that_started_it(tiny
         assert prompt.text
         return float(len(judged) % 7)
 
-    async def slow(prompt: asyncrl.Prompt, text: str) -> float:
-        await asyncio.sleep(0.001)
-        return reward(prompt, text)
-
     config = tiny(**OFF | {"eval__at_end": True}, num_steps=4)
-    async with asyncrl.Run(config, reward=slow if is_async else reward) as run:
+    async with asyncrl.Run(config, reward=reward) as run:
         steps = [step async for step in run.steps()]
         assert_balanced(status := await run.status())
     assert [process.kind for process in status.processes].count("reward") == 0
@@ -70,11 +66,8 @@ def by_length(prompt: asyncrl.Prompt, text: str) -> float:
 
 @pytest.mark.parametrize("kind", ["owned", "detached"])
 async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_another(tiny, tmp_path, kind):
-    beats = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
-    config, file = tiny(**OFF, **beats, num_steps=20), tmp_path / "tiny.toml"
-    file.write_text(dump_config(config))
-    folder = tmp_path / "tiny"
-    program = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, str(file), kind, stdout=PIPE)
+    config, folder = written(tiny(**OFF, **BEATS, num_steps=20), tmp_path / "tiny.toml"), tmp_path / "tiny"
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, config, kind, stdout=PIPE)
     assert await program.stdout.readline() == b"1\n"
     program.kill()
     await program.wait()
@@ -98,8 +91,7 @@ async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_an
 
 
 async def test_scoring_waits_for_a_lost_caller_is_named_and_goes_on_by_another(tiny):
-    beats = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
-    config = tiny(**OFF, **beats, num_steps=4, reward__functions=[{"kind": "caller"}])
+    config = tiny(**OFF, **BEATS, num_steps=4, reward__functions=[{"kind": "caller"}])
     asked = asyncio.Event()
 
     async def never(prompt: asyncrl.Prompt, text: str) -> float:

@@ -11,8 +11,8 @@ import uvloop
 from nbclient import NotebookClient
 
 import asyncrl
-from tests.integration.conftest import NO_MODEL, assert_balanced
-from tests.integration.service.test_python_page import OFF, PROGRAMS, written
+from tests.integration.conftest import NO_MODEL, assert_balanced, written
+from tests.integration.service.test_python_page import OFF, PROGRAMS
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -25,7 +25,7 @@ pytestmark = [
 def test_a_run_is_scored_and_followed_from_a_notebook(tiny, tmp_path):
     config = written(tiny(**OFF, num_steps=4, buffer__max_staleness=2, generate__engine=NO_MODEL), tmp_path / "c.toml")
     (program,) = [text for text in PROGRAMS if "asyncrl.Run(" in text]
-    cells = [program.partition("if __name__")[0], f"await main({config!r})"]
+    cells = [program.partition("if __name__")[0], f"await main({str(config)!r})"]
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel = {"display_name": "here", "language": "python", "argv": command}
     folder = tmp_path / "jupyter" / "kernels" / "here"

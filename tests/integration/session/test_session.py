@@ -19,10 +19,9 @@ from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
-from tests.integration.conftest import assert_balanced
+from tests.integration.conftest import NO_EVALUATION, assert_balanced
 
 pytestmark = pytest.mark.timeout(240)
-OFF = {"eval__at_start": False, "eval__at_end": False}
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
 
@@ -57,7 +56,7 @@ async def trained_by(session: asyncrl.Session, how: str) -> list[asyncrl.StepRes
 
 
 async def test_synchronous_loops_over_a_session_are_the_run_s_own_bit_for_bit(tiny, tmp_path):
-    settings = {**OFF, "buffer__max_staleness": 0, "num_steps": 4}
+    settings = {**NO_EVALUATION, "buffer__max_staleness": 0, "num_steps": 4}
     async with asyncrl.Run(tiny(**settings, name="run")) as run:
         reports = [report async for report in run.steps()]
         status = await run.status()
@@ -83,7 +82,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         lost.append(inputs.logprobs.shape)
         return LOSSES["reinforce"](inputs, config)
 
-    async with asyncrl.Session(tiny(**OFF, num_steps=4, model__warm_start=None), reward=reward) as session:
+    async with asyncrl.Session(tiny(**NO_EVALUATION, num_steps=4, model__warm_start=None), reward=reward) as session:
         for what in (session.take, session.save):
             task = asyncio.get_running_loop().create_task(what())
             await asyncio.sleep(0.01)
@@ -123,7 +122,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
 
 
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):
-    config = tiny(**OFF, num_steps=9, buffer__max_staleness=2, model__warm_start=None)
+    config = tiny(**NO_EVALUATION, num_steps=9, buffer__max_staleness=2, model__warm_start=None)
     async with asyncrl.Session(config) as session:
         with pytest.raises(asyncrl.ConfigError, match="places for 12"):
             await session.generate(SUMS)
@@ -152,7 +151,7 @@ async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_
 
 
 async def test_weights_go_out_by_hand_and_gradients_wait_for_the_optimizer(tiny):
-    async with asyncrl.Session(tiny(**OFF, num_steps=4, model__warm_start=None), sync="manual") as session:
+    async with asyncrl.Session(tiny(**NO_EVALUATION, num_steps=4, model__warm_start=None), sync="manual") as session:
         for step in range(2):
             groups = await session.generate(SUMS[:4])
             assert set.union(*map(versions, groups)) == {0}
@@ -176,7 +175,9 @@ async def test_a_loss_of_logprobs_has_the_gradients_of_the_built_in_one(tiny):
         return -(ratio * inputs.advantages)[inputs.mask].sum() / inputs.denominators.num_tokens
 
     gradients = []
-    async with asyncrl.Session(tiny(**OFF, num_steps=4, learner__max_grad_norm=1e9, packing__tokens_per_row=64)) as session:
+    async with asyncrl.Session(
+        tiny(**NO_EVALUATION, num_steps=4, learner__max_grad_norm=1e9, packing__tokens_per_row=64)
+    ) as session:
         groups = await session.generate(SUMS[:4])
         advantages = asyncrl.group_norm([[float(i) for i, _ in enumerate(group.members)] for group in groups])
         for loss in ("reinforce", reinforce):
@@ -260,7 +261,7 @@ STEP_MISTAKES = {
 
 
 async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained(tiny, caplog):
-    config = tiny(**OFF, num_steps=4, buffer__max_staleness=0, model__warm_start=None, packing__tokens_per_row=512)
+    config = tiny(**NO_EVALUATION, num_steps=4, buffer__max_staleness=0, model__warm_start=None, packing__tokens_per_row=512)
     with pytest.raises(ZeroDivisionError):
         await make_mistakes(session := asyncrl.Session(config, reward=by_length), caplog)
     await session.__aexit__(None, None, None)

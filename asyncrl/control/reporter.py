@@ -59,8 +59,6 @@ from asyncrl.schema.weights import VersionLive, WeightsAvailable
 log = logging.getLogger(__name__)
 
 ALARM_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-STEPS_WITH_METRICS = 1000
-"""Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
 MOST_SPANS_BYTES = 32 << 20
@@ -75,7 +73,8 @@ class Reporter:
     """Turns what the controller sees into reports."""
 
     def __init__(self, config: RunConfig, run_folder: Path, sinks: MetricSinks, clock: Clock) -> None:
-        self.steps: list[StepReport] = read_steps(run_folder)
+        self.newest = next(reversed(read_steps(run_folder)), None)
+        """Report of the newest step; None before there is one."""
         self.evaluations: list[EvalReport] = read_evals(run_folder)
         self.sinks = sinks
         self._config = config
@@ -83,7 +82,9 @@ class Reporter:
         self._run_folder = run_folder
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self.num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self.num_rows = 0
+        """Steps and events written by this controller: who reads those files looks again as it grows."""
         self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
         self.alarms = Alarms(config.algorithm.groups_per_step)
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
@@ -123,9 +124,8 @@ class Reporter:
 
     def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
-        self.num_events += 1
-        now = self._clock.now()
-        self._events_file.write(RunEvent(seq=self.num_events, time_s=now, kind=kind, subject=subject, text=text, version=version))
+        self._num_events, self.num_rows, now = self._num_events + 1, self.num_rows + 1, self._clock.now()
+        self._events_file.write(RunEvent(seq=self._num_events, time_s=now, kind=kind, subject=subject, text=text, version=version))
 
     def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""
@@ -293,13 +293,10 @@ class Reporter:
             metrics=metrics,
         )
         self._last_step_s, self._last_generated, self._scoring = now, dispatcher.generated_tokens, (0.0, 0)
-        if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
-            self.steps.append(report)
+        if self.newest is None or report.step > self.newest.step:  # else a learner back from a checkpoint has repeated it
+            self.newest, self.num_rows = report, self.num_rows + 1
             self._steps_file.write(report)
             raised = self.tell(self.alarms.take(report))
-            if len(self.steps) > STEPS_WITH_METRICS:
-                old = self.steps[-STEPS_WITH_METRICS - 1]
-                self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
         self.note_spans(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
         log.info(
@@ -379,7 +376,7 @@ class Reporter:
         is_burst, was_burst = new.total() >= self._config.algorithm.groups_per_step, self._in_burst
         self._in_burst = is_burst
         if is_burst and not was_burst:
-            version = self.steps[-1].version if self.steps else -1
+            version = self.newest.version if self.newest else -1
             self.note_event("drops", "groups", ", ".join(f"{n} {reason}" for reason, n in new.most_common()), version)
 
     def _now(
@@ -434,7 +431,7 @@ class Reporter:
         try:
             if self._config.observe.trace:
                 await asyncio.to_thread(sp.write_trace, run_folder)
-            if self.steps and self._config.observe.pictures:
+            if self.newest and self._config.observe.pictures:
                 report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
                 await asyncio.to_thread(report.write_report, run_folder)
         except ConfigError as error:  # a file of another version: the run itself is done

@@ -36,8 +36,8 @@ class Control:
     def status(self) -> RunStatus:
         return RunStatus(name="r", run_folder="r", phase="running")
 
-    async def steps_from(self, first: int):
-        self.asked.append(f"steps from {first}")
+    async def rows_of(self, file: str, number: str, after: int):
+        self.asked.append(f"{file} behind {after}")
         return
         yield
 

@@ -153,7 +153,7 @@ class Controller:
         self._ended_well = False
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.feeder.on_taken = self.reporter.note_taken
-        self.buffer.state.watchers += (self.reporter.note_decision,)
+        self.buffer.state.watchers += (self.reporter.bias.note,)
         self.dispatcher.changed = self._wake_all
 
     def _wake_all(self) -> None:

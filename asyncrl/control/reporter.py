@@ -20,9 +20,8 @@ from statistics import fmean
 import msgspec
 import psutil
 
-from asyncrl.buffer import events as ev
+from asyncrl.buffer.bias import INTENDED, SelectionBias
 from asyncrl.buffer.payloads import TakenStep
-from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
@@ -31,7 +30,6 @@ from asyncrl.control.stall_detector import Wait
 from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
-from asyncrl.observe.decisions.bias import INTENDED, SelectionBias
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
@@ -49,6 +47,7 @@ from asyncrl.observe.steps import (
     read_evals,
     read_events,
     read_steps,
+    step_line,
 )
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import CheckpointDone, Heartbeat, ProcessKind
@@ -114,7 +113,8 @@ class Reporter:
         """The same, by the heartbeats that were there once a second; those above are of the steps."""
         self._waiting: dict[str, sp.Span] = {}
         """By process, the wait that goes on."""
-        self._bias = SelectionBias()
+        self.bias = SelectionBias()
+        """Told of what the buffer decides."""
 
     # -- what is seen ----------------------------------------------------------------------------------------------------
 
@@ -124,8 +124,9 @@ class Reporter:
 
     def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
-        self._num_events, self.num_rows, now = self._num_events + 1, self.num_rows + 1, self._clock.now()
-        self._events_file.write(RunEvent(seq=self._num_events, time_s=now, kind=kind, subject=subject, text=text, version=version))
+        self._num_events, self.num_rows = self._num_events + 1, self.num_rows + 1
+        seq, now = self._num_events, self._clock.now()
+        self._events_file.write(RunEvent(seq=seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
 
     def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""
@@ -143,29 +144,6 @@ class Reporter:
         """Record a checkpoint that is complete."""
         self._told["time/checkpoint_s"] = done.seconds
         self.note_event("checkpoint", f"checkpoints/{Path(done.folder).name}", version=done.version)
-
-    def note_decision(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
-        """Tell the monitor of selection bias what the buffer decided: a `Watch`."""
-        bias = self._bias
-        match event:
-            case ev.GroupIssued():
-                bias.issued(event.group_id, event.version, event.size, now)
-            case ev.GroupPlaced():
-                bias.placed(event.group_id, now)
-            case ev.SamplesFinished(version_counts=counts):
-                bias.finished(event.group_id, event.indices, _lengths(counts), now)
-            case ev.SamplesScored():
-                bias.scored(event.group_id, event.indices, event.rewards)
-            case ev.SampleFailed():
-                bias.failed(event.group_id, event.index)
-            case _:
-                pass
-        for item in instructions:
-            if isinstance(item, ev.GroupMoved) and item.after in {"dropped", "failed"}:
-                bias.ended(item.group_id, item.reason if item.after == "dropped" else "failed", now)
-            elif isinstance(item, ev.TakeGroups):
-                for group_id in item.group_ids:
-                    bias.ended(group_id, "", now)
 
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""
@@ -299,11 +277,7 @@ class Reporter:
             raised = self.tell(self.alarms.take(report))
         self.note_spans(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
-        log.info(
-            "step %d/%d reward %.3f staleness %.2f (max %d) ready %d generated %.0f tok/s trained %.0f tok/s",
-            done.version, self._config.num_steps, report.reward_mean, report.staleness_mean, report.staleness_max,
-            report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
-        )  # fmt: skip
+        log.info("%s", step_line(report, self._config.num_steps))
         return raised
 
     def tell(self, alarms: list[Alarm]) -> list[Alarm]:
@@ -342,7 +316,7 @@ class Reporter:
                 for peer in generators
                 if peer.heartbeat is not None
             },
-            **self._bias.figures(now),
+            **self.bias.figures(now),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "time/step_s": elapsed_s,
             "time/train_s": done.finished_s - done.started_s,
@@ -436,8 +410,3 @@ class Reporter:
                 await asyncio.to_thread(report.write_report, run_folder)
         except ConfigError as error:  # a file of another version: the run itself is done
             log.warning("no pictures: %s; `asyncrl report %s` draws them", error, run_folder)
-
-
-def _lengths(counts: Iterable[VersionCounts]) -> list[int]:
-    """Return the trained tokens of each sample."""
-    return [sum(number for _, number in of_sample) for of_sample in counts]

@@ -15,8 +15,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from asyncrl.client import connect, is_live
+from asyncrl.client import connect
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.errors import RunLostError
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 

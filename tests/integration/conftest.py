@@ -93,8 +93,8 @@ def assert_balanced(status: RunStatus) -> None:
 
 def trained_groups(run_folder: Path) -> list[int]:
     """Return the ids of the groups that were trained, none of them twice."""
-    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
-        trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
+    ledger = LedgerReader(run_folder / "ledger.sqlite")
+    trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
     assert len(trained) == len(set(trained))
     return trained
 

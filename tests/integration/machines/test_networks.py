@@ -138,8 +138,8 @@ class Run:
         """Every step happened once, every group is in one state, and none was trained twice."""
         reports = [report.step for report in read_steps(self.folder)]
         assert reports == list(range(len(reports)))
-        with LedgerReader(self.folder / "ledger.sqlite") as ledger:
-            groups = {row.state: row.groups for row in ledger.counts()}
+        ledger = LedgerReader(self.folder / "ledger.sqlite")
+        groups = {row.state: row.groups for row in ledger.counts()}
         assert len(trained_groups(self.folder)) == len(reports) * 4 == groups["trained"]
         assert not groups.keys() & {"taken", "failed"}, groups
 

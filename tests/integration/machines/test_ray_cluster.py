@@ -21,9 +21,9 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.store import connect_read_only
-from asyncrl.client import is_live
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.lifecycle.pid_file import read_pids

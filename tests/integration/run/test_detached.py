@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config
+from asyncrl.control.launch.controller_process import is_live, read_endpoint
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import ENDED

@@ -20,8 +20,7 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.client import is_live, read_endpoint
-from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.launch.controller_process import find_controllers, is_live, read_endpoint
 from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines, read_steps
 from tests.integration.conftest import NO_MODEL, NO_MODELS, tiny_settings
@@ -84,8 +83,8 @@ async def until(server, run, reached, within_s=120):
 def balanced(folder, steps):
     """Every step was done once, and the ledger's sums hold."""
     assert [report.step for report in read_steps(folder)] == list(range(steps))
-    with LedgerReader(folder) as ledger:
-        counts = {row.state: row.groups for row in ledger.counts()}
+    ledger = LedgerReader(folder)
+    counts = {row.state: row.groups for row in ledger.counts()}
     assert counts["trained"] == 4 * steps
 
 

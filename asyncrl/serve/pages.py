@@ -229,13 +229,13 @@ class Pages:
     @_beside
     def ledger(self, request: web.Request) -> dict[str, Any]:
         """Return counts of the ledger."""
-        with self._ledger(request) as reader:
-            steps = reader.steps(last=MOST_STEPS)
-            trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
-            return {
-                "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
-                "steps": steps[-50:], "trained_in_steps": trained,
-            }  # fmt: skip
+        reader = self._ledger(request)
+        steps = reader.steps(last=MOST_STEPS)
+        trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
+        return {
+            "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
+            "steps": steps[-50:], "trained_in_steps": trained,
+        }  # fmt: skip
 
     @_beside
     def groups(self, request: web.Request) -> list[dict[str, Any]]:
@@ -244,17 +244,16 @@ class Pages:
         if state not in get_args(GroupState):
             raise ForbiddenError(400, f"state is one of {', '.join(get_args(GroupState))}, got {state[:40]!r}")
         shown = ("group_id", "reason", "generator", "version", "attempt", "size")
-        with self._ledger(request) as reader:
-            return [
-                {
-                    **{name: getattr(group, name) for name in shown},
-                    "prompt_id": group.prompt.prompt_id,
-                    "rewards": [one.reward for one in group.samples if one.reward is not None],
-                    "tokens": [one.num_tokens for one in group.samples if one.num_tokens],
-                    "failures": sorted({one.failure for one in group.samples if one.failure}),
-                }
-                for group in reader.groups(state, MOST_GROUPS)
-            ]
+        return [
+            {
+                **{name: getattr(group, name) for name in shown},
+                "prompt_id": group.prompt.prompt_id,
+                "rewards": [one.reward for one in group.samples if one.reward is not None],
+                "tokens": [one.num_tokens for one in group.samples if one.num_tokens],
+                "failures": sorted({one.failure for one in group.samples if one.failure}),
+            }
+            for group in self._ledger(request).groups(state, MOST_GROUPS)
+        ]
 
     @_beside
     def samples(self, request: web.Request) -> dict[str, Any]:
@@ -292,8 +291,8 @@ class Pages:
         if parts is None:
             return {"num_tokens": 0}
         columns, rewards = _columns(parts), list[dict[str, Any]]()
-        with contextlib.suppress(LedgerError), LedgerReader(folder) as reader:
-            for one in reader.group(group).samples:
+        with contextlib.suppress(LedgerError):
+            for one in LedgerReader(folder).group(group).samples:
                 rewards.append({"index": one.index, "state": one.state, "reward": one.reward, "tokens": one.num_tokens})
         window = {
             name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column.tolist()]

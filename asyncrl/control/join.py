@@ -149,9 +149,8 @@ class Membership:
         """Return how many joined generators are here, may be, came, left in good order and were lost; empty where none may."""
         if not self.most_joined:
             return {}
-        names = ("here", "most", "came", "left", "lost")
-        counts = (len(self.joined), self.most_joined, self.num_came, self.num_left, self.num_lost)
-        return dict(zip(names, counts, strict=True))
+        over = {"came": self.num_came, "left": self.num_left, "lost": self.num_lost}
+        return {"here": len(self.joined), "most": self.most_joined, **over}
 
 
 # -- the generator's side ------------------------------------------------------------------------------------------------

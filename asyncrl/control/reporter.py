@@ -147,23 +147,10 @@ class Reporter:
 
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""
-        figures = taken.staleness
-        tokens = max(sum(figures.token_histogram.values()), 1)
         members = [member for group in taken.groups for member in group.members]
         samples, parts = [member.sample for member in members], {name for member in members for name in member.parts}
         self._staleness[taken.step] = {
-            "staleness/mean": figures.sample_mean,
-            "staleness/max": float(figures.sample_max),
-            "staleness/token_mean": figures.token_mean,
-            "staleness/token_max": float(figures.token_max),
-            "staleness/in_flight_mean": figures.in_flight_mean,
-            "staleness/in_flight_max": float(figures.in_flight_max),
-            "staleness/in_queue_mean": figures.in_queue_mean,
-            "staleness/in_queue_max": float(figures.in_queue_max),
-            "staleness/masked_tokens": float(figures.masked_tokens),
-            "queue/wait_mean_s": figures.queue_mean_s,
-            "queue/wait_max_s": figures.queue_max_s,
-            **{f"staleness/histogram/{age}": count / tokens for age, count in figures.token_histogram.items()},
+            **taken.staleness.metrics,
             "data/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
             "time/generate_mean_s": fmean(sample.finished_s - sample.started_s for sample in samples),
             **{f"reward_part/{name}": fmean(member.parts.get(name, 0.0) for member in members) for name in parts},

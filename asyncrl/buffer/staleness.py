@@ -17,7 +17,7 @@ VersionCounts = tuple[tuple[int, int], ...]
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample. Metrics are encoded by their names."""
+    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample. Encoded by metrics' names."""
 
     num_samples: int = 0
     num_tokens: int = 0

@@ -66,7 +66,7 @@ from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.tasks.task import TaskData
-from asyncrl.transport.protocol import GOODBYE, Arrival, Lane, Listener
+from asyncrl.transport.protocol import GOODBYE, Lane, Listener
 
 log = logging.getLogger(__name__)
 
@@ -266,9 +266,9 @@ class Controller:
             try:
                 # An order may hang on the one before it; samples and scores do not.
                 arrival = await (peer.connection.receive_all() if lane is Lane.DATA else peer.connection.receive(lane))
+                messages = arrival.messages
             except ConnectionClosed:
                 return
-            messages = arrival.messages if isinstance(arrival, Arrival) else [arrival.message]
             reason, refusals = "", self.edge.refusals(peer, messages)
             if any(refusals):
                 for message, refusal in zip(messages, refusals, strict=True):

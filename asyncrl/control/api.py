@@ -254,9 +254,10 @@ class RunApi:
             ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
             for record in run.lifecycle.processes.values()
         ]
+        ready = {peer.name for peer in run.peers.of("generator") if peer.num_slots}
         rows += [
-            ProcessStatus(one.name, "generator", one.pid, "ready" if one.is_ready else "starting", joined=True)
-            for one in run.membership.joined.values()
+            ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)
+            for name, hello in run.membership.joined.items()
         ]
         beats = {beat.name: beat for beat in run.heartbeats() if beat.waiting_for}
         for number, row in enumerate(rows):

@@ -498,19 +498,15 @@ class Controller:
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
             return  # it was told twice to load: taking it in again would forget the groups it was given
-        if peer.name not in self.membership.joined:
-            self.stall_detector.moved("ready", self.clock.now())
-        peer.num_slots = ready.num_slots
+        peer.num_slots, is_guest = ready.num_slots, peer.name in self.membership.joined
         self.dispatcher.tell(buffer_events.GeneratorReady(peer.name, ready.num_slots, ready.version))
-        joined = self.membership.joined.get(peer.name)
         if self.lifecycle.phase == "paused":
             peer.tell(msg.Pause())
-        elif joined is not None:
+        elif is_guest:
             peer.tell(msg.Resume())  # the run may have been paused when it was cut off
         self._weights_changed.set()
-        if joined is not None:
-            joined.is_ready = True
-        else:
+        if not is_guest:
+            self.stall_detector.moved("ready", self.clock.now())
             self.post(ev.ProcessReady(peer.name))
 
     def _hand_out_again(self, generator: str) -> None:

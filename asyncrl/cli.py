@@ -158,9 +158,9 @@ def resume(
     detach: DetachOption = False,
 ) -> None:
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
-    from asyncrl.client import CONTROLLER_END_S, Run, is_live
+    from asyncrl.client import CONTROLLER_END_S, Run
     from asyncrl.config.load import load_config
-    from asyncrl.control.launch.controller_process import until_gone
+    from asyncrl.control.launch.controller_process import is_live, until_gone
     from asyncrl.observe.steps import read_steps
 
     folder = _newest(folder)

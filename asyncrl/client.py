@@ -30,10 +30,10 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import (
     ControllerProcess,
     find_controllers,
+    is_live,
     kill_controllers,
-    live_controller,
+    read_endpoint,
 )
-from asyncrl.control.launch.controller_process import read_endpoint as read_endpoint
 from asyncrl.control.launch.lease import take_lease
 from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.choices import with_choices
@@ -322,11 +322,6 @@ class RunClient:
         return msgspec.msgpack.decode(answer, type=kind)
 
 
-def is_live(run_folder: str | Path) -> bool:
-    """Return whether a controller of this run folder is alive."""
-    return bool(live_controller(Path(run_folder)))
-
-
 def connect(run: str | Path, token: str = "") -> RunClient:
     """Join a live run; use as an async context manager. A detached run is held while it is entered.
 
@@ -545,8 +540,7 @@ def _holds_samples(run_folder: Path) -> bool:
     if any((run_folder / "checkpoints").glob("step-*")) or read_steps(run_folder):
         return True
     try:
-        with LedgerReader(run_folder) as ledger:
-            return bool(ledger.versions())
+        return bool(LedgerReader(run_folder).versions())
     except LedgerError:
         return (run_folder / "ledger.sqlite").exists()
 

@@ -21,7 +21,7 @@ from asyncrl.buffer.events import BufferInstruction, GroupMoved
 from asyncrl.buffer.group import Counts
 from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
 from asyncrl.buffer.ledger.restore import Restored
-from asyncrl.buffer.payloads import HeldGroup, Receipt, ReturnedPrompt, TakenStep, Waiting, WorkOrder, without_reference
+from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, WorkOrder, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
@@ -109,7 +109,7 @@ class Buffer:
             group_size: Members.
             now: Clock seconds.
             cursor: Where the prompt source stands after this prompt; None: unchanged.
-            replaces: Where `prompt` is that of `returned_prompt()`, its group.
+            replaces: Where `prompt` is that of `returned_prompt`, its group.
 
         Raises:
             AssertionError: There is no place for a group of that version; admission is broken.
@@ -153,11 +153,9 @@ class Buffer:
         """Note that samples may hold tokens of this version from now on."""
         self.newest_version = max(self.newest_version, version)
 
-    def returned_prompt(self) -> ReturnedPrompt | None:
-        """Return the prompt that should be issued next because its group was dropped or failed; stays until it is issued."""
-        for group_id, prompt in self._returned.items():
-            return ReturnedPrompt(prompt, group_id)
-        return None
+    def returned_prompt(self) -> tuple[int, Prompt] | None:
+        """Return a group that was dropped or failed and its prompt, which is to be issued next; stays until it is issued."""
+        return next(iter(self._returned.items()), None)
 
     # -- samples and scores ----------------------------------------------------------------------------------------------
 
@@ -314,22 +312,20 @@ class Buffer:
             self.drop_group(group_id, "token ids beyond the vocabulary", now)
         return wrong
 
-    def change(self, config: RunConfig, what: str, now: float) -> int:
-        """Follow a config that was changed while the run goes on; return the first step that it holds for.
+    def change(self, config: RunConfig, what: str, now: float) -> None:
+        """Follow a config that was changed while the run goes on, from the next step that is taken on.
 
         Args:
             config: The new one.
             what: Who changed what, for the ledger.
             now: Clock seconds.
         """
-        step = self.state.next_step
         most_groups = config.num_steps * config.algorithm.groups_per_step
         self.state.handle(ev.BoundsChanged(config.buffer.max_staleness, most_groups), now)
         self._packed_with = msgspec.structs.replace(
             self._packed_with, temperature=config.generate.sampling.temperature, settings=settings_of(config)
         )
-        self.ledger.write((rec.ChangedRecord(step, what, now),))
-        return step
+        self.ledger.write((rec.ChangedRecord(self.state.next_step, what, now),))
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 

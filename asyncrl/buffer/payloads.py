@@ -27,13 +27,6 @@ class WorkOrder(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]
 
 
-class ReturnedPrompt(msgspec.Struct, frozen=True):
-    """A prompt to be issued again: pass `replaces` on to `issue`."""
-
-    prompt: Prompt
-    replaces: int
-
-
 class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What became of something that came in; of a repeat, nothing."""
 

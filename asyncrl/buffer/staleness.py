@@ -10,31 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec import field
 
 VersionCounts = tuple[tuple[int, int], ...]
 """(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample."""
+    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample. Encoded by metrics' names."""
 
     num_samples: int = 0
     num_tokens: int = 0
-    masked_tokens: int = 0
+    masked_tokens: int = field(default=0, name="staleness/masked_tokens")
     """Older than eta, weight 0 (policy `mask`)."""
-    token_mean: float = 0.0
-    token_max: int = 0
-    sample_mean: float = 0.0
-    sample_max: int = 0
-    in_flight_mean: float = 0.0
-    in_flight_max: int = 0
-    in_queue_mean: float = 0.0
-    in_queue_max: int = 0
-    queue_mean_s: float = 0.0
+    token_mean: float = field(default=0.0, name="staleness/token_mean")
+    token_max: int = field(default=0, name="staleness/token_max")
+    sample_mean: float = field(default=0.0, name="staleness/mean")
+    sample_max: int = field(default=0, name="staleness/max")
+    in_flight_mean: float = field(default=0.0, name="staleness/in_flight_mean")
+    in_flight_max: int = field(default=0, name="staleness/in_flight_max")
+    in_queue_mean: float = field(default=0.0, name="staleness/in_queue_mean")
+    in_queue_max: int = field(default=0, name="staleness/in_queue_max")
+    queue_mean_s: float = field(default=0.0, name="queue/wait_mean_s")
     """From `ready` to `taken`, over groups."""
-    queue_max_s: float = 0.0
+    queue_max_s: float = field(default=0.0, name="queue/wait_max_s")
     token_histogram: dict[int, int] = {}
     """Staleness to number of trained tokens."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return those that are metrics, by name."""
+        shares = {f"staleness/histogram/{age}": count / self.num_tokens for age, count in self.token_histogram.items()}
+        return {name: float(value) for name, value in msgspec.to_builtins(self).items() if "/" in name} | shares
 
 
 def staleness_figures(

@@ -295,10 +295,10 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
                     instructions += self._sample_failed(lost, now)
         return instructions
 
-    def _group_dropped(self, event: ev.GroupDropped, now: float) -> list[BufferInstruction]:
+    def _group_dropped(self, event: ev.GroupDropped, _: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         assert group is not None, f"group {event.group_id} is not live\n{self.story(event.group_id)}"
-        return self._end(group, "dropped", event.reason, now)
+        return self._end(group, "dropped", event.reason)
 
     # -- members ---------------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         if not fresh:
             return []
         if self._is_past_saving(group):
-            return self._end(group, "dropped", STALE, now)
+            return self._end(group, "dropped", STALE)
         is_done = "pending" not in group.members and "generated" not in group.members
         return self._settle(group, now) if is_done else []
 
@@ -348,10 +348,10 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     def _settle(self, group: Group, now: float) -> list[BufferInstruction]:
         """Decide what becomes of a group none of whose members is waited for."""
         if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
-            return self._end(group, "failed", reason, now)
+            return self._end(group, "failed", reason)
         reason, said = self._screening.judge(group)
         if reason:
-            return [*said, *self._end(group, "dropped", reason, now, returns=False)]
+            return [*said, *self._end(group, "dropped", reason, returns=False)]
         return [*said, self._move(group, "ready", now)]
 
     def _is_past_saving(self, group: Group) -> bool:
@@ -370,7 +370,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return GroupMoved(group.group_id, before, after)
 
     def _end(
-        self, group: Group, after: Literal["dropped", "failed"], reason: str, _: float, *, returns: bool = True
+        self, group: Group, after: Literal["dropped", "failed"], reason: str, *, returns: bool = True
     ) -> list[BufferInstruction]:
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
@@ -399,7 +399,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         instructions: list[BufferInstruction] = []
         for group in [group for group in self._ready.values() if not is_fit(group, step, self.limits)]:
             returns = bool(group.trained)
-            instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, now, returns=returns)
+            instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, returns=returns)
         chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
@@ -417,7 +417,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         self.steps[step] = StepRecord(step, chosen, mask_below, figures.token_max)
         self.next_step += 1
         for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
-            instructions += self._end(group, "dropped", STALE, now)
+            instructions += self._end(group, "dropped", STALE)
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
 
     def why_not(self, step: int, group_ids: tuple[int, ...]) -> str:

@@ -37,13 +37,8 @@ def faults_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _run(config: RunConfig) -> Iterator[str]:
     """Name, lengths, evaluation, rewards, deltas."""
     name, model, engine, evaluation = config.name, config.model, config.generate.engine, config.eval
-    if (
-        name in {"", ".", ".."}
-        or name != name.strip()
-        or len(name.encode()) > MOST_NAME_BYTES
-        or set(name) & set("/\\")
-        or not name.isprintable()
-    ):
+    is_folder = name.isprintable() and name == name.strip() and name not in {"", ".", ".."} and not set(name) & set("/\\")
+    if not is_folder or len(name.encode()) > MOST_NAME_BYTES:
         yield f"name {name!r} cannot be a folder: take 1 to {MOST_NAME_BYTES} bytes that can be printed, without / or \\"
     least, group_size = config.buffer.min_group_members, config.algorithm.group_size
     if least > max(group_size, 2):

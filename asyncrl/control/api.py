@@ -26,7 +26,7 @@ from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequest
 from asyncrl.control.stall_detector import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
-from asyncrl.observe.steps import EVENTS_FILE, EvalReport, Tail
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest
 from asyncrl.schema.status import (
@@ -129,14 +129,14 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    def streams(lines: Callable[[int], AsyncIterator[bytes]], place: str) -> Handler:
-        """Return the handler of a stream, which begins where the query's field says."""
+    def streams(file: str, number: str, place: str, first: int) -> Handler:
+        """Return the handler of a stream of a file's rows, from the one whose number the query's field says, or says plus 1."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            begin = int(request.query.get(place, "0"))
+            after = int(request.query.get(place, "0")) - first
             response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await response.prepare(request)
-            async for line in lines(begin):
+            async for line in control.rows_of(file, number, after):
                 await response.write(line + b"\n")
             await response.write_eof()
             return response
@@ -147,8 +147,8 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         web.get("/status", answers(control.status)),
         web.get("/evaluations", answers(control.evaluations)),
         web.get("/metrics", metrics),
-        web.get("/steps", streams(control.steps_from, "first")),
-        web.get("/events", streams(control.events_after, "after")),
+        web.get("/steps", streams(STEPS_FILE, "step", "first", 1)),
+        web.get("/events", streams(EVENTS_FILE, "seq", "after", 0)),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
         web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
@@ -254,9 +254,10 @@ class RunApi:
             ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
             for record in run.lifecycle.processes.values()
         ]
+        ready = {peer.name for peer in run.peers.of("generator") if peer.num_slots}
         rows += [
-            ProcessStatus(one.name, "generator", one.pid, "ready" if one.is_ready else "starting", joined=True)
-            for one in run.membership.joined.values()
+            ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)
+            for name, hello in run.membership.joined.items()
         ]
         beats = {beat.name: beat for beat in run.heartbeats() if beat.waiting_for}
         for number, row in enumerate(rows):
@@ -274,29 +275,18 @@ class RunApi:
         """Return the newest metrics in Prometheus' text form."""
         return self._run.reporter.sinks.prometheus_text()
 
-    async def steps_from(self, first: int) -> AsyncIterator[bytes]:
-        """Yield reports from step `first`, as JSON, until the run has ended."""
-        reports, over, sent = self._run.reporter.steps, self._run.over, 0
-        while sent < len(reports) or not over.is_set():
-            for report in reports[sent:]:
-                sent += 1
-                if report.step >= first:
-                    yield msgspec.json.encode(report)
-            seen = sent
-            await self._until_moved(lambda: len(reports) > seen or over.is_set())  # noqa: B023 - awaited at once
-
-    async def events_after(self, seen: int) -> AsyncIterator[bytes]:
-        """Yield events behind number `seen`, as JSON, until the run has ended."""
-        reporter, tail = self._run.reporter, Tail(self._run.run_folder / EVENTS_FILE, "seq", "event", seen)
+    async def rows_of(self, file: str, number: str, after: int) -> AsyncIterator[bytes]:
+        """Yield the rows of one of the run's files behind number `after`, past and coming, until the run has ended."""
+        reporter, tail = self._run.reporter, Tail(self._run.run_folder / file, number, "", after)
         while True:
             is_over = self._run.over.is_set()  # asked first: what was written before the end is still read
-            newest = reporter.num_events
+            newest = reporter.num_rows
             while rows := await tail.rows():
                 for _, _, line in rows:
                     yield line
             if is_over:
                 return
-            await self._until_moved(lambda: reporter.num_events > newest or self._run.over.is_set())  # noqa: B023 - awaited at once
+            await self._until_moved(lambda: reporter.num_rows > newest or self._run.over.is_set())  # noqa: B023 - awaited at once
 
     async def _until_moved(self, reached: Callable[[], bool]) -> None:
         """Wait until a step or a phase has made this true."""

@@ -66,7 +66,7 @@ from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.tasks.task import TaskData
-from asyncrl.transport.protocol import GOODBYE, Arrival, Lane, Listener
+from asyncrl.transport.protocol import GOODBYE, Lane, Listener
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Controller:
         self._ended_well = False
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.feeder.on_taken = self.reporter.note_taken
-        self.buffer.state.watchers += (self.reporter.note_decision,)
+        self.buffer.state.watchers += (self.reporter.bias.note,)
         self.dispatcher.changed = self._wake_all
 
     def _wake_all(self) -> None:
@@ -266,9 +266,9 @@ class Controller:
             try:
                 # An order may hang on the one before it; samples and scores do not.
                 arrival = await (peer.connection.receive_all() if lane is Lane.DATA else peer.connection.receive(lane))
+                messages = arrival.messages
             except ConnectionClosed:
                 return
-            messages = arrival.messages if isinstance(arrival, Arrival) else [arrival.message]
             reason, refusals = "", self.edge.refusals(peer, messages)
             if any(refusals):
                 for message, refusal in zip(messages, refusals, strict=True):
@@ -498,19 +498,15 @@ class Controller:
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
             return  # it was told twice to load: taking it in again would forget the groups it was given
-        if peer.name not in self.membership.joined:
-            self.stall_detector.moved("ready", self.clock.now())
-        peer.num_slots = ready.num_slots
+        peer.num_slots, is_guest = ready.num_slots, peer.name in self.membership.joined
         self.dispatcher.tell(buffer_events.GeneratorReady(peer.name, ready.num_slots, ready.version))
-        joined = self.membership.joined.get(peer.name)
         if self.lifecycle.phase == "paused":
             peer.tell(msg.Pause())
-        elif joined is not None:
+        elif is_guest:
             peer.tell(msg.Resume())  # the run may have been paused when it was cut off
         self._weights_changed.set()
-        if joined is not None:
-            joined.is_ready = True
-        else:
+        if not is_guest:
+            self.stall_detector.moved("ready", self.clock.now())
             self.post(ev.ProcessReady(peer.name))
 
     def _hand_out_again(self, generator: str) -> None:

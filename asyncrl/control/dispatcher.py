@@ -113,11 +113,11 @@ class Dispatcher:
                 )  # fmt: skip
                 self.asked.issued(asked, order.group_id, issue.version)
             else:
-                returned = self.buffer.returned_prompt()
-                prompt, cursor = (returned.prompt, self.buffer.cursor) if returned else self._next_prompt(self.buffer.cursor)
+                (replaces, prompt), cursor = self.buffer.returned_prompt() or (None, None), self.buffer.cursor
+                if prompt is None:
+                    prompt, cursor = self._next_prompt(cursor)
                 order = self.buffer.issue(
-                    prompt, issue.generator, version=issue.version, group_size=size,
-                    now=now, cursor=cursor, replaces=returned.replaces if returned else None,
+                    prompt, issue.generator, version=issue.version, group_size=size, now=now, cursor=cursor, replaces=replaces,
                 )  # fmt: skip
             sampling, asked = self._sampling, self.asked.of(order.group_id) if self.asked is not None else None
             if asked is not None and asked.max_new_tokens:
@@ -160,12 +160,11 @@ class Dispatcher:
                 return prompt, index + 1
         return self._prompts[cursor], cursor + 1
 
-    def change(self, config: RunConfig, what: str) -> int:
-        """Go on by a config that was changed while the run goes on; return the first step that it holds for."""
-        step = self.buffer.change(config, what, self._clock.now())
+    def change(self, config: RunConfig, what: str) -> None:
+        """Go on by a config that was changed while the run goes on."""
+        self.buffer.change(config, what, self._clock.now())
         self._config, self._sampling = config, sampling_of(config)
         self.changed()
-        return step
 
     def hold(self, *, groups: bool, evaluation: bool) -> None:
         """Issue no training groups, or no evaluation prompts, until told otherwise."""

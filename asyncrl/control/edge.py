@@ -22,30 +22,19 @@ from asyncrl.buffer.validate import MAX_ATTEMPT, shape_fault
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peer
+from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.control import (
-    CheckpointDone,
-    EngineReady,
-    EngineRoom,
-    Fault,
-    Heartbeat,
-    LearnerReady,
-    ModelsReady,
-    PhaseReached,
-    ProcessKind,
-)
 from asyncrl.schema.samples import InferResult, SampleFailure, Samples, Scores
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
-MAY_SEND: dict[ProcessKind, frozenset[type]] = {
-    "generator": frozenset({
-        Samples, SampleFailure, EngineReady, EngineRoom, VersionLive, PhaseReached, Heartbeat, Fault
-    }),
-    "reward": frozenset({Scores, Heartbeat, Fault}),
-    "inference": frozenset({InferResult, ModelsReady, PhaseReached, Heartbeat, Fault}),
-    "learner": frozenset({LearnerReady, StepDone, WeightsAvailable, CheckpointDone, PhaseReached, Heartbeat, Fault}),
-}  # fmt: skip
+EVERYBODY: frozenset[type] = frozenset({msg.Heartbeat, msg.Fault})
+MAY_SEND: dict[msg.ProcessKind, frozenset[type]] = {
+    "generator": EVERYBODY | {Samples, SampleFailure, msg.EngineReady, msg.EngineRoom, VersionLive, msg.PhaseReached},
+    "reward": EVERYBODY | {Scores},
+    "inference": EVERYBODY | {InferResult, msg.ModelsReady, msg.PhaseReached},
+    "learner": EVERYBODY | {msg.LearnerReady, StepDone, WeightsAvailable, msg.CheckpointDone, msg.PhaseReached},
+}
 """What each role may say to the controller; everybody else nothing."""
 MOST_REFUSALS = 3
 """Within `REFUSAL_WINDOW_S`: then the connection is ended."""
@@ -119,20 +108,19 @@ class Edge:
         """Return why this message cannot be true by what the controller knows."""
         newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
-            case Heartbeat(waiting_for=what):
+            case msg.Heartbeat(waiting_for=what):
                 short = len(what) <= MOST_WORDS and what.isprintable()
                 refusal = "" if short else f"what it waits for is no line of {MOST_WORDS} characters at most"
-            case EngineReady():
-                refusal = _beyond("num_slots", message.num_slots, 1, MOST_SLOTS) or _beyond(
-                    "version", message.version, -1, newest
-                )
-            case EngineRoom():
+            case msg.EngineReady():
+                refusal = _beyond("num_slots", message.num_slots, 1, MOST_SLOTS)
+                refusal = refusal or _beyond("version", message.version, -1, newest)
+            case msg.EngineRoom():
                 refusal = _beyond("num_slots", message.num_slots, 0, MOST_SLOTS)
             case VersionLive():
                 refusal = _beyond("version", message.version, 0, newest) if peer.num_slots else "its engine is not ready"
-            case LearnerReady() if peer.is_ready:
+            case msg.LearnerReady() if peer.is_ready:
                 refusal = "it has said so before"
-            case LearnerReady(checkpoint=folder) if folder:
+            case msg.LearnerReady(checkpoint=folder) if folder:
                 refusal = self._folder_refusal(folder)
             case StepDone() if not peer.is_ready:
                 refusal = "it is not ready"
@@ -141,7 +129,7 @@ class Edge:
                 refusal = refusal or _beyond("version", message.version, message.step + 1, message.step + 1)
             case WeightsAvailable():
                 refusal = _beyond("version", message.version, 0, self._buffer.state.next_step)
-            case CheckpointDone():
+            case msg.CheckpointDone():
                 refusal = self._folder_refusal(message.folder) or _beyond("version", message.version, 0, max(feeder.version, 0))
         return refusal
 

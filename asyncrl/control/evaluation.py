@@ -95,15 +95,11 @@ class Evaluation:
 
     def take_failure(self, group_id: int, index: int, generator: str = "") -> None:
         """Count a sample that failed as a wrong answer; one at a joined generator counts for nothing."""
-        if index not in self._unjudged.get(group_id, ()):
-            return
-        if generator.startswith(JOINED_PREFIX):
+        if not generator.startswith(JOINED_PREFIX):
+            self.take_scores(group_id, [Score(index, 0.0, error="it was not generated")])
+        elif index in self._unjudged.get(group_id, ()):
             self._failed_at_guest.setdefault(group_id, set()).add(index)
-        else:
-            self._unsampled[group_id].discard(index)
-            self._unjudged[group_id].discard(index)
-            self._rewards.append(0.0)
-        self._settle(group_id)
+            self._settle(group_id)
 
     def _settle(self, group_id: int) -> None:
         """Take a prompt back from its generator where nothing of it is under way; hand out again what failed at a joined one."""

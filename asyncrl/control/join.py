@@ -65,18 +65,6 @@ OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level
 # -- the run's side ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class JoinedGenerator:
-    """A joined generator."""
-
-    name: str
-    incarnation: str
-    pid: int
-    """On its own machine."""
-    is_ready: bool = False
-    """Its engine is up."""
-
-
 class Membership:
     """The processes that a run lets in: those it starts itself, and joined generators.
 
@@ -99,7 +87,8 @@ class Membership:
             config: How long one may be silent.
         """
         self.most_joined = most_joined
-        self.joined: dict[str, JoinedGenerator] = {}
+        self.joined: dict[str, Hello] = {}
+        """By name, as each has introduced itself."""
         self.num_came = self.num_left = self.num_lost = 0
         self._planned = {item.name: item.kind for item in planned}
         self.heartbeats = Heartbeats(config or SupervisionConfig())
@@ -129,7 +118,7 @@ class Membership:
             return "this run lets no generator join: set placement.most_joining_generators and resume it"
         if len(self.joined) >= self.most_joined:
             return f"all {self.most_joined} places for joining generators are taken (placement.most_joining_generators)"
-        self.joined[hello.name] = JoinedGenerator(hello.name, hello.incarnation, hello.pid)
+        self.joined[hello.name] = hello
         self.num_came += 1
         return ""
 
@@ -149,9 +138,8 @@ class Membership:
         """Return how many joined generators are here, may be, came, left in good order and were lost; empty where none may."""
         if not self.most_joined:
             return {}
-        names = ("here", "most", "came", "left", "lost")
-        counts = (len(self.joined), self.most_joined, self.num_came, self.num_left, self.num_lost)
-        return dict(zip(names, counts, strict=True))
+        over = {"came": self.num_came, "left": self.num_left, "lost": self.num_lost}
+        return {"here": len(self.joined), "most": self.most_joined, **over}
 
 
 # -- the generator's side ------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from statistics import fmean
 import msgspec
 import psutil
 
-from asyncrl.buffer import events as ev
+from asyncrl.buffer.bias import INTENDED, SelectionBias
 from asyncrl.buffer.payloads import TakenStep
-from asyncrl.buffer.staleness import VersionCounts
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
@@ -31,7 +30,6 @@ from asyncrl.control.stall_detector import Wait
 from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
 from asyncrl.observe.alarms import Alarms
-from asyncrl.observe.decisions.bias import INTENDED, SelectionBias
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
@@ -49,6 +47,7 @@ from asyncrl.observe.steps import (
     read_evals,
     read_events,
     read_steps,
+    step_line,
 )
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import CheckpointDone, Heartbeat, ProcessKind
@@ -59,8 +58,6 @@ from asyncrl.schema.weights import VersionLive, WeightsAvailable
 log = logging.getLogger(__name__)
 
 ALARM_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-STEPS_WITH_METRICS = 1000
-"""Newest steps whose metrics stay in memory; metrics.jsonl and steps.jsonl have them all."""
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
 MOST_SPANS_BYTES = 32 << 20
@@ -75,7 +72,8 @@ class Reporter:
     """Turns what the controller sees into reports."""
 
     def __init__(self, config: RunConfig, run_folder: Path, sinks: MetricSinks, clock: Clock) -> None:
-        self.steps: list[StepReport] = read_steps(run_folder)
+        self.newest = next(reversed(read_steps(run_folder)), None)
+        """Report of the newest step; None before there is one."""
         self.evaluations: list[EvalReport] = read_evals(run_folder)
         self.sinks = sinks
         self._config = config
@@ -83,7 +81,9 @@ class Reporter:
         self._run_folder = run_folder
         self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
         self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self.num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self.num_rows = 0
+        """Steps and events written by this controller: who reads those files looks again as it grows."""
         self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
         self.alarms = Alarms(config.algorithm.groups_per_step)
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
@@ -113,7 +113,8 @@ class Reporter:
         """The same, by the heartbeats that were there once a second; those above are of the steps."""
         self._waiting: dict[str, sp.Span] = {}
         """By process, the wait that goes on."""
-        self._bias = SelectionBias()
+        self.bias = SelectionBias()
+        """Told of what the buffer decides."""
 
     # -- what is seen ----------------------------------------------------------------------------------------------------
 
@@ -123,9 +124,9 @@ class Reporter:
 
     def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
-        self.num_events += 1
-        now = self._clock.now()
-        self._events_file.write(RunEvent(seq=self.num_events, time_s=now, kind=kind, subject=subject, text=text, version=version))
+        self._num_events, self.num_rows = self._num_events + 1, self.num_rows + 1
+        seq, now = self._num_events, self._clock.now()
+        self._events_file.write(RunEvent(seq=seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
 
     def note_samples(self, arrived: Sequence[Samples]) -> None:
         """Record generated samples."""
@@ -144,48 +145,12 @@ class Reporter:
         self._told["time/checkpoint_s"] = done.seconds
         self.note_event("checkpoint", f"checkpoints/{Path(done.folder).name}", version=done.version)
 
-    def note_decision(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
-        """Tell the monitor of selection bias what the buffer decided: a `Watch`."""
-        bias = self._bias
-        match event:
-            case ev.GroupIssued():
-                bias.issued(event.group_id, event.version, event.size, now)
-            case ev.GroupPlaced():
-                bias.placed(event.group_id, now)
-            case ev.SamplesFinished(version_counts=counts):
-                bias.finished(event.group_id, event.indices, _lengths(counts), now)
-            case ev.SamplesScored():
-                bias.scored(event.group_id, event.indices, event.rewards)
-            case ev.SampleFailed():
-                bias.failed(event.group_id, event.index)
-            case _:
-                pass
-        for item in instructions:
-            if isinstance(item, ev.GroupMoved) and item.after in {"dropped", "failed"}:
-                bias.ended(item.group_id, item.reason if item.after == "dropped" else "failed", now)
-            elif isinstance(item, ev.TakeGroups):
-                for group_id in item.group_ids:
-                    bias.ended(group_id, "", now)
-
     def note_taken(self, taken: TakenStep) -> None:
         """Remember a step's staleness until it is done, and keep some of its samples as text."""
-        figures = taken.staleness
-        tokens = max(sum(figures.token_histogram.values()), 1)
         members = [member for group in taken.groups for member in group.members]
         samples, parts = [member.sample for member in members], {name for member in members for name in member.parts}
         self._staleness[taken.step] = {
-            "staleness/mean": figures.sample_mean,
-            "staleness/max": float(figures.sample_max),
-            "staleness/token_mean": figures.token_mean,
-            "staleness/token_max": float(figures.token_max),
-            "staleness/in_flight_mean": figures.in_flight_mean,
-            "staleness/in_flight_max": float(figures.in_flight_max),
-            "staleness/in_queue_mean": figures.in_queue_mean,
-            "staleness/in_queue_max": float(figures.in_queue_max),
-            "staleness/masked_tokens": float(figures.masked_tokens),
-            "queue/wait_mean_s": figures.queue_mean_s,
-            "queue/wait_max_s": figures.queue_max_s,
-            **{f"staleness/histogram/{age}": count / tokens for age, count in figures.token_histogram.items()},
+            **taken.staleness.metrics,
             "data/truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
             "time/generate_mean_s": fmean(sample.finished_s - sample.started_s for sample in samples),
             **{f"reward_part/{name}": fmean(member.parts.get(name, 0.0) for member in members) for name in parts},
@@ -293,20 +258,13 @@ class Reporter:
             metrics=metrics,
         )
         self._last_step_s, self._last_generated, self._scoring = now, dispatcher.generated_tokens, (0.0, 0)
-        if not self.steps or report.step > self.steps[-1].step:  # else a learner back from a checkpoint has repeated it
-            self.steps.append(report)
+        if self.newest is None or report.step > self.newest.step:  # else a learner back from a checkpoint has repeated it
+            self.newest, self.num_rows = report, self.num_rows + 1
             self._steps_file.write(report)
             raised = self.tell(self.alarms.take(report))
-            if len(self.steps) > STEPS_WITH_METRICS:
-                old = self.steps[-STEPS_WITH_METRICS - 1]
-                self.steps[-STEPS_WITH_METRICS - 1] = msgspec.structs.replace(old, metrics={})
         self.note_spans(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
-        log.info(
-            "step %d/%d reward %.3f staleness %.2f (max %d) ready %d generated %.0f tok/s trained %.0f tok/s",
-            done.version, self._config.num_steps, report.reward_mean, report.staleness_mean, report.staleness_max,
-            report.groups_ready, report.generated_tokens_per_s, report.trained_tokens_per_s,
-        )  # fmt: skip
+        log.info("%s", step_line(report, self._config.num_steps))
         return raised
 
     def tell(self, alarms: list[Alarm]) -> list[Alarm]:
@@ -345,7 +303,7 @@ class Reporter:
                 for peer in generators
                 if peer.heartbeat is not None
             },
-            **self._bias.figures(now),
+            **self.bias.figures(now),
             "idle/learner": min(done.waited_s / elapsed_s, 1.0),
             "time/step_s": elapsed_s,
             "time/train_s": done.finished_s - done.started_s,
@@ -379,7 +337,7 @@ class Reporter:
         is_burst, was_burst = new.total() >= self._config.algorithm.groups_per_step, self._in_burst
         self._in_burst = is_burst
         if is_burst and not was_burst:
-            version = self.steps[-1].version if self.steps else -1
+            version = self.newest.version if self.newest else -1
             self.note_event("drops", "groups", ", ".join(f"{n} {reason}" for reason, n in new.most_common()), version)
 
     def _now(
@@ -434,13 +392,8 @@ class Reporter:
         try:
             if self._config.observe.trace:
                 await asyncio.to_thread(sp.write_trace, run_folder)
-            if self.steps and self._config.observe.pictures:
+            if self.newest and self._config.observe.pictures:
                 report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
                 await asyncio.to_thread(report.write_report, run_folder)
         except ConfigError as error:  # a file of another version: the run itself is done
             log.warning("no pictures: %s; `asyncrl report %s` draws them", error, run_folder)
-
-
-def _lengths(counts: Iterable[VersionCounts]) -> list[int]:
-    """Return the trained tokens of each sample."""
-    return [sum(number for _, number in of_sample) for of_sample in counts]

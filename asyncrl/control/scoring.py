@@ -173,16 +173,14 @@ class ScoreDispatcher:
                 complete.append(_merge(score, half.scores[0]) if is_rules else _merge(half.scores[0], score))
             else:
                 complete.append(score)
-        return (
-            msgspec.structs.replace(
-                scores,
-                scores=tuple(complete),
-                worker="+".join(dict.fromkeys(half.worker for half in halves if half.worker)),
-                started_s=min(half.started_s for half in halves),
-                finished_s=max(half.finished_s for half in halves),
-            )
-            if complete
-            else None
+        if not complete:
+            return None
+        return msgspec.structs.replace(
+            scores,
+            scores=tuple(complete),
+            worker="+".join(dict.fromkeys(half.worker for half in halves if half.worker)),
+            started_s=min(half.started_s for half in halves),
+            finished_s=max(half.finished_s for half in halves),
         )
 
     def worker_lost(self, name: str) -> list[Scores]:

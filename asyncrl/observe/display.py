@@ -24,7 +24,7 @@ from rich.text import Text
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError, first_fault
-from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals
+from asyncrl.observe.steps import STEPS_FILE, StepReport, read_evals, step_line
 from asyncrl.schema.status import ENDED, OVER_LIMIT, RunStatus
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -88,24 +88,6 @@ def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
     if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):
         news.append(f"checkpoint {after.checkpoint}")
     return news
-
-
-def step_line(report: StepReport, num_steps: int = 0) -> str:
-    """Return a step as the one line that logs and pipes get."""
-    of = f"/{num_steps}" if num_steps else ""
-    return (
-        f"step {report.version}{of}  reward {report.reward_mean:.3f} +-{report.reward_std:.2f}  "
-        f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})  "
-        f"ready {report.groups_ready} running {report.groups_running} scoring {report.groups_scoring}  "
-        f"tok/s {report.generated_tokens_per_s:,.0f} generated {report.trained_tokens_per_s:,.0f} trained  "
-        f"idle learner {report.learner_idle:.0%} generators {report.generators_idle:.0%}  sync {report.weight_sync_ms:.0f} ms"
-        + (f"  FAILED {report.failed_samples} samples, {report.failed_share:.0%} of groups" if report.failed_samples else "")
-        + (
-            f"  OVER LIMIT {report.over_limit_samples} samples, {report.over_limit_share:.0%}"
-            if report.over_limit_samples
-            else ""
-        )
-    )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

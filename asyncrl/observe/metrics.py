@@ -124,11 +124,7 @@ _ROWS = (
     ("data/rows", "rows", "micro-batches of the step"),
     ("data/samples", "samples", "trained in the step"),
     ("data/trained_tokens", "tokens", "with loss mask 1 in the step"),
-    (
-        "bias/length_ratio",
-        "1",
-        "mean length trained over generated, of the newest cohorts that are over; 1: no selection",
-    ),
+    ("bias/length_ratio", "1", "mean length trained over generated, of the newest cohorts that are over; 1: no selection"),
     ("bias/length_ratio_low", "1", "lower end of its interval of 95 %"),
     ("bias/length_ratio_high", "1", "upper end"),
     ("bias/reward_gap", "reward", "mean reward trained minus mean reward scored, of the same groups; 0: no selection"),

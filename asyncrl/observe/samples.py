@@ -7,8 +7,8 @@ behind (NAME.old.jsonl) and the one before that goes.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -126,12 +126,8 @@ def kept_members(members: Sequence[tuple[int, int, float]], most: int) -> list[i
     `most` is 0.
     """
     places = sorted(range(len(members)), key=lambda place: members[place][:2])
-    turns: Counter[int] = Counter()
-    turn_of: dict[int, int] = {}
-    for place in places:
-        turn_of[place] = turns[members[place][0]]
-        turns[members[place][0]] += 1
-    chosen = sorted(places, key=lambda place: turn_of[place])[:most]
+    by_group = [list(alike) for _, alike in itertools.groupby(places, key=lambda place: members[place][0])]
+    chosen = [place for turn in itertools.zip_longest(*by_group) for place in turn if place is not None][:most]
     extremes = [best(places, key=lambda place: members[place][2]) for best in (min, max)] if chosen else []
     return list(dict.fromkeys([*chosen, *extremes]))
 

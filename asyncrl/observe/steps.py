@@ -67,6 +67,20 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything else, named as in observe/metrics.py; finite values only (`metrics.finite`)."""
 
 
+def step_line(report: StepReport, num_steps: int = 0) -> str:
+    """Return a step as the one line that logs and pipes get."""
+    of, over_share = f"/{num_steps}" if num_steps else "", f"{report.over_limit_share:.0%}"
+    return (
+        f"step {report.version}{of}  reward {report.reward_mean:.3f} +-{report.reward_std:.2f}  "
+        f"staleness {report.staleness_mean:.2f} (max {report.staleness_max})  "
+        f"ready {report.groups_ready} running {report.groups_running} scoring {report.groups_scoring}  "
+        f"tok/s {report.generated_tokens_per_s:,.0f} generated {report.trained_tokens_per_s:,.0f} trained  "
+        f"idle learner {report.learner_idle:.0%} generators {report.generators_idle:.0%}  sync {report.weight_sync_ms:.0f} ms"
+        + (f"  FAILED {report.failed_samples} samples, {report.failed_share:.0%} of groups" if report.failed_samples else "")
+        + (f"  OVER LIMIT {report.over_limit_samples} samples, {over_share}" if report.over_limit_samples else "")
+    )
+
+
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     """What held-out prompts came to under one version."""
 

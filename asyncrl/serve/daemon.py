@@ -26,9 +26,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.client import is_live
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import read_evals, read_events, read_steps

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, is_live
+from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect
 from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import find_controllers, kill_controllers, live_controller, until_gone
+from asyncrl.control.launch.controller_process import find_controllers, is_live, kill_controllers, until_gone
 from asyncrl.control.lifecycle.pid_file import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent, Tail, read_evals, read_events, read_steps
@@ -117,7 +117,7 @@ class Keeper:
                 log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
             except Exception as error:
                 log.exception("the run %s cannot be followed", run)
-                if not live_controller(self.records.run_folder(run)):
+                if not is_live(self.records.run_folder(run)):
                     with contextlib.suppress(OSError, sqlite3.Error):
                         await self._ended(replace(self.records.runs[run], reason=f"it cannot be followed: {error!r}"), "failed")
                         return
@@ -279,7 +279,7 @@ class Keeper:
     async def _find_again(self, record: RunRecord) -> None:
         """Take up a run that an earlier daemon began; where that was starting its controller, wait for it or kill it in time."""
         folder, until_s = self.records.run_folder(record.id), time.monotonic() + START_TIMEOUT_S
-        while not live_controller(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
+        while not is_live(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
             if time.monotonic() > until_s:
                 kill_controllers(folder)
             await asyncio.sleep(0.1)
@@ -287,7 +287,7 @@ class Keeper:
         if is_live(folder):
             await self.tell("adopted", record.id)
             self._settle(record.id)
-            await self._keep(record, is_live=True)
+            await self._keep(record, lives=True)
         elif (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
             await self._conclude(record, *last)
             self._settle(record.id)
@@ -295,16 +295,16 @@ class Keeper:
             self._settle(record.id)
             await self._keep(record)
 
-    async def _keep(self, record: RunRecord, *, is_live: bool = False) -> None:
+    async def _keep(self, record: RunRecord, *, lives: bool = False) -> None:
         """Have a run live until it ends: start its controller, follow it, start the next where it is lost."""
         in_vain = 0
         while True:
             before = record.version
             try:
-                if not is_live and record.drains:
+                if not lives and record.drains:
                     await self._ended(replace(record, reason="it was told to end as no controller of it was alive"), "stopped")
                     return
-                if not is_live:
+                if not lives:
                     await self._start(record)
                 record = self.records.runs[record.id]  # it may have been told to end meanwhile
                 self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
@@ -314,7 +314,7 @@ class Keeper:
             except AsyncRLError as error:
                 await self._ended(replace(self.records.runs[record.id], reason=str(error)), "failed")
                 return
-            is_live, record = False, self.records.runs[record.id]
+            lives, record = False, self.records.runs[record.id]
             if phase in ENDED:
                 if self._drains and phase == "stopped" and not record.drains and record.version < record.num_steps:
                     self.records.put_run(replace(record, state="queued", gpus=()))

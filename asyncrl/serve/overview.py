@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.load import load_config
-from asyncrl.observe.sinks import label_text, render_prometheus
+from asyncrl.observe.sinks import MetricsRow, label_text, render_prometheus
 from asyncrl.observe.steps import read_steps
 from asyncrl.serve.records import Records, RunRecord
 
@@ -19,10 +19,6 @@ MOST_LINE_BYTES = 1 << 20
 """The end of metrics.jsonl, in which the newest line is looked for."""
 LAST_STEPS = 50
 """Over which reward and staleness are compared."""
-
-
-class _Metrics(msgspec.Struct):
-    metrics: dict[str, float]
 
 
 def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
@@ -75,7 +71,7 @@ def _newest_metrics(folder: Path) -> dict[str, float]:
         lines = file.read().splitlines()
     for line in reversed(lines):
         try:
-            return msgspec.json.decode(line, type=_Metrics).metrics
+            return msgspec.json.decode(line, type=MetricsRow).metrics
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return {}

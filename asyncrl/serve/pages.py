@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import math
 import re
@@ -14,7 +15,7 @@ import tomllib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.records import Records
 from asyncrl.serve.streams import json_response, last_event_id, stream
 
+T = TypeVar("T")
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".LICENSE": "text/plain"}
 MOST_LOGIN_BYTES = 4096
@@ -62,6 +64,16 @@ class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/login."""
 
     token: str
+
+
+def _beside(read: Callable[[Pages, web.Request], T]) -> Callable[[Pages, web.Request], Awaitable[T]]:
+    """Have a handler, which reads files that grow with a run, work on a thread."""
+
+    @functools.wraps(read)
+    def handler(page: Pages, request: web.Request) -> Awaitable[T]:
+        return asyncio.to_thread(read, page, request)
+
+    return handler
 
 
 class Pages:
@@ -159,65 +171,139 @@ class Pages:
 
     # -- what is there ---------------------------------------------------------------------------------------------------
 
-    def series(self, request: web.Request) -> Awaitable[dict[str, Any]]:
-        """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound."""
+    @_beside
+    def series(self, request: web.Request) -> dict[str, Any]:
+        """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound.
+
+        Only what is asked for of each line is read: a run may have 10,000, of 150 values each.
+        """
         names = [name for name in request.query.get("names", "").split(",") if name]
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
-        return asyncio.to_thread(_series, self._folder(request), names)
+        fields = [name for name in names if name in StepReport.__struct_fields__ and name not in {"step", "metrics"}]
+        others = [name for name in names if name not in StepReport.__struct_fields__]
+        inner = msgspec.defstruct(
+            "inner",
+            [(f"m{i}", float | None, None) for i in range(len(others))],
+            frozen=True,
+            rename=lambda field: others[int(field[1:])],
+        )
+        row = msgspec.defstruct("row", [("step", int), ("metrics", inner, inner()), *((name, Any, None) for name in fields)])
+        decoder, rows, newest, num_bytes = msgspec.json.Decoder(row), {}, (-1, b""), 0
+        path, source = self._folder(request) / STEPS_FILE, self._folder(request) / "config.toml"
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            for line in file:
+                num_bytes += len(line) if line.endswith(b"\n") else 0
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # torn by a writer that was killed
+                    found: Any = decoder.decode(line)
+                    rows[found.step] = found
+                    newest = (found.step, line) if found.step >= newest[0] else newest
+        steps = [rows[step] for step in sorted(rows)]
+        columns = {name: [getattr(one, name) for one in steps] for name in fields}
+        columns |= {name: [getattr(one.metrics, f"m{i}") for one in steps] for i, name in enumerate(others)}
+        buffer = tomllib.loads(source.read_text(encoding="utf-8")).get("buffer", {}) if source.exists() else {}
+        return {
+            "steps": sorted(rows),
+            "columns": columns,
+            "newest": msgspec.json.decode(newest[1]) if steps else None,
+            "offset": num_bytes,
+            "max_staleness": buffer.get("max_staleness"),
+        }
 
-    def alarms(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+    @_beside
+    def alarms(self, request: web.Request) -> dict[str, Any]:
         """Return the alarms that a run has raised, newest first, and the rules with what is done about each."""
         folder = self._folder(request)
         chosen = {str(rule): what for rule, what in load_config(folder / "config.toml").observe.alarms.items()}
+        shown = ("name", "level", "meets", "needed", "of", "source", "advice")
+        rules = [{**{field: getattr(rule, field) for field in shown}, "action": chosen.get(rule.name, "warn")} for rule in RULES]
+        return {"alarms": raised_in(read_events(folder))[::-1], "rules": rules}
 
-        def read() -> dict[str, Any]:
-            shown = ("name", "level", "meets", "needed", "of", "source", "advice")
-            rules = [
-                {**{field: getattr(rule, field) for field in shown}, "action": chosen.get(rule.name, "warn")} for rule in RULES
-            ]
-            return {"alarms": raised_in(read_events(folder))[::-1], "rules": rules}
-
-        return asyncio.to_thread(read)
-
-    def seconds(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+    @_beside
+    def seconds(self, request: web.Request) -> dict[str, Any]:
         """Return how a run stood in each of its newest seconds, and the byte where reading ended."""
         path = self._folder(request) / SECONDS_FILE
+        num_bytes = path.stat().st_size if path.exists() else 0  # first: what comes meanwhile is said twice, and not left out
+        return {"rows": list(deque(read_lines(path, SecondReport), MOST_SECONDS)), "offset": num_bytes}
 
-        def read() -> dict[str, Any]:
-            num_bytes = (
-                path.stat().st_size if path.exists() else 0
-            )  # before: what comes meanwhile is said twice, and not left out
-            return {"rows": list(deque(read_lines(path, SecondReport), MOST_SECONDS)), "offset": num_bytes}
-
-        return asyncio.to_thread(read)
-
-    def ledger(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+    @_beside
+    def ledger(self, request: web.Request) -> dict[str, Any]:
         """Return counts of the ledger."""
-        path = self._folder(request) / "ledger.sqlite"
-        if not path.exists():
-            raise ForbiddenError(404, "the run has no ledger on disk")
-        return asyncio.to_thread(_ledger, path)
+        reader = self._ledger(request)
+        steps = reader.steps(last=MOST_STEPS)
+        trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
+        return {
+            "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
+            "steps": steps[-50:], "trained_in_steps": trained,
+        }  # fmt: skip
 
-    def groups(self, request: web.Request) -> Awaitable[list[dict[str, Any]]]:
+    @_beside
+    def groups(self, request: web.Request) -> list[dict[str, Any]]:
         """Return the newest groups that are in a state, with what is known of their members; no text of a completion."""
-        path, state = self._folder(request) / "ledger.sqlite", request.query.get("state", "")
+        state = request.query.get("state", "")
         if state not in get_args(GroupState):
             raise ForbiddenError(400, f"state is one of {', '.join(get_args(GroupState))}, got {state[:40]!r}")
-        if not path.exists():
-            raise ForbiddenError(404, "the run has no ledger on disk")
-        return asyncio.to_thread(_groups, path, state)
+        shown = ("group_id", "reason", "generator", "version", "attempt", "size")
+        return [
+            {
+                **{name: getattr(group, name) for name in shown},
+                "prompt_id": group.prompt.prompt_id,
+                "rewards": [one.reward for one in group.samples if one.reward is not None],
+                "tokens": [one.num_tokens for one in group.samples if one.num_tokens],
+                "failures": sorted({one.failure for one in group.samples if one.failure}),
+            }
+            for group in self._ledger(request).groups(state, MOST_GROUPS)
+        ]
 
-    def samples(self, request: web.Request) -> Awaitable[dict[str, Any]]:
-        """Return the kept samples of a step, the newest where none is named."""
-        return asyncio.to_thread(_samples, self._folder(request), _whole(request, "step", -1))
+    @_beside
+    def samples(self, request: web.Request) -> dict[str, Any]:
+        """Return the kept samples of a step, the newest where none is named, and which steps there are; of repeats the last."""
+        folder, step = self._folder(request), _whole(request, "step", -1)
+        steps: set[int] = set()
+        rows: dict[tuple[int, int], SampleRow] = {}
+        for row in read_samples(folder):
+            if step < 0 and rows and row.step != next(iter(rows.values())).step:
+                rows = {}
+            steps.add(row.step)
+            if row.step == step or step < 0:
+                rows[row.group_id, row.index] = row
+        step = next(iter(rows.values())).step if rows else step
+        learned = {key: _columns(parts) for key, parts in read_tokens(folder, step).items()}
+        prompts = {row.group_id: (row.prompt_id, row.prompt) for row in rows.values()}
+        for key in learned.keys() - rows.keys():  # kept by the learner, for its ratios
+            texts, reward, trained = learned[key]["text"], learned[key]["reward"], learned[key]["trained"]
+            versions, about = learned[key]["version"][trained].tolist(), prompts.get(key[0], ("", ""))
+            rows[key] = SampleRow(step, *key, *about, "".join(texts), reward, {}, min(versions), max(versions), len(texts), "")
+        shown = []
+        for key, row in rows.items():
+            lag = step - row.oldest_version if row.oldest_version >= 0 else None
+            ratios = learned[key]["ratio"][learned[key]["trained"]] if key in learned else ()
+            p99 = float(np.quantile(ratios, 0.99)) if len(ratios) else None
+            shown.append({**msgspec.structs.asdict(row), "lag": lag, "ratio_p99": p99})
+        return {"steps": sorted(steps), "rows": shown}
 
-    def tokens(self, request: web.Request) -> Awaitable[dict[str, Any]]:
+    @_beside
+    def tokens(self, request: web.Request) -> dict[str, Any]:
         """Return what the learner saw of a sample, MOST_TOKENS tokens from one on, and its group's rewards; none: not kept."""
-        asked = (_whole(request, name) for name in ("step", "group", "index", "first"))
-        return asyncio.to_thread(_tokens, self._folder(request), *asked)
+        step, group, index, first = (_whole(request, name) for name in ("step", "group", "index", "first"))
+        folder = self._folder(request)
+        parts = read_tokens(folder, step).get((group, index))
+        if parts is None:
+            return {"num_tokens": 0}
+        columns, rewards = _columns(parts), list[dict[str, Any]]()
+        with contextlib.suppress(LedgerError):
+            for one in LedgerReader(folder).group(group).samples:
+                rewards.append({"index": one.index, "state": one.state, "reward": one.reward, "tokens": one.num_tokens})
+        window = {
+            name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column.tolist()]
+            for name, values in columns.items() if isinstance(values, np.ndarray)
+            for column in [values[first : first + MOST_TOKENS]]
+        }  # fmt: skip
+        texts = columns["text"]
+        return {"num_tokens": len(texts), "first": first, **window, "text": texts[first : first + MOST_TOKENS], "group": rewards}
 
-    def logs(self, request: web.Request) -> Awaitable[list[tuple[str, str]]]:
+    @_beside
+    def logs(self, request: web.Request) -> list[tuple[str, str]]:
         """Return the newest lines of all processes that have a text, whatever its case, or match a pattern, by time."""
         wanted, pattern = request.query.get("q", "").lower(), request.query.get("pattern", "")
         try:
@@ -226,13 +312,11 @@ class Pages:
             raise ForbiddenError(400, f"{pattern[:100]!r} is no pattern that RE2 takes: {error}") from error
 
         def has(line: str) -> bool:
-            return (
-                wanted in line.lower()
-                if found is None
-                else next(found.finditer(line.encode("utf-8", "replace")), None) is not None
-            )
+            if found is None:
+                return wanted in line.lower()
+            return next(found.finditer(line.encode("utf-8", "replace")), None) is not None
 
-        return asyncio.to_thread(_log_lines, self._folder(request) / "logs", has)
+        return _log_lines(self._folder(request) / "logs", has)
 
     def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
         """Return the spans of a window, in bins where they are many; seconds are those since the first."""
@@ -260,6 +344,11 @@ class Pages:
     def _folder(self, request: web.Request) -> Path:
         return self._records.run_folder(request.match_info["run"])
 
+    def _ledger(self, request: web.Request) -> LedgerReader:
+        if not (path := self._folder(request) / "ledger.sqlite").exists():
+            raise ForbiddenError(404, "the run has no ledger on disk")
+        return LedgerReader(path)
+
 
 def _whole(request: web.Request, name: str, default: int = 0) -> int:
     """Return a whole number of the query."""
@@ -267,39 +356,6 @@ def _whole(request: web.Request, name: str, default: int = 0) -> int:
     if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise ForbiddenError(400, f"{name} must be a whole number, got {text[:40]!r}")
     return int(text) if text else default
-
-
-def _series(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read only what is asked for of each line; a run may have 10,000, of 150 values each."""
-    fields = [name for name in names if name in StepReport.__struct_fields__ and name not in {"step", "metrics"}]
-    others = [name for name in names if name not in StepReport.__struct_fields__]
-    inner = msgspec.defstruct(
-        "inner",
-        [(f"m{i}", float | None, None) for i in range(len(others))],
-        frozen=True,
-        rename=lambda field: others[int(field[1:])],
-    )
-    row = msgspec.defstruct("row", [("step", int), ("metrics", inner, inner()), *((name, Any, None) for name in fields)])
-    decoder, rows, newest, num_bytes = msgspec.json.Decoder(row), {}, (-1, b""), 0
-    path, source = folder / STEPS_FILE, folder / "config.toml"
-    with path.open("rb") if path.exists() else io.BytesIO() as file:
-        for line in file:
-            num_bytes += len(line) if line.endswith(b"\n") else 0
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # torn by a writer that was killed
-                found: Any = decoder.decode(line)
-                rows[found.step] = found
-                newest = (found.step, line) if found.step >= newest[0] else newest
-    steps = [rows[step] for step in sorted(rows)]
-    columns = {name: [getattr(one, name) for one in steps] for name in fields}
-    columns |= {name: [getattr(one.metrics, f"m{i}") for one in steps] for i, name in enumerate(others)}
-    buffer = tomllib.loads(source.read_text(encoding="utf-8")).get("buffer", {}) if source.exists() else {}
-    return {
-        "steps": sorted(rows),
-        "columns": columns,
-        "newest": msgspec.json.decode(newest[1]) if steps else None,
-        "offset": num_bytes,
-        "max_staleness": buffer.get("max_staleness"),
-    }
 
 
 def _log_lines(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, str]]:
@@ -310,65 +366,13 @@ def _log_lines(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, s
         stamp, lines = "", deque[tuple[str, str, str]](maxlen=MOST_LOG_LINES)
         with path.open(encoding="utf-8", errors="replace") as file:
             while line := file.readline(MOST_LINE_CHARS):
-                stamp = (
-                    line[:STAMP_CHARS] if STAMP.match(line) else stamp
-                )  # else it goes on: a traceback, a message of several lines
+                # A line without one goes on with what was before: a traceback, a message of several lines.
+                stamp = line[:STAMP_CHARS] if STAMP.match(line) else stamp
                 if wanted(line.rstrip("\n")):
                     lines.append((stamp, path.stem, line.rstrip("\n")))
         found += lines
     found.sort(key=lambda line: line[0])  # and lines of one moment as they are in their file
     return [(process, line) for _, process, line in found[-MOST_LOG_LINES:]]
-
-
-def _ledger(path: Path) -> dict[str, Any]:
-    with LedgerReader(path) as reader:
-        steps = reader.steps(last=MOST_STEPS)
-        trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
-        return {
-            "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
-            "steps": steps[-50:], "trained_in_steps": trained,
-        }  # fmt: skip
-
-
-def _groups(path: Path, state: str) -> list[dict[str, Any]]:
-    shown = ("group_id", "reason", "generator", "version", "attempt", "size")
-    with LedgerReader(path) as reader:
-        return [
-            {
-                **{name: getattr(group, name) for name in shown},
-                "prompt_id": group.prompt.prompt_id,
-                "rewards": [one.reward for one in group.samples if one.reward is not None],
-                "tokens": [one.num_tokens for one in group.samples if one.num_tokens],
-                "failures": sorted({one.failure for one in group.samples if one.failure}),
-            }
-            for group in reader.groups(state, MOST_GROUPS)
-        ]
-
-
-def _samples(folder: Path, step: int) -> dict[str, Any]:
-    """Return the samples of a step (-1: of the newest), and which steps there are; of a repeated one those of the last time."""
-    steps: set[int] = set()
-    rows: dict[tuple[int, int], SampleRow] = {}
-    for row in read_samples(folder):
-        if step < 0 and rows and row.step != next(iter(rows.values())).step:
-            rows = {}
-        steps.add(row.step)
-        if row.step == step or step < 0:
-            rows[row.group_id, row.index] = row
-    step = next(iter(rows.values())).step if rows else step
-    learned = {key: _columns(parts) for key, parts in read_tokens(folder, step).items()}
-    prompts = {row.group_id: (row.prompt_id, row.prompt) for row in rows.values()}
-    for key in learned.keys() - rows.keys():  # kept by the learner, for its ratios
-        texts, reward, trained = learned[key]["text"], learned[key]["reward"], learned[key]["trained"]
-        versions, about = learned[key]["version"][trained].tolist(), prompts.get(key[0], ("", ""))
-        rows[key] = SampleRow(step, *key, *about, "".join(texts), reward, {}, min(versions), max(versions), len(texts), "")
-    shown = []
-    for key, row in rows.items():
-        lag = step - row.oldest_version if row.oldest_version >= 0 else None
-        ratios = learned[key]["ratio"][learned[key]["trained"]] if key in learned else ()
-        p99 = float(np.quantile(ratios, 0.99)) if len(ratios) else None
-        shown.append({**msgspec.structs.asdict(row), "lag": lag, "ratio_p99": p99})
-    return {"steps": sorted(steps), "rows": shown}
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:
@@ -383,20 +387,3 @@ def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:
     columns |= {"token": np.concatenate([ids_from_bytes(part.token_ids) for part in parts])}
     columns |= {"version": np.concatenate([ids_from_bytes(part.versions) for part in parts])}
     return columns | {"text": [text for part in parts for text in part.texts]}
-
-
-def _tokens(folder: Path, step: int, group: int, index: int, first: int) -> dict[str, Any]:
-    parts = read_tokens(folder, step).get((group, index))
-    if parts is None:
-        return {"num_tokens": 0}
-    columns, rewards = _columns(parts), list[dict[str, Any]]()
-    with contextlib.suppress(LedgerError), LedgerReader(folder) as reader:
-        members = reader.group(group).samples
-        rewards = [{"index": one.index, "state": one.state, "reward": one.reward, "tokens": one.num_tokens} for one in members]
-    window = {
-        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column.tolist()]
-        for name, values in columns.items() if isinstance(values, np.ndarray)
-        for column in [values[first : first + MOST_TOKENS]]
-    }  # fmt: skip
-    texts = columns["text"]
-    return {"num_tokens": len(texts), "first": first, **window, "text": texts[first : first + MOST_TOKENS], "group": rewards}

@@ -312,10 +312,8 @@ class Service:
             submission, parent = asked, ""
         else:
             checkpoint = self._checkpoint(run, asked.checkpoint)
-            submission, parent = (
-                of_fork(asked, checkpoint, self.records.runs[run].project),
-                f"{run}/checkpoints/{checkpoint.name}",
-            )
+            submission = of_fork(asked, checkpoint, self.records.runs[run].project)
+            parent = f"{run}/checkpoints/{checkpoint.name}"
         folder, there = self.records.run_folder(""), self.keeper.machine
         config, demand = await asyncio.get_running_loop().run_in_executor(
             self._checkers, resolve, submission, folder, self.code_roots, there

@@ -35,7 +35,7 @@ from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 from asyncrl.transport.packets import Item, Lane, Parcel
 
-__all__ = ["Arrival", "Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
+__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
@@ -45,28 +45,20 @@ GOODBYE = "closed by the peer"
 
 @dataclass(slots=True)
 class Delivery:
-    """One received message; the sender's window opens again when it is acknowledged."""
-
-    message: Message
-    _seq: int
-    _acknowledge: Callable[..., None]
-
-    def ack(self) -> None:
-        """Tell the sender that this message is dealt with; cheap, safe to repeat, does not wait."""
-        self._acknowledge(self._seq)
-
-
-@dataclass(slots=True)
-class Arrival:
-    """Received messages that are dealt with together."""
+    """Received messages that are dealt with together; the sender's window opens again when they are acknowledged."""
 
     messages: list[Message]
     _seqs: list[int]
-    _acknowledge: Callable[..., None]
+    _acknowledge: Callable[[list[int]], None]
+
+    @property
+    def message(self) -> Message:
+        """Return the first, of `receive` the only one."""
+        return self.messages[0]
 
     def ack(self) -> None:
-        """Tell the sender that all of them are dealt with; as `Delivery.ack`."""
-        self._acknowledge(*self._seqs)
+        """Tell the sender that they are dealt with; cheap, safe to repeat, does not wait."""
+        self._acknowledge(self._seqs)
 
 
 @dataclass(slots=True)
@@ -142,7 +134,7 @@ class InLane:
         """Set whenever a message arrived or the connection ended."""
         self._pump_soon = pump_soon
 
-    def acknowledge(self, *seqs: int) -> None:
+    def acknowledge(self, seqs: list[int]) -> None:
         """Tell the sender of each message once, however often it is asked."""
         fresh = self.unhandled.intersection(seqs)
         if fresh:
@@ -222,23 +214,16 @@ class Connection:
         Raises:
             ConnectionClosed: The other end is gone and everything it sent has been received.
         """
-        half = await self._wait_for_message(lane)
-        seq, message = half.inbox.popleft()
-        return Delivery(message, seq, half.acknowledge)
+        return await self.receive_all(lane, 1)
 
-    async def receive_all(self, lane: Lane = Lane.DATA) -> Arrival:
-        """Return every message of the lane that is there, one or more, in order. Raises as `receive`."""
-        half = await self._wait_for_message(lane)
-        arrival = Arrival([message for _, message in half.inbox], [seq for seq, _ in half.inbox], half.acknowledge)
-        half.inbox.clear()
-        return arrival
-
-    async def _wait_for_message(self, lane: Lane) -> InLane:
+    async def receive_all(self, lane: Lane = Lane.DATA, most: int = sys.maxsize) -> Delivery:
+        """Return every message of the lane that is there, one or more and at most so many, in order. Raises as `receive`."""
         while not (half := self._in[lane]).inbox:
             self._raise_if_closed()
             half.changed.clear()
             await half.changed.wait()
-        return half
+        arrived = [half.inbox.popleft() for _ in range(min(len(half.inbox), most))]
+        return Delivery([message for _, message in arrived], [seq for seq, _ in arrived], half.acknowledge)
 
     def unacknowledged(self, lane: Lane = Lane.DATA) -> int:
         """Return how many sent messages the other end has not acknowledged."""

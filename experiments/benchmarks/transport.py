@@ -37,7 +37,7 @@ from asyncrl.buffer.state import BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples
-from asyncrl.transport.protocol import Arrival, new_hello
+from asyncrl.transport.protocol import Delivery, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
 from benchmarks.harness import BenchResult, interleaved, ratio
@@ -140,7 +140,7 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     return (NUM_SAMPLES - 1) / (finished_s - started_s)
 
 
-def _finish(arrival: Arrival, last_committed: asyncio.Future[float] | None) -> None:
+def _finish(arrival: Delivery, last_committed: asyncio.Future[float] | None) -> None:
     """Acknowledge samples, and stop the clock with the last."""
     arrival.ack()
     if last_committed is not None:

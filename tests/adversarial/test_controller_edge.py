@@ -59,7 +59,7 @@ async def running(folder, **settings):
     finally:
         run.cancel()
         await asyncio.wait([run])
-        world.controller.reporter.steps.clear()
+        world.controller.reporter.newest = None
         await world.controller.reporter.close(folder)
         world.buffer.close()
 

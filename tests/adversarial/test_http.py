@@ -15,8 +15,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from asyncrl.client import connect, is_live
+from asyncrl.client import connect
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.errors import RunLostError
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 
@@ -36,8 +37,8 @@ class Control:
     def status(self) -> RunStatus:
         return RunStatus(name="r", run_folder="r", phase="running")
 
-    async def steps_from(self, first: int):
-        self.asked.append(f"steps from {first}")
+    async def rows_of(self, file: str, number: str, after: int):
+        self.asked.append(f"{file} behind {after}")
         return
         yield
 

@@ -137,8 +137,7 @@ def assert_every_step_once(run_folder: Path, num_steps: int) -> None:
     """These steps were done, each once and in order, and their groups of four are trained, each once."""
     assert [report.step for report in read_steps(run_folder)] == list(range(num_steps))
     assert len(trained_groups(run_folder)) == 4 * num_steps
-    with LedgerReader(run_folder) as ledger:
-        groups = {row.state: row.groups for row in ledger.counts()}
+    groups = {row.state: row.groups for row in LedgerReader(run_folder).counts()}
     assert groups["trained"] == 4 * num_steps
     assert not groups.keys() & {"taken", "failed"}, groups
 
@@ -164,8 +163,8 @@ def samples_by(run_folder: Path, generators: str) -> int:
 
 def trained_groups(run_folder: Path) -> list[int]:
     """Return the ids of the groups that were trained, none of them twice."""
-    with LedgerReader(run_folder / "ledger.sqlite") as ledger:
-        trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
+    ledger = LedgerReader(run_folder / "ledger.sqlite")
+    trained = [group_id for step in ledger.steps(last=1_000_000) for group_id in step.group_ids]
     assert len(trained) == len(set(trained))
     return trained
 

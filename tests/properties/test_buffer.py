@@ -141,13 +141,13 @@ class RunLife(RuleBasedStateMachine):
                 returned = self.buffer.returned_prompt()
                 cursor = self.buffer.cursor + (returned is None)
                 order = self.buffer.issue(
-                    returned.prompt if returned else Prompt(f"p{cursor}"),
+                    returned[1] if returned else Prompt(f"p{cursor}"),
                     issue.generator,
                     version=issue.version,
                     group_size=self.config.algorithm.members_per_group,
                     now=self.now,
                     cursor=cursor,
-                    replaces=returned.replaces if returned else None,
+                    replaces=returned[0] if returned else None,
                 )
             self.give(issue.generator, order)
 
@@ -408,7 +408,7 @@ class RunLife(RuleBasedStateMachine):
         self.was_lowered |= eta < before.max_staleness
         self.largest_eta = max(self.largest_eta, eta)
         self.config = msgspec.structs.replace(self.config, buffer=msgspec.structs.replace(before, max_staleness=eta))
-        assert self.buffer.change(self.config, "a test", self.now) == self.buffer.state.next_step
+        self.buffer.change(self.config, "a test", self.now)
         self.issue()
 
     @rule()

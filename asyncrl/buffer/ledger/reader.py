@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -121,7 +121,7 @@ class SampleStory(msgspec.Struct, frozen=True):
 
 
 class LedgerReader:
-    """Reads one ledger file.
+    """Reads one ledger file; every question opens and closes it.
 
     Args:
         path: The file, or the folder of the run.
@@ -139,12 +139,6 @@ class LedgerReader:
         self.path = path / "ledger.sqlite" if path.is_dir() else path
         with connect_read_only(self.path):
             pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release nothing: every question opens and closes the file itself."""
 
     def counts(self) -> list[StateCount]:
         """Return groups per state and reason."""
@@ -195,7 +189,6 @@ class LedgerReader:
     def groups(self, state: str, last: int = 50) -> list[GroupStory]:
         """Return the newest groups that are in a state, newest first."""
         with connect_read_only(self.path) as connection:
-            connection.execute("BEGIN")
             found = connection.execute(
                 "SELECT group_id FROM groups WHERE state = ? ORDER BY group_id DESC LIMIT ?", (state, last)
             ).fetchall()
@@ -208,7 +201,6 @@ class LedgerReader:
             LedgerError: There is no such group.
         """
         with connect_read_only(self.path) as connection:
-            connection.execute("BEGIN")
             return _group_story(connection, self.path, group_id)
 
     def sample(self, group_id: int, index: int) -> SampleStory:
@@ -218,7 +210,6 @@ class LedgerReader:
             LedgerError: There is no such group, or this member has nothing to tell yet.
         """
         with connect_read_only(self.path) as connection:
-            connection.execute("BEGIN")
             group = _group_story(connection, self.path, group_id)
             row = next((row for row in group.samples if row.index == index), None)
             if row is None:

@@ -50,7 +50,6 @@ def restore(path: Path, state: BufferState, now: float = 0.0) -> Restored:
         LedgerError: The file is damaged or contradicts itself.
     """
     with connect_read_only(path) as connection:
-        connection.execute("BEGIN")
         next_group_id, cursor, newest = connection.execute(
             "SELECT coalesce(max(group_id), -1) + 1, coalesce(max(cursor), 0), coalesce(max(version), 0) FROM groups"
         ).fetchone()

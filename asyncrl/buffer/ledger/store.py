@@ -234,7 +234,7 @@ def _payload_bytes(record: SamplesRecord) -> int:
 
 @contextlib.contextmanager
 def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a ledger for reading, beside a run that writes it.
+    """Open a ledger for reading, beside a run that writes it; all that is read is of one moment.
 
     Raises:
         LedgerError: There is no ledger at `path`, or what is there cannot be read.
@@ -247,6 +247,7 @@ def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
         is_written = path.with_name(f"{path.name}-wal").exists() and os.access(path.parent, os.W_OK)
         uri = f"{path.absolute().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
+            connection.execute("BEGIN")
             yield connection
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "")

@@ -142,17 +142,16 @@ def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
         return None  # any other error says nothing of the run: no descriptor is free, say
 
 
-def live_controller(run_folder: Path) -> int:
-    """Return the pid of the run's controller on this machine; 0 where none is alive.
+def is_live(run_folder: Path) -> bool:
+    """Return whether a controller of this run answers and is alive, on this machine.
 
-    The pid may have been given to another program since, or to another run's process, so its command line is read too.
+    Its pid may have been given to another program since, or to another run's process, so its command line is read too.
     """
     endpoint = read_endpoint(run_folder)
     try:
-        command = psutil.Process(endpoint.pid).cmdline() if endpoint is not None else []
+        return endpoint is not None and _is_controller(psutil.Process(endpoint.pid).cmdline(), run_folder)
     except psutil.Error:
-        return 0
-    return endpoint.pid if endpoint is not None and _is_controller(command, run_folder) else 0
+        return False
 
 
 def find_controllers(run_folder: Path) -> list[int]:
@@ -172,7 +171,7 @@ async def until_gone(run_folder: Path, timeout_s: float) -> bool:
     """Wait until no controller of the run answers and lives; False where one still does after `timeout_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while live_controller(run_folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
+            while is_live(run_folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
                 await asyncio.sleep(0.05)
             return True
     return False

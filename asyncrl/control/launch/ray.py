@@ -125,49 +125,39 @@ class ProcessHost:
             (self._process.kill if at_once else self._process.terminate)()
 
 
+@dataclass(slots=True)
 class RayLauncher:
-    """Starts the processes of one run on a cluster; see `Launcher`. Nothing is asked of Ray before the first.
+    """Starts the processes of one run on a cluster; see `Launcher`. Nothing is asked of Ray before the first."""
 
-    Args:
-        launch: Of the run's config.
-        run_folder: On storage that every node sees.
-        needs_for: What a process of a kind asks of its node.
-        planned: What the run begins with.
-    """
-
-    def __init__(
-        self,
-        launch: RayLaunch,
-        run_folder: Path,
-        needs_for: Callable[[ProcessKind], ProcessNeeds],
-        planned: Sequence[ProcessPlan],
-    ) -> None:
-        self._launch = launch
-        self._run_folder = run_folder
-        self._needs_for = needs_for
-        self._bundles = {item.name: number for number, item in enumerate(planned)}
-        self._kinds = [item.kind for item in planned]
-        self._group: PlacementGroup | None = None
+    launch: RayLaunch
+    """Of the run's config."""
+    run_folder: Path
+    """On storage that every node sees."""
+    needs_for: Callable[[ProcessKind], ProcessNeeds]
+    """What a process of a kind asks of its node."""
+    planned: Sequence[ProcessPlan]
+    """What the run begins with."""
+    _group: PlacementGroup | None = None
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """Start one process wherever there is room, waiting until there is; see `Launcher.start`."""
-        needs = self._needs_for(spec.kind)
-        number = self._bundles.get(spec.name)
+        needs = self.needs_for(spec.kind)
+        number = next((number for number, item in enumerate(self.planned) if item.name == spec.name), None)
         release: Callable[[], None] | None = None
         if number is None:
             group = self._new_group([needs])
             release = partial(remove_placement_group, group)
         else:
             if self._group is None:
-                self._group = self._new_group([self._needs_for(kind) for kind in self._kinds])
+                self._group = self._new_group([self.needs_for(item.kind) for item in self.planned])
             group = self._group
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number or 0)
-        return await _start_in(strategy, spec, self._run_folder, needs, release)
+        return await _start_in(strategy, spec, self.run_folder, needs, release)
 
     def _new_group(self, needs: list[ProcessNeeds]) -> PlacementGroup:
         return placement_group(
             [bundle_of(each) for each in needs],
-            strategy=self._launch.strategy,
+            strategy=self.launch.strategy,
             bundle_label_selector=[dict(each.labels) for each in needs],
         )
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from msgspec.structs import replace
+
 from asyncrl.schema.status import OVER_LIMIT, FailureSeen
 
 WINDOW_GROUPS, WINDOW_SAMPLES = 64, 256
@@ -105,15 +107,10 @@ class FailureWatch:
     def _count(self, stage: str, kind: str, reason: str, trace: str) -> bool:
         if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:
             kind, reason, trace = OTHER_KINDS, f"more than {MOST_KINDS} kinds of failure", ""
-        seen = self.kinds.get(kind)
-        self.kinds[kind] = FailureSeen(
-            kind=kind,
-            stage=seen.stage if seen else stage,
-            count=seen.count + 1 if seen else 1,
-            reason=seen.reason if seen else reason,
-            trace=seen.trace if seen else trace,
-        )
-        return seen is None
+        is_new = kind not in self.kinds
+        seen = FailureSeen(kind=kind, stage=stage, count=0, reason=reason, trace=trace) if is_new else self.kinds[kind]
+        self.kinds[kind] = replace(seen, count=seen.count + 1)
+        return is_new
 
     def group_completed(self) -> None:
         """Note a group whose members are scored, whatever becomes of it."""

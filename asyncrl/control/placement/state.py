@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.observe.decisions.machine import Machine, Value
-from asyncrl.schema.control import Phase, SetPhase
+from asyncrl.schema.control import Phase, ProcessKind, SetPhase
 
-Role = Literal["learner", "generator", "inference"]
 Stage = Literal["settled", "giving", "taking"]
-HOLDER: dict[Phase, Role] = {"rollout": "generator", "inference": "inference", "train": "learner"}
+HOLDER: dict[Phase, ProcessKind] = {"rollout": "generator", "inference": "inference", "train": "learner"}
 """Which role has the device in a phase."""
 
 
@@ -34,7 +33,7 @@ class Joined(Value, frozen=True):
     """A process is there and can be told. A learner has everything on the device, the others have nothing there yet."""
 
     name: str
-    role: Role
+    role: ProcessKind
 
 
 class Left(Value, frozen=True):
@@ -81,7 +80,7 @@ PhaseInstruction = LeavePhase | Tell | EnterPhase
 
 @dataclass(slots=True)
 class _Member:
-    role: Role
+    role: ProcessKind
     told: int = -1
     """Number of the switch it was told of last; -1: of none yet."""
     owes: bool = False
@@ -122,11 +121,11 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
         """Return the phase that is on; None during a switch."""
         return self.phase if self.stage == "settled" else None
 
-    def has(self, role: Role) -> bool:
+    def has(self, role: ProcessKind) -> bool:
         """Return whether somebody of that role is there."""
         return bool(self._with_role(role))
 
-    def has_newcomer(self, role: Role) -> bool:
+    def has_newcomer(self, role: ProcessKind) -> bool:
         """Return whether somebody of that role is there who has not been told a phase yet."""
         return any(self._members[name].told < 0 for name in self._with_role(role))
 
@@ -210,5 +209,5 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
             member.told, member.owes = self.number, True
             instructions.append(Tell(name, SetPhase(self.phase, self.number)))
 
-    def _with_role(self, role: Role) -> list[str]:
+    def _with_role(self, role: ProcessKind) -> list[str]:
         return sorted(name for name, member in self._members.items() if member.role == role)

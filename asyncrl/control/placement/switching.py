@@ -42,7 +42,6 @@ METRICS: dict[Activity, str] = {
     "train": "placement/train_s",
     "switch": "placement/switch_s",
 }
-ROLES: dict[ProcessKind, st.Role] = {"learner": "learner", "generator": "generator", "inference": "inference"}
 
 
 @dataclass(eq=False)
@@ -88,7 +87,7 @@ class Switching:
     def join(self, peer: Peer, model_folder: str) -> None:
         """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
         self._model_folder = model_folder
-        self._handle(st.Joined(peer.name, ROLES[peer.kind]))
+        self._handle(st.Joined(peer.name, peer.kind))
         self.consider()
 
     def leave(self, name: str, kind: ProcessKind) -> None:

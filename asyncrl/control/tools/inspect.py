@@ -29,19 +29,19 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
         ConfigError: `sample` is not of that form.
         LedgerError: There is no ledger, group or sample of that name.
     """
-    with LedgerReader(run_folder) as reader:
-        if sample:
-            parts = re.fullmatch(r"g?([0-9]{1,18})(?:\.([0-9]{1,18}))?", sample)
-            if parts is None:
-                raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {sample!r}")
-            group_id, index = parts.groups()
-            story = reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
-            if as_json:
-                return msgspec.json.encode(story).decode()
-            row = story.row if isinstance(story, SampleStory) else None
-            return _story_text(story, find_sample(run_folder, row.group_id, row.index) if row else None)
-        states, versions, steps = reader.counts(), reader.versions(), reader.steps(last=10)
-        prompts = [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id]
+    reader = LedgerReader(run_folder)
+    if sample:
+        parts = re.fullmatch(r"g?([0-9]{1,18})(?:\.([0-9]{1,18}))?", sample)
+        if parts is None:
+            raise ConfigError(f"--sample takes g17.3 (a sample) or g17 (a group), got {sample!r}")
+        group_id, index = parts.groups()
+        story = reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
+        if as_json:
+            return msgspec.json.encode(story).decode()
+        row = story.row if isinstance(story, SampleStory) else None
+        return _story_text(story, find_sample(run_folder, row.group_id, row.index) if row else None)
+    states, versions, steps = reader.counts(), reader.versions(), reader.steps(last=10)
+    prompts = [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id]
     if as_json:
         return msgspec.json.encode({"states": states, "versions": versions, "steps": steps, "prompts": prompts}).decode()
     sections = [

@@ -51,8 +51,6 @@ async def test_a_generator_that_leaves_and_one_that_is_killed_give_their_groups_
     assert drained.guests == {"here": 0, "most": 2, "came": 2, "left": 1, "lost": 1}
     assert {process.name: process.deaths for process in drained.processes} == {"learner": 0, "reward-0": 0, "generator-0": 0}
     assert_balanced(drained)
-    with LedgerReader(run.run_folder) as ledger:
-        generated_by = {
-            sample.generator for number in range(drained.groups["trained"]) for sample in ledger.group(number).samples
-        }
+    ledger = LedgerReader(run.run_folder)
+    generated_by = {sample.generator for number in range(drained.groups["trained"]) for sample in ledger.group(number).samples}
     assert generated_by == {"generator-0", *names}

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.client import is_live
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import LaunchError, RunLostError

@@ -46,9 +46,9 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
     assert reports[-1].metrics["dpo/margin"] > reports[0].metrics["dpo/margin"]
     assert max(report.staleness_max for report in reports) <= 2
     assert status.groups["trained"] == 40 * 16
-    with LedgerReader(run.run_folder) as ledger:
-        assert {prompt.groups for prompt in ledger.prompts(limit=200)} <= {6, 7}
-        rewards = {row.index: row.reward for row in ledger.group(0).samples}
+    ledger = LedgerReader(run.run_folder)
+    assert {prompt.groups for prompt in ledger.prompts(limit=200)} <= {6, 7}
+    rewards = {row.index: row.reward for row in ledger.group(0).samples}
     assert rewards == {0: 1.0, 1: 0.0}
 
 
@@ -67,12 +67,12 @@ async def test_every_group_of_remax_has_a_greedy_baseline_and_groups_without_spr
     async with asyncrl.Run(config) as run:
         reports, status = await _finish(run)
     assert len(reports) == 4
-    with LedgerReader(run.run_folder) as ledger:
-        group_ids = [group_id for step in ledger.steps() for group_id in step.group_ids]
-        groups = [ledger.group(group_id) for group_id in group_ids]
-        newest = ledger.steps()[-1].group_ids
-        drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in newest] for index in (0, 3))
-        dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
+    ledger = LedgerReader(run.run_folder)
+    group_ids = [group_id for step in ledger.steps() for group_id in step.group_ids]
+    groups = [ledger.group(group_id) for group_id in group_ids]
+    newest = ledger.steps()[-1].group_ids
+    drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in newest] for index in (0, 3))
+    dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
     assert len(groups) == 16
     assert {group.size for group in groups} == {4}
     assert not any(any(sample.logprobs) for sample in greedy)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.client import is_live, read_endpoint
+from asyncrl.control.launch.controller_process import is_live, read_endpoint
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import ENDED
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, recorded_pids, written

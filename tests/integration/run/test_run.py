@@ -42,8 +42,8 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     assert status.groups["trained"] == 5 * 4
     assert_balanced(status)
     assert {process.kind for process in status.processes} == {"learner", "reward", "inference", "generator"}
-    with LedgerReader(run.run_folder) as ledger:
-        members = [member for group_id in trained_groups(run.run_folder) for member in ledger.group(group_id).samples]
+    ledger = LedgerReader(run.run_folder)
+    members = [member for group_id in trained_groups(run.run_folder) for member in ledger.group(group_id).samples]
     assert len(members) == 5 * 4 * 4
     for member in members:
         assert set(member.parts) == {"answer_match", "taste"}
@@ -127,8 +127,7 @@ async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
             if report.version == 5:
                 break
         kill_all(run.run_folder)
-    with LedgerReader(run.run_folder / "ledger.sqlite") as ledger:
-        num_steps = len(ledger.steps(last=10_000)) + 3
+    num_steps = len(LedgerReader(run.run_folder / "ledger.sqlite").steps(last=10_000)) + 3
     async with asyncrl.Run(tiny(num_steps=num_steps, **settings), resume=run.run_folder) as again:
         reports, status = await _finish(again)
     assert status.phase == "stopped", status.reason

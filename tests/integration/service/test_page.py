@@ -29,8 +29,8 @@ from asyncrl.buffer.ledger.records import (
     TrainedRecord,
 )
 from asyncrl.buffer.ledger.store import SqliteLedger
-from asyncrl.client import is_live, read_endpoint
 from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.control.launch.controller_process import is_live, read_endpoint
 from asyncrl.observe.alarms import RULES
 from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.samples import (
@@ -345,8 +345,8 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
             rule.name: [rule.meets, f"{rule.needed} of {rule.of}", rule.source, rule.advice, "goes on"] for rule in RULES
         }
         await page.get_by_role("link", name="ledger").click()
-        with LedgerReader(recorded) as ledger:
-            counts = ledger.counts()
+        ledger = LedgerReader(recorded)
+        counts = ledger.counts()
         total = sum(row.groups for row in counts)
         assert await page.locator("#sum").text_content() == (
             f"issued {total} = running 0 + scoring 0 + ready 0 + taken 0 + trained 6 + dropped 1 + failed 0; sum holds: yes"
@@ -365,8 +365,8 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         rewards = [float(row[1]) for row in await rows_of_table(page, "4 samples of step 5")]
         assert rewards == sorted((row.reward for row in kept), reverse=True)
         await page.get_by_label("Groups that are").select_option("dropped")
-        with LedgerReader(recorded) as ledger:
-            (dropped,) = ledger.groups("dropped")
+        ledger = LedgerReader(recorded)
+        (dropped,) = ledger.groups("dropped")
         ((group, prompt, why, *_),) = await rows_of_table(page, "The newest 1 groups that are dropped")
         assert (group, prompt, why) == (f"g{dropped.group_id}", dropped.prompt.prompt_id, "stale")
         await page.get_by_role("link", name="events").click()
@@ -528,8 +528,8 @@ async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real
         for colour in ("ratio", "advantage", "clipped"):
             await page.get_by_label("Colour by").select_option(colour)
             assert "shade" in await page.locator(".tokens span").first.get_attribute("class")
-        with LedgerReader(real) as ledger:
-            members = ledger.group(group).samples
+        ledger = LedgerReader(real)
+        members = ledger.group(group).samples
         assert [float(row[2]) for row in await rows_of_table(page, "Rewards of its group")] == [one.reward for one in members]
 
 

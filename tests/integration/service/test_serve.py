@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.client import is_live, read_endpoint
-from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.launch.controller_process import find_controllers, is_live, read_endpoint
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines
 from tests.integration.conftest import (
     NO_EVALUATION,

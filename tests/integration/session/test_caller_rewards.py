@@ -11,7 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.client import is_live
+from asyncrl.control.launch.controller_process import is_live
 from asyncrl.observe.steps import read_events
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, written
 
@@ -122,5 +122,5 @@ async def test_scoring_waits_for_a_lost_caller_is_named_and_goes_on_by_another(t
         assert_balanced(status := await run.status())
     assert status.groups["trained"] == 16
     assert status.groups["failed"] == 0
-    with LedgerReader(run.run_folder) as ledger:
-        assert {row.state: row.groups for row in ledger.counts()}["trained"] == 16
+    ledger = LedgerReader(run.run_folder)
+    assert {row.state: row.groups for row in ledger.counts()}["trained"] == 16

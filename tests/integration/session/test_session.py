@@ -117,8 +117,8 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
     async with asyncrl.Session(resume=folder, reward=reward) as session:
         assert session.version == 3
         assert [(await session.train_step(groups)).version async for groups in session.batches()] == [4]
-    with LedgerReader(folder) as ledger:
-        assert {row.state: row.groups for row in ledger.counts()}["trained"] == 4 * 4
+    ledger = LedgerReader(folder)
+    assert {row.state: row.groups for row in ledger.counts()}["trained"] == 4 * 4
 
 
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):

@@ -212,10 +212,10 @@ def test_a_prompt_to_be_issued_again_and_the_reasons_survive_a_resume(reopen):
         group = _issue(buffer, name="again")
         for index in range(2):
             buffer.add_failure(SampleFailure(group, index, 0, "generate", "no"), 1.0)
-    buffer.issue(buffer.returned_prompt().prompt, "g0", version=0, group_size=2, now=2.0, replaces=0)
+    buffer.issue(buffer.returned_prompt()[1], "g0", version=0, group_size=2, now=2.0, replaces=0)
     buffer = reopen()
     assert buffer.counts().failed == {"no": 2}
-    assert buffer.returned_prompt().replaces == 1
+    assert buffer.returned_prompt()[0] == 1
 
 
 # -- screening and what scores bring -------------------------------------------------------------------------------------

@@ -221,29 +221,29 @@ def test_a_reader_answers_while_a_run_writes(path, ledger):
     ledger.write([rec.IssuedRecord(3, Prompt("p0"), "g1", 2, 2, 5.0, replaces=0, cursor=4)])
     ledger.write([rec.FailureRecord(3, 1, 0, "reward", "raised", 6.0), rec.TakenRecord(0, (0, 1), PARAMS, 1, 7.0)])
     ledger.sync()
-    with LedgerReader(path.parent) as reader:
-        assert {count.state: count.groups for count in reader.counts()} == {"ready": 1, "running": 1, "taken": 2}
-        prompts = reader.prompts()
-        assert (prompts[0].prompt_id, prompts[0].groups, prompts[0].mean_reward, prompts[0].mean_tokens) == ("p0", 2, 0.5, 3.0)
-        assert [(v.version, v.samples, v.tokens, v.mean_reward) for v in reader.versions()] == [(0, 3, 9, 0.5)]
-        assert [(s.step, s.state, s.group_ids, s.max_staleness) for s in reader.steps()] == [(0, "taken", (0, 1), 1)]
-        story = reader.sample(0, 0)
-        assert [event.what for event in story.group.events] == ["issued", "ready", "taken"]
-        assert (story.group.replaced_by, story.row.reward_worker, story.sample) == (3, "r0", _sample(0))
-        assert reader.sample(3, 1).row.failure == "reward: raised"
-        with pytest.raises(LedgerError, match="no group 9; 4 were issued"):
-            reader.group(9)
-        with pytest.raises(LedgerError, match="neither sample nor failure yet"):
-            reader.sample(3, 0)
+    reader = LedgerReader(path.parent)
+    assert {count.state: count.groups for count in reader.counts()} == {"ready": 1, "running": 1, "taken": 2}
+    prompts = reader.prompts()
+    assert (prompts[0].prompt_id, prompts[0].groups, prompts[0].mean_reward, prompts[0].mean_tokens) == ("p0", 2, 0.5, 3.0)
+    assert [(v.version, v.samples, v.tokens, v.mean_reward) for v in reader.versions()] == [(0, 3, 9, 0.5)]
+    assert [(s.step, s.state, s.group_ids, s.max_staleness) for s in reader.steps()] == [(0, "taken", (0, 1), 1)]
+    story = reader.sample(0, 0)
+    assert [event.what for event in story.group.events] == ["issued", "ready", "taken"]
+    assert (story.group.replaced_by, story.row.reward_worker, story.sample) == (3, "r0", _sample(0))
+    assert reader.sample(3, 1).row.failure == "reward: raised"
+    with pytest.raises(LedgerError, match="no group 9; 4 were issued"):
+        reader.group(9)
+    with pytest.raises(LedgerError, match="neither sample nor failure yet"):
+        reader.sample(3, 0)
 
 
 def test_reading_the_ledger_of_a_run_that_has_ended_leaves_no_file_beside_it(path, ledger):
     ledger.write(_ready(0))
     ledger.close()
     there = sorted(path.parent.iterdir())
-    with LedgerReader(path) as reader:
-        assert reader.counts()[0].groups == 1
-        assert reader.group(0).state == "ready"
+    reader = LedgerReader(path)
+    assert reader.counts()[0].groups == 1
+    assert reader.group(0).state == "ready"
     assert sorted(path.parent.iterdir()) == there
 
 

@@ -101,7 +101,7 @@ async def _running(folder: Path, **settings: object) -> AsyncIterator[World]:
             yield world
             run.cancel()
     finally:
-        world.controller.reporter.steps.clear()  # nothing to draw
+        world.controller.reporter.newest = None  # nothing to draw
         await world.controller.reporter.close(folder)
         world.buffer.close()
 

@@ -310,10 +310,12 @@ async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     torn = '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'
     for number, (run, last) in enumerate((("live", ""), ("torn", torn))):
         service.records.put_run(RunRecord(id=run, number=2 + number, state="live", project='a"b\\c', version=7))
-        (service.records.run_folder(run) / "metrics.jsonl").write_text(json.dumps({"step": 6, "metrics": values}) + "\n" + last)
+        (service.records.run_folder(run) / "metrics.jsonl").write_text(
+            json.dumps({"step": 6, "time_s": 1.0, "metrics": values}) + "\n" + last
+        )
     service.records.put_run(RunRecord(id="wide", number=4, state="live", project="\x00\r\n<b>"))
     many = {f"m{number}": 0.0 for number in range(MOST_SERIES + 7)}
-    (service.records.run_folder("wide") / "metrics.jsonl").write_text(json.dumps({"metrics": many}))
+    (service.records.run_folder("wide") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": many}))
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
     assert 'asyncrl_reward_mean{run="live",project="a\\"b\\\\c"} 0.5' in text
     assert 'asyncrl_serve_runs{state="live"} 3' in text

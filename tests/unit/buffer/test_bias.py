@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms import screening
-from asyncrl.observe.decisions.bias import INTENDED, LOOK_S, SelectionBias, mean_length
+from asyncrl.buffer import events as ev
+from asyncrl.buffer.bias import INTENDED, LOOK_S, SelectionBias, mean_length
 
 
 def test_a_cohort_with_known_censoring_gives_its_true_mean_length_within_the_interval():
@@ -25,18 +26,33 @@ def test_a_cohort_with_known_censoring_gives_its_true_mean_length_within_the_int
     assert missed >= 36  # the mean of what ended is too short, interval and all
 
 
+def issue(bias, group_id, version, size, now):
+    bias.note("buffer", ev.GroupIssued(group_id, "p", size, "generator-0", version), now, [])
+
+
+def finish(bias, group_id, index, length, now):
+    bias.note("buffer", ev.SamplesFinished(group_id, (index,), (((0, length),),)), now, [])
+
+
+def end(bias, group_id, outcome, now):
+    after = "failed" if outcome == "failed" else "dropped"
+    moved = ev.GroupMoved(group_id, "ready", after, outcome) if outcome else ev.TakeGroups(0, (group_id,), 0, replay=False)
+    bias.note("buffer", ev.TakeStep(0), now, [moved])
+
+
 def monitor(outcome_of, *, num_groups=200, seed=0):
     """Issue groups of 4 under two versions, end those of the first as `outcome_of(lengths)` says, and look."""
     bias, chance = SelectionBias(), np.random.default_rng(seed)
     for group_id in range(num_groups):
-        bias.issued(group_id, 0, 4, 0.0)
-    bias.issued(num_groups, 1, 4, 0.0)
+        issue(bias, group_id, 0, 4, 0.0)
+    issue(bias, num_groups, 1, 4, 0.0)
     for group_id in range(num_groups):
         lengths = chance.geometric(1 / 20, 4)
         for index in np.argsort(lengths):
-            bias.finished(group_id, [int(index)], [int(lengths[index])], 0.01 * lengths[index])
-        bias.scored(group_id, range(4), list(lengths / 20 + chance.normal(size=4)))
-        bias.ended(group_id, outcome_of(lengths), 5.0)
+            finish(bias, group_id, int(index), int(lengths[index]), 0.01 * lengths[index])
+        rewards = tuple(lengths / 20 + chance.normal(size=4))
+        bias.note("buffer", ev.SamplesScored(group_id, (0, 1, 2, 3), rewards), 5.0, [])
+        end(bias, group_id, outcome_of(lengths), 5.0)
     return bias.figures(LOOK_S)
 
 
@@ -64,14 +80,14 @@ def test_what_a_screen_drops_is_shown_apart():
 def test_a_cohort_counts_once_every_group_of_it_has_ended():
     bias = SelectionBias()
     for group_id in range(40):
-        bias.issued(group_id, 0, 1, 0.0)
-        bias.finished(group_id, [0], [10], 1.0)
-        bias.scored(group_id, [0], [1.0])
-    bias.issued(40, 1, 1, 1.0)
+        issue(bias, group_id, 0, 1, 0.0)
+        finish(bias, group_id, 0, 10, 1.0)
+        bias.note("buffer", ev.SamplesScored(group_id, (0,), (1.0,)), 1.0, [])
+    issue(bias, 40, 1, 1, 1.0)
     for group_id in range(39):
-        bias.ended(group_id, "", 1.0)
+        end(bias, group_id, "", 1.0)
     assert bias.figures(10.0) == {}
-    bias.ended(39, "stale", 10.0)
+    end(bias, 39, "stale", 10.0)
     assert bias.figures(20.0)["bias/lost/stale"] == pytest.approx(1 / 40)
 
 
@@ -79,13 +95,13 @@ def test_members_given_up_while_they_were_generated_count_as_long():
     """The long ones never end: only their age tells of them."""
     bias = SelectionBias()
     for group_id in range(100):
-        bias.issued(group_id, 0, 1, 0.0)
-    bias.issued(100, 1, 1, 0.0)
+        issue(bias, group_id, 0, 1, 0.0)
+    issue(bias, 100, 1, 1, 0.0)
     for group_id in range(100):
         if group_id % 4 != 3:
-            bias.finished(group_id, [0], [10], 1.0)
-            bias.scored(group_id, [0], [1.0])
-        bias.ended(group_id, "" if group_id % 4 != 3 else "stale", 5.0)
+            finish(bias, group_id, 0, 10, 1.0)
+            bias.note("buffer", ev.SamplesScored(group_id, (0,), (1.0,)), 1.0, [])
+        end(bias, group_id, "" if group_id % 4 != 3 else "stale", 5.0)
     figures = bias.figures(20.0)
     assert figures["bias/length_ratio"] == pytest.approx(10 / (0.75 * 10 + 0.25 * 50))
     assert figures["bias/flagged"] == 1.0

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.buffer import events as ev
+
 WINDOW_COHORTS, WINDOW_MEMBERS = 20, 4096
 """Newest closed cohorts that figures are of: so many, and no more members than that."""
 BLOCKS, LEAST_BLOCKS = 20, 8
@@ -67,9 +69,8 @@ class SelectionBias:
 
     Example:
         >>> bias = SelectionBias()
-        >>> bias.issued(0, version=0, size=1, now=0.0)
-        >>> bias.finished(0, [0], [12], now=1.0)
-        >>> bias.ended(0, "", now=2.0)
+        >>> bias.note("buffer", ev.GroupIssued(0, "p", 1, "generator-0", version=0), 0.0, [])
+        >>> bias.note("buffer", ev.SamplesFinished(0, (0,), (((0, 12),),)), 1.0, [])
     """
 
     def __init__(self) -> None:
@@ -83,34 +84,34 @@ class SelectionBias:
         self._looked_s = -math.inf
         self._figures: dict[str, float] = {}
 
-    def issued(self, group_id: int, version: int, size: int, now: float) -> None:
-        """Note a new group."""
-        group = self._groups[group_id] = IssuedGroup(group_id, size, now)
-        self._cohorts.setdefault(version, []).append(group)
+    def note(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
+        """Take in what the buffer decided: a `Watch`."""
+        group = self._groups.get(getattr(event, "group_id", -1))
+        match event:
+            case ev.GroupIssued():
+                group = self._groups[event.group_id] = IssuedGroup(event.group_id, event.size, now)
+                self._cohorts.setdefault(event.version, []).append(group)
+            case _ if group is None:
+                pass
+            case ev.GroupPlaced():  # its missing members begin again
+                group.started_s = now
+            case ev.SamplesFinished(version_counts=counts):
+                lengths = [sum(number for _, number in of_sample) for of_sample in counts]
+                group.lengths.update(zip(event.indices, lengths, strict=True))
+                if now > group.started_s:
+                    self._paces.append(max(lengths) / (now - group.started_s))
+            case ev.SamplesScored():
+                group.rewards.update(zip(event.indices, event.rewards, strict=True))
+            case ev.SampleFailed():  # its group may be trained all the same
+                group.gone.add(event.index)
+        for item in instructions:
+            if isinstance(item, ev.GroupMoved) and item.after in {"dropped", "failed"}:
+                self._end(item.group_id, item.reason if item.after == "dropped" else "failed", now)
+            elif isinstance(item, ev.TakeGroups):
+                for group_id in item.group_ids:
+                    self._end(group_id, "", now)
 
-    def placed(self, group_id: int, now: float) -> None:
-        """Note that a group's missing members begin again."""
-        if (group := self._groups.get(group_id)) is not None:
-            group.started_s = now
-
-    def finished(self, group_id: int, indices: Sequence[int], lengths: Sequence[int], now: float) -> None:
-        """Note members that were generated, with their tokens."""
-        if (group := self._groups.get(group_id)) is not None:
-            group.lengths.update(zip(indices, lengths, strict=True))
-            if now > group.started_s:
-                self._paces.append(max(lengths) / (now - group.started_s))
-
-    def scored(self, group_id: int, indices: Sequence[int], rewards: Sequence[float]) -> None:
-        """Note members' rewards."""
-        if (group := self._groups.get(group_id)) is not None:
-            group.rewards.update(zip(indices, rewards, strict=True))
-
-    def failed(self, group_id: int, index: int) -> None:
-        """Note a member that will never be trained, though its group may."""
-        if (group := self._groups.get(group_id)) is not None:
-            group.gone.add(index)
-
-    def ended(self, group_id: int, outcome: str, now: float) -> None:
+    def _end(self, group_id: int, outcome: str, now: float) -> None:
         """Note that a group is trained (empty), or why it is not; members that are still generated are given up."""
         if (group := self._groups.pop(group_id, None)) is not None:
             group.outcome = outcome

@@ -40,7 +40,8 @@ class Point:
 def point_of(run_folder: Path) -> Point:
     """Return what a run was."""
     seen = scenario_of_run(run_folder)
-    means, lengths = (seen.step_s.mean, seen.reward_s.mean, seen.sync_s.mean), tuple(map(round, seen.lengths.values))
+    means = [fmean(each.values or each.parameters) for each in (seen.step_s, seen.reward_s, seen.sync_s)]
+    lengths = tuple(map(round, seen.lengths.values))
     return Point(seen.decode_s, seen.sequence_s, *means, seen.swap_s, seen.hop_s, lengths)
 
 

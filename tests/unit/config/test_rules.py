@@ -74,6 +74,7 @@ def test_an_algorithm_at_the_edge_of_a_rule_is_taken(correction):
     parse_config({"algorithm": {"corrections": [correction], "whiten": "samples"}})
 
 
+NO_MODEL = {"learner__fake_step_s": 0.0, "generate__engine": FAKE}
 COLOCATED, HYBRID = ({"placement__kind": kind, "buffer__max_staleness": 1} for kind in ("colocated", "hybrid"))
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"generate__sampling__max_new_tokens": 512}, "max_sequence_tokens"),
@@ -94,6 +95,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"learner": {"optimizer": "paged_adamw_8bit", "device": "cuda", "offload_optimizer": True}}, "offload_optimizer = false"),
     ({"learner__logprobs": "fused"}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
     ({"learner__compile": True}, r"learner.compile is for CUDA and learner.device is 'cpu': set it to false"),
+    (NO_MODEL | {"generate__engine": {"kind": "transformers"}}, "needs one: set 'fake'"),
+    (NO_MODEL | {"learner__ranks": 2}, "learner.ranks = 1"),
+    (NO_MODEL | {"learner__fake_step_s": -1.0}, "fake_step_s"),
+    (NO_MODEL | {"learner__kind": "external"}, "has no learner process"),
+    (NO_MODEL | COLOCATED | {"buffer__max_staleness": 0}, "set 'disaggregated'"),
     # placements
     (COLOCATED | {"learner__kind": "external"}, "learner.kind 'external'"),
     (COLOCATED | {"learner__ranks": 2, "learner__device": "cuda"}, "one device and learner.ranks = 2 .* has 2"),
@@ -123,6 +129,9 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"launch__kind": "ray", "learner__device": "cuda:1"}, "from 0"),
     ({"launch": {"kind": "ray", "learner": {"num_gpus": 0}}, "learner__device": "cuda"}, "launch.learner.num_gpus is 0"),
     ({"launch": {"kind": "local", "elastic": {"min_generators": 3}}}, "must lie between"),
+    # names and addresses
+    *(({"observe__webhook": url}, r"observe\.webhook") for url in ("ftp://a/b", "file:///etc/passwd", "http://", "x")),
+    *(({"name": name}, "^name ") for name in ("", ".", "..", "../x", "a/b", "/x", "a\0b", " x", "x\n", "n" * 300)),
 ]  # fmt: skip
 
 

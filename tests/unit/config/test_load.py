@@ -14,6 +14,12 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
 
+def below(kind):
+    """The types that a type holds directly."""
+    one = (getattr(kind, name, None) for name in ("item_type", "value_type", "type"))
+    return [*getattr(kind, "types", ()), *getattr(kind, "item_types", ()), *filter(None, one)]
+
+
 def structs_below(kind, seen=None):
     """Every config struct under a type, each once."""
     seen = {} if seen is None else seen
@@ -23,11 +29,8 @@ def structs_below(kind, seen=None):
         seen[kind.cls] = kind
         for field in kind.fields:
             structs_below(field.type, seen)
-    for below in (*getattr(kind, "types", ()), *getattr(kind, "item_types", ()), getattr(kind, "item_type", None)):
-        if below is not None:
-            structs_below(below, seen)
-    if isinstance(kind, msgspec.inspect.Metadata):
-        structs_below(kind.type, seen)
+    for each in below(kind):
+        structs_below(each, seen)
     return list(seen.values())
 
 
@@ -55,9 +58,7 @@ def numbers_below(kind):
     """Every int and float in a field's type."""
     if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
         return [kind]
-    below = (*getattr(kind, "types", ()), *getattr(kind, "item_types", ()))
-    below += tuple(getattr(kind, name) for name in ("item_type", "value_type", "type") if hasattr(kind, name))
-    return [number for each in below if not isinstance(each, msgspec.inspect.StructType) for number in numbers_below(each)]
+    return [number for each in below(kind) if not isinstance(each, msgspec.inspect.StructType) for number in numbers_below(each)]
 
 
 def test_every_number_has_bounds_and_a_float_without_an_upper_one_says_that_inf_lifts_it():

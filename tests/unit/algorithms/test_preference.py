@@ -17,16 +17,9 @@ def inputs_of(sides, seed=0):
     random = torch.Generator().manual_seed(seed)
     ids = torch.arange(len(sides)).repeat_interleave(torch.randint(1, 9, (len(sides),), generator=random))
     logprobs, reference = torch.randn(2, len(ids), generator=random, dtype=torch.float64) - 2
-    return PreferenceInputs(
-        logprobs=logprobs.requires_grad_(),
-        reference_logprobs=reference,
-        mask=torch.rand(len(ids), generator=random) < 0.7,
-        sequence_ids=ids,
-        num_sequences=len(sides),
-        pair_ids=torch.tensor([pair for pair, _ in sides]),
-        is_chosen=torch.tensor([chosen for _, chosen in sides]),
-        num_pairs=2.0,
-    )
+    mask = torch.rand(len(ids), generator=random) < 0.7
+    pair_ids, is_chosen = map(torch.tensor, zip(*sides, strict=True))
+    return PreferenceInputs(logprobs.requires_grad_(), reference, mask, ids, len(sides), pair_ids, is_chosen, num_pairs=2.0)
 
 
 def computed(inputs, config):

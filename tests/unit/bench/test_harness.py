@@ -4,7 +4,6 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.errors import ConfigError
-from benchmarks.broadcast import MEDIA, chosen
 from benchmarks.harness import BenchResult, interleaved, ratio, run_benchmark
 
 
@@ -24,16 +23,10 @@ def test_sides_are_measured_in_turns_after_a_warm_up_and_medians_taken():
     assert order == ["a", "b"] * 4
 
 
-def test_all_media_are_measured_unless_some_are_named():
-    assert chosen("all") == list(MEDIA)
-    assert chosen("files, shared_memory") == ["files", "shared_memory"]
-    with pytest.raises(ConfigError, match="carrier_pigeon"):
-        chosen("shared_memory,carrier_pigeon")
-
-
 @pytest.mark.parametrize(("name", "options", "said"), [
     ("nonsense", {}, "no benchmark 'nonsense'; there are transport, ledger, broadcast, engine, pipeline"),
     ("packing", {"engine": "vllm"}, "benchmark 'packing' takes no --engine"),
+    ("broadcast", {"media": "shared_memory, carrier_pigeon"}, "carrier_pigeon"),
     ("engine", {"engine": "abacus"}, "measures 'transformers' and 'vllm', not 'abacus'"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_with_what_can(name, options, said):

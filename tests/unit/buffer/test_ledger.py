@@ -16,7 +16,7 @@ from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.errors import LedgerError
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples, Score, Scores
-from tests.builders import make_sample, score_of
+from tests.builders import make_sample
 
 PARAMS = rec.StepParams(0, 4096, 1.0)
 
@@ -25,11 +25,14 @@ def _sample(group_id, index=0):
     return make_sample(group_id, index, [group_id, index, 7])
 
 
-def _ready(group_id, now=1.0):
+def _ready(group_id, now=1.0, samples=()):
+    """Everything that is written of a group until it is ready; it has one sample where none are given."""
+    samples = samples or [_sample(group_id)]
+    scores = Scores(group_id, 0, tuple(Score(sample.index, 0.5, {"exact": 0.5}) for sample in samples), "r0")
     return [
-        rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, 1, now),
-        rec.SamplesRecord(Samples.of([_sample(group_id)]), (((0, 3),),), now),
-        rec.ScoresRecord(score_of(group_id, 0, 0.5, {"exact": 0.5}, worker="r0"), now),
+        rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, len(samples), now),
+        rec.SamplesRecord(Samples.of(samples), tuple(((0, sample.num_tokens),) for sample in samples), now),
+        rec.ScoresRecord(scores, now),
         rec.MovedRecord(group_id, "running", "scoring", "", now),
         rec.MovedRecord(group_id, "scoring", "ready", "", now),
     ]
@@ -85,15 +88,7 @@ def test_a_step_of_short_samples_writes_a_megabyte_at_most_and_the_log_stays_sho
     for step in range(num_steps):
         group_ids = tuple(range(64 * step, 64 * step + 64))
         for group_id in group_ids:
-            members = [make_sample(group_id, index, [5, 6, 7, 8], versions=step) for index in range(4)]
-            scores = Scores(group_id, 0, tuple(Score(index, 1.0, {"match": 1.0}) for index in range(4)), "r0")
-            ledger.write([
-                rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1 + 1 =", answer="2"), "g0", step, 4, 1.0),
-                rec.SamplesRecord(Samples.of(members), (((step, 4),),) * 4, 1.0),
-                rec.ScoresRecord(scores, 1.0),
-                rec.MovedRecord(group_id, "running", "scoring", "", 1.0),
-                rec.MovedRecord(group_id, "scoring", "ready", "", 1.0),
-            ])
+            ledger.write(_ready(group_id, samples=[make_sample(group_id, index, [5, 6, 7, 8]) for index in range(4)]))
             if group_id % 2:
                 ledger.sync()
         ledger.write([rec.TakenRecord(step, group_ids, PARAMS, 0, 1.0), rec.TrainedRecord(step, group_ids, 1.0)])

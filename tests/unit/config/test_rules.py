@@ -1,4 +1,4 @@
-"""What the parts of a config ask of each other: each rule once, by what it says to write instead."""
+"""What may be in a config and what its parts ask of each other: each rule once, by what it says to write instead."""
 
 from typing import Any
 
@@ -60,12 +60,6 @@ ALGORITHMS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("algorithm", "said"), ALGORITHMS)
-def test_an_algorithm_that_cannot_work_is_refused_with_what_to_write_instead(algorithm, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_config({"algorithm": algorithm})
-
-
 @pytest.mark.parametrize("correction", [
     {"kind": "python", "path": "own.py:weigh"}, {"kind": "tis_token", "cap": 1.0}, {"kind": "icepop", "low": 1.0, "high": 2.0},
     {"kind": "rejection", "level": "max", "measure": "binary_kl", "high": 0.05},
@@ -74,6 +68,7 @@ def test_an_algorithm_at_the_edge_of_a_rule_is_taken(correction):
     parse_config({"algorithm": {"corrections": [correction], "whiten": "samples"}})
 
 
+NO_MODEL = {"learner__fake_step_s": 0.0, "generate__engine": FAKE}
 COLOCATED, HYBRID = ({"placement__kind": kind, "buffer__max_staleness": 1} for kind in ("colocated", "hybrid"))
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"generate__sampling__max_new_tokens": 512}, "max_sequence_tokens"),
@@ -94,6 +89,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"learner": {"optimizer": "paged_adamw_8bit", "device": "cuda", "offload_optimizer": True}}, "offload_optimizer = false"),
     ({"learner__logprobs": "fused"}, r"runs on CUDA only and learner.device is 'cpu': set 'chunked'"),
     ({"learner__compile": True}, r"learner.compile is for CUDA and learner.device is 'cpu': set it to false"),
+    (NO_MODEL | {"generate__engine": {"kind": "transformers"}}, "needs one: set 'fake'"),
+    (NO_MODEL | {"learner__ranks": 2}, "learner.ranks = 1"),
+    (NO_MODEL | {"learner__fake_step_s": -1.0}, "fake_step_s"),
+    (NO_MODEL | {"learner__kind": "external"}, "has no learner process"),
+    (NO_MODEL | COLOCATED | {"buffer__max_staleness": 0}, "set 'disaggregated'"),
     # placements
     (COLOCATED | {"learner__kind": "external"}, "learner.kind 'external'"),
     (COLOCATED | {"learner__ranks": 2, "learner__device": "cuda"}, "one device and learner.ranks = 2 .* has 2"),
@@ -123,16 +123,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"launch__kind": "ray", "learner__device": "cuda:1"}, "from 0"),
     ({"launch": {"kind": "ray", "learner": {"num_gpus": 0}}, "learner__device": "cuda"}, "launch.learner.num_gpus is 0"),
     ({"launch": {"kind": "local", "elastic": {"min_generators": 3}}}, "must lie between"),
+    # names, numbers and addresses
+    ({"buffer__max_stalenes": 1}, "unknown field `max_stalenes` .*; known are .*max_staleness"),
+    ({"buffer__max_staleness": -1}, "max_staleness"),
+    ({"learner__lora": {"rank": 0}}, "rank"),
+    ({"task__kind": "additon"}, "known are addition, reasoning_gym, jsonl"),
+    ({"algorithm__aggregation": "token_mean"}, "known are .*token-mean"),
+    ({"generate__engine": {"kind": "fake", "slots": 3}}, "known are .*num_slots"),
+    *(({"observe__webhook": url}, r"observe\.webhook") for url in ("ftp://a/b", "file:///etc/passwd", "http://", "x")),
+    *(({"name": name}, "^name ") for name in ("", ".", "..", "../x", "a/b", "/x", "a\0b", " x", "x\n", "n" * 300)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "said"), RULES)
-def test_what_does_not_go_together_is_refused_with_what_to_write_instead(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_config(laid_over({}, settings))
-
-
-OFFLINE = {
+OFFLINE: dict[str, Any] = {
     "task": {"kind": "preferences", "path": "p.jsonl"}, "model__kind": "scratch", "model__max_positions": 64,
     "generate__engine": {"kind": "replay", "max_sequence_tokens": 64}, "generate__sampling__max_new_tokens": 8,
     "reward__functions": [{"kind": "preference"}], "algorithm__kind": "dpo", "algorithm__group_size": 2,
@@ -140,36 +143,38 @@ OFFLINE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+WITH_OFFLINE: list[tuple[dict[str, Any], str]] = [
     ({"packing__tokens_per_row": 127}, r"packing.tokens_per_row \(127\) must be at least 128"),
     ({"buffer__policy": "mask"}, "buffer.policy = 'mask' cuts old tokens"), ({"task": {"kind": "addition"}}, "go together"),
     ({"algorithm__kind": "policy"}, "set algorithm.kind = 'dpo'"), ({"eval__at_end": True}, "eval.at_end = false"),
     ({"algorithm__group_size": 4}, r"algorithm.group_size = 2 \(is 4\)"),
     ({"generate__sampling__temperature": 0.7}, "must be 1 with generate.engine.kind = 'replay'"),
     ({"model__max_positions": 32}, r"must be at most model.max_positions \(32\)"),
-])  # fmt: skip
-def test_what_does_not_go_with_offline_preferences_is_refused(changes, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_config(laid_over({}, OFFLINE | changes))
-
-
+]  # fmt: skip
 TWO = "http://127.0.0.1:8000, http://localhost:8001"
 
 
 def served(server, changes):
-    return laid_over({}, {"generate__engine": {"kind": "vllm_server", **server}, "generate__num_workers": 1} | changes)
+    return {"generate__engine": {"kind": "vllm_server", **server}, "generate__num_workers": 1} | changes
 
 
-@pytest.mark.parametrize(("server", "changes", "said"), [
+SERVERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, "is empty"), ({"url": "http://gpu-1:8000"}, {}, "shared_folder"),
     *(({"url": wrong}, {}, "no server's address") for wrong in ("127.0.0.1:8000", "http://127.0.0.1:port", "http://127.0.0.1:80/v1")),
     ({"url": "http://127.0.0.1:8000,http://127.0.0.1:8000/"}, {"generate__num_workers": 2}, "1 servers for .* = 2"),
     ({"url": TWO}, {"learner__lora": {"rank": 4}}, "lora"),
     ({"url": TWO}, {"model": {"kind": "scratch", "fp32_head": True}}, "fp32_head"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    *RULES, *(({"algorithm": algorithm}, said) for algorithm, said in ALGORITHMS),
+    *((OFFLINE | changes, said) for changes, said in WITH_OFFLINE),
+    *((served(server, changes), said) for server, changes, said in SERVERS),
 ])  # fmt: skip
-def test_a_vllm_server_that_cannot_serve_the_run_is_refused(server, changes, said):
+def test_what_does_not_go_together_is_refused_with_what_to_write_instead(settings, said):
     with pytest.raises(ConfigError, match=said):
-        parse_config(served(server, changes))
+        parse_config(laid_over({}, settings))
 
 
 @pytest.mark.parametrize(("server", "changes"), [
@@ -177,4 +182,4 @@ def test_a_vllm_server_that_cannot_serve_the_run_is_refused(server, changes, sai
     ({"url": "http://gpu-1:8000"}, {"broadcast__medium__kind": "nccl", "learner__device": "cuda"}),
 ])  # fmt: skip
 def test_a_vllm_server_that_the_weights_reach_is_taken(server, changes):
-    parse_config(served(server, changes))
+    parse_config(laid_over({}, served(server, changes)))

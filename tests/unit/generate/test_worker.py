@@ -25,7 +25,7 @@ from asyncrl.schema.samples import (
     logprobs_to_bytes,
 )
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
-from tests.builders import Controller, working
+from tests.builders import Controller, until, working
 from tests.contract.engine_cases import make_model, reference_logprobs
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
@@ -46,12 +46,21 @@ class Observer(Controller):
         return sorted(await self.answers(num), key=lambda result: (result.group_id, result.index))
 
 
-async def fetch_nothing(announced):
-    return {}
+def noting(versions):
+    """Return a fetch that brings nothing and notes which versions it was asked for."""
+
+    async def fetch(announced):
+        versions.append(announced.version)
+        return {}
+
+    return fetch
+
+
+NOTHING = noting([])
 
 
 @asynccontextmanager
-async def generator(engine=FAKE, fetch=fetch_nothing, folder="model", **generate):
+async def generator(engine=FAKE, fetch=NOTHING, folder="model", **generate):
     """A generator that has loaded its model."""
     config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
 
@@ -119,20 +128,13 @@ async def test_a_version_that_could_not_be_fetched_is_tried_again_though_no_othe
 
 
 async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> None:
-    wanted = asyncio.Event()
-
-    async def fetch(announced):
-        if announced.version == 1:
-            wanted.set()
-        return {}
-
-    async with generator(SLOWER, fetch=fetch, in_flight_updates=False) as controller:
+    async with generator(SLOWER, noting(asked := []), in_flight_updates=False) as controller:
         await controller.order(available(0))
         await controller.report(VersionLive)
         await controller.connection.send(work(1))
         await controller.sees_requests_running()
         await controller.order(available(1))
-        await asyncio.wait_for(wanted.wait(), 20)
+        await until(lambda: 1 in asked)
         assert await controller.connection.flush(0) is False
         await controller.connection.send(work(2))
         results = await controller.results(6)
@@ -149,17 +151,11 @@ async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
 
 
 async def test_a_group_that_is_aborted_while_it_waits_for_a_swap_is_not_begun() -> None:
-    wanted = asyncio.Event()
-
-    async def fetch(announced):
-        wanted.set()
-        return {}
-
-    async with generator(ENDLESS, fetch=fetch, in_flight_updates=False) as controller:
+    async with generator(ENDLESS, noting(asked := []), in_flight_updates=False) as controller:
         await controller.connection.send(work(1))
         await controller.sees_requests_running()
         await controller.order(available(1))
-        await asyncio.wait_for(wanted.wait(), 20)
+        await until(lambda: asked)
         await controller.connection.send(work(2))
         await controller.order(AbortGroup(2))
         for finished in range(3, 3 + 2 * TransportConfig().window):  # so many that the first is forgotten, where it is not here

@@ -52,14 +52,10 @@ def add(tokens, members, *, first_update=True):
         num_sequences=len(members), denominators=Denominators(1, 1), learner_version=LEARNER_VERSION,
         **{name: joined(name) for name in names},
     )  # fmt: skip
-    outputs = LossOutputs(
-        loss=torch.zeros(()),
-        weights=(inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0),
-        clipped=joined("clipped") & inputs.mask,
-        dual_clipped=torch.zeros_like(inputs.mask),
-        kept=joined("kept") & inputs.mask,
-        reference_kl=inputs.logprobs.detach() - inputs.reference_logprobs,
-    )
+    weights = (inputs.proximal_logprobs - inputs.behaviour_logprobs).exp().clamp(max=2.0)
+    clipped, kept = (joined(name) & inputs.mask for name in ("clipped", "kept"))
+    reference_kl = inputs.logprobs.detach() - inputs.reference_logprobs
+    outputs = LossOutputs(torch.zeros(()), weights, clipped, torch.zeros_like(clipped), kept, reference_kl)
     tokens.add(inputs, outputs, proximal_is_learner=True, is_first_update=first_update)
 
 

@@ -11,7 +11,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import CheckpointConfig, PlacementConfig, RunConfig, SupervisionConfig
-from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.errors import LearnerError
 from asyncrl.learner.fake import FakeLearner
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
@@ -130,17 +130,6 @@ async def test_without_a_model_a_phase_is_reached_at_once_and_the_end_waits_for_
         await controller.order(Shutdown())
         assert (await controller.report(StepDone)).version == 1
         assert await asyncio.wait_for(controller.task, TIMEOUT_S) is None
-
-
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"generate": {"engine": {"kind": "transformers"}}}, "needs one: set 'fake'"),
-    ({"learner": {"fake_step_s": 0.0, "ranks": 2}}, "learner.ranks = 1"), ({"learner": {"fake_step_s": -1.0}}, "fake_step_s"),
-    ({"learner": {"fake_step_s": 0.0, "kind": "external"}}, "has no learner process"),
-    ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 0}}, "set 'disaggregated'"),
-])  # fmt: skip
-def test_what_needs_a_model_is_refused_beside_a_learner_without_one(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        parse_config(WITHOUT_MODEL | settings)
 
 
 async def test_shutdown_interrupts_a_long_warm_start(tmp_path):

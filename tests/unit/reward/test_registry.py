@@ -47,6 +47,7 @@ def test_what_is_no_finite_number_fails_the_sample(value, said):
 def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
     rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples)),)
     assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
+    assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).total == 0.25, "what a batch gave is not asked for again"
 
 
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):

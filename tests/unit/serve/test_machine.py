@@ -25,13 +25,8 @@ def test_what_never_fits_is_named_with_its_sums():
     ]
 
 
-records = st.builds(
-    lambda number, gpus, cores, memory, priority, state: RunRecord(
-        id=f"r{number}", number=number, priority=priority, state=state, demand=Demand(gpus, cores, memory)
-    ),
-    st.integers(0, 1000), st.integers(0, 3), st.integers(1, 4), st.integers(0, 4), st.integers(-1, 1),
-    st.sampled_from(["queued", "ended"]),
-)  # fmt: skip
+demands = st.integers(0, 3), st.integers(1, 4), st.integers(0, 4)
+records = st.builds(run, st.integers(0, 1000), *demands, st.integers(-1, 1), state=st.sampled_from(["queued", "ended"]))
 
 
 def test_a_run_that_a_larger_machine_took_does_not_hold_the_queue_up():

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from asyncrl.schema.status import RunStatus
 
 OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
+"""Exit statuses: docs/running.md."""
 LEAVE_S = 2.0
 """After which a terminal that leaves a run does not wait for its connection to close."""
-"""Exit statuses: docs/running.md."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
     errno.EDQUOT: "; make room, or have the quota raised",

@@ -56,7 +56,6 @@ class Buffer:
     state: BufferState
     """The machine; already restored where the ledger holds something."""
     ledger: Ledger
-    """The books."""
     params: StepParams = StepParams(0, 0, 1.0)  # noqa: RUF009 - frozen
     """Recorded with each step; samples longer than its row budget are refused."""
     needs_reference: bool = False

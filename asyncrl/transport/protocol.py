@@ -152,7 +152,6 @@ class Connection:
     window: int
     """Most unacknowledged messages per lane and direction."""
     max_message_bytes: int
-    """Limit of one encoded message."""
     on_close: Callable[[Connection, str], Awaitable[None]]
     """Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat."""
     refused: RefusalCounts
@@ -321,7 +320,6 @@ class Connection:
     def start_over(self, peer: Hello) -> None:
         """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
         self.peer = peer
-        """Who is at the other end, as it said at hello."""
         stale, self._in = self._in, (InLane(self._pump_soon), InLane(self._pump_soon))
         for half in stale:
             half.changed.set()
@@ -362,7 +360,6 @@ class Listener(Protocol):
     address: str
     """What `connect` takes, ports resolved."""
     refused: RefusalCounts
-    """What was refused so far."""
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""

@@ -30,7 +30,6 @@ from asyncrl.transport.security import GUEST, OWN, ListenerKeys, make_keys, open
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
 
 MAX_PEERS = MOST_DRAINED
-"""Most connections at once."""
 MIN_QUEUE = 1024
 """Of a peer: packets that wait for us to read, and for it. Twice what four full windows need; one that floods us, or reads
 nothing, fills its own queues and no more."""
@@ -105,7 +104,6 @@ class ZmqListener:
     address: str
     """`ipc://PATH` or `tcp://HOST:PORT`; port `*` takes a free one, which it then has."""
     hello: Hello
-    """Who listens."""
     limits: LinkLimits
     keys: ListenerKeys | None = field(default=None, repr=False)
     """Speaks CURVE with these; None is plain text."""

@@ -130,7 +130,6 @@ class RayLauncher:
     """Starts the processes of one run on a cluster; see `Launcher`. Nothing is asked of Ray before the first."""
 
     launch: RayLaunch
-    """Of the run's config."""
     run_folder: Path
     """On storage that every node sees."""
     needs_for: Callable[[ProcessKind], ProcessNeeds]

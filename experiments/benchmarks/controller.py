@@ -29,9 +29,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.client import connect, read_endpoint
+from asyncrl.client import connect
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
+from asyncrl.control.launch.controller_process import read_endpoint
 from asyncrl.control.launch.lease import own_by_input
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.errors import LaunchError

@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from asyncrl.client import Run, read_endpoint
+from asyncrl.client import Run
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.controller_process import read_endpoint
 from asyncrl.plan.validate import short_quickstart
 from benchmarks.harness import BenchResult, Ratio, ratio
 from benchmarks.samples import no_weights

@@ -134,11 +134,8 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
         assert own is not None
 
         def leave() -> None:
-            print(
-                f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it",
-                file=sys.stderr,
-                flush=True,
-            )
+            again, end = f"`asyncrl attach {folder}` follows it again", f"`asyncrl drain {folder}` ends it"
+            print(f"\nleft; {again}, {end}", file=sys.stderr, flush=True)
             own.cancel()
             loop.call_later(LEAVE_S, os._exit, 0)  # nothing here is worth waiting for a connection to close
 

@@ -29,17 +29,7 @@ from asyncrl.buffer.validate import examine, group_error, largest_id, score_erro
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import (
-    Prompt,
-    Sample,
-    SampleFailure,
-    Samples,
-    Score,
-    ScoredGroup,
-    ScoredSample,
-    ScoreRequest,
-    Scores,
-)
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, ScoreRequest, Scores
 
 
 @dataclass(eq=False)

@@ -19,10 +19,10 @@ import asyncrl.buffer.ledger.records as rec
 from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.events import BufferInstruction, GroupMoved
-from asyncrl.buffer.group import Counts
+from asyncrl.buffer.group import Counts, Group
 from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
 from asyncrl.buffer.ledger.restore import Restored
-from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, WorkOrder, without_reference
+from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
@@ -39,7 +39,7 @@ class Buffer:
     Example:
         >>> from asyncrl.schema.samples import Prompt
         >>> buffer = Buffer(BufferState(BufferLimits(groups_per_step=1, max_staleness=0)), MemoryLedger())
-        >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).indices
+        >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).pending
         (0, 1, 2, 3)
     """
 
@@ -82,8 +82,8 @@ class Buffer:
         now: float,
         cursor: int | None = None,
         replaces: int | None = None,
-    ) -> WorkOrder:
-        """Enter a new group, after admission said so.
+    ) -> Group:
+        """Enter a new group, after admission said so, and return it.
 
         Args:
             prompt: What is to be answered.
@@ -108,14 +108,14 @@ class Buffer:
         self._held[group_id] = HeldGroup(prompt)
         record = rec.IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
-        return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
+        return self.state.groups[group_id]
 
-    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder:
-        """Hand the missing members of a group out again."""
+    def reissue(self, group_id: int, generator: str, version: int, now: float) -> Group:
+        """Hand the missing members of a group out again, and return it."""
         self.state.handle(ev.GroupPlaced(group_id, generator, version), now)
         group = self.state.groups[group_id]
         self.ledger.write((rec.PlacedRecord(group_id, generator, version, group.attempt, now),))
-        return WorkOrder(group_id, group.attempt, self._held[group_id].prompt, group.pending)
+        return group
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
         """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
@@ -263,6 +263,10 @@ class Buffer:
         issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
         self._write([issued, rec.SamplesRecord(whole, tuple(counts), now)], now, instructions)
         return Receipt(whole.indices, (), instructions, group_id)
+
+    def prompt(self, group_id: int) -> Prompt:
+        """Return a live group's prompt."""
+        return self._held[group_id].prompt
 
     def samples(self, group_id: int, indices: Sequence[int]) -> list[Sample]:
         """Return held members that are generated and not taken yet."""

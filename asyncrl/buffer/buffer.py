@@ -345,7 +345,7 @@ class Buffer:
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
         self._write([], now, dropped)
         assert isinstance(decision, ev.Wait)
-        return Waiting(step, decision.reason, dropped)
+        return Waiting(decision.reason, dropped)
 
     def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
         """Return a step as it was taken the first time."""

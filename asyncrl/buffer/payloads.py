@@ -45,7 +45,6 @@ class TakenStep(msgspec.Struct, frozen=True):
 class Waiting(msgspec.Struct, frozen=True):
     """Why there is no step yet; ask again when a group became ready or failed."""
 
-    step: int
     reason: str
     instructions: Sequence[BufferInstruction] = ()
 

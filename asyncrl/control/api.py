@@ -117,10 +117,8 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         """Return the handler of a route: what `act` says, of the request's body where it takes one of a kind."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            given = (
-                () if kind is None else (msgspec.msgpack.decode(await read_body(request, most_bytes, read_timeout_s), type=kind),)
-            )
-            answer = act(*given)
+            body = b"" if kind is None else await read_body(request, most_bytes, read_timeout_s)
+            answer = act() if kind is None else act(msgspec.msgpack.decode(body, type=kind))
             answer = await answer if inspect.isawaitable(answer) else answer
             return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
 

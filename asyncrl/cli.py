@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from asyncrl.schema.status import RunStatus
 
 OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
+"""Exit statuses: docs/running.md."""
 LEAVE_S = 2.0
 """After which a terminal that leaves a run does not wait for its connection to close."""
-"""Exit statuses: docs/running.md."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
     errno.EDQUOT: "; make room, or have the quota raised",
@@ -134,11 +134,8 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
         assert own is not None
 
         def leave() -> None:
-            print(
-                f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it",
-                file=sys.stderr,
-                flush=True,
-            )
+            again, end = f"`asyncrl attach {folder}` follows it again", f"`asyncrl drain {folder}` ends it"
+            print(f"\nleft; {again}, {end}", file=sys.stderr, flush=True)
             own.cancel()
             loop.call_later(LEAVE_S, os._exit, 0)  # nothing here is worth waiting for a connection to close
 

@@ -310,10 +310,7 @@ class RunClient:
         except (OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: what was given cannot be sent: {error}") from error
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session().request(method, path, data=encoded) as response,
-            ):
+            async with asyncio.timeout(timeout_s), self._session().request(method, path, data=encoded) as response:
                 answer = await response.read()
                 if response.status >= 400:
                     raise RunError(answer.decode(errors="replace"))

@@ -96,11 +96,8 @@ def kind_of(error: BaseException) -> str:
     The place is the innermost line that is in no installed package and not in the standard library, else the innermost of all.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith((_STANDARD_LIBRARY, "<")) and "site-packages" not in frame.filename
-    ]
+    elsewhere = (_STANDARD_LIBRARY, "<")
+    own = [each for each in frames if not each.filename.startswith(elsewhere) and "site-packages" not in each.filename]
     place = next(reversed(own or list(frames)), None)
     name = type(error).__name__
     return f"{name} at {Path(place.filename).name}:{place.lineno}" if place is not None else name

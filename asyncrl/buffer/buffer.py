@@ -11,6 +11,7 @@ Nothing here waits, except `write` of a ledger that falls behind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import msgspec
 
@@ -18,63 +19,45 @@ import asyncrl.buffer.ledger.records as rec
 from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.events import BufferInstruction, GroupMoved
-from asyncrl.buffer.group import Counts
+from asyncrl.buffer.group import Counts, Group
 from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
 from asyncrl.buffer.ledger.restore import Restored
-from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, WorkOrder, without_reference
+from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, without_reference
 from asyncrl.buffer.staleness import VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import (
-    Prompt,
-    Sample,
-    SampleFailure,
-    Samples,
-    Score,
-    ScoredGroup,
-    ScoredSample,
-    ScoreRequest,
-    Scores,
-)
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, ScoreRequest, Scores
 
 
+@dataclass(eq=False)
 class Buffer:
     """State, ledger and payloads of one run.
-
-    Args:
-        state: The machine; already restored where the ledger holds something.
-        ledger: The books.
-        params: Recorded with each step; samples longer than its row budget are refused.
-        needs_reference: Scores must bring reference log-probabilities: the reference is on inference workers.
-        restored: What the ledger held besides the state.
 
     Example:
         >>> from asyncrl.schema.samples import Prompt
         >>> buffer = Buffer(BufferState(BufferLimits(groups_per_step=1, max_staleness=0)), MemoryLedger())
-        >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).indices
+        >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).pending
         (0, 1, 2, 3)
     """
 
-    def __init__(
-        self,
-        state: BufferState,
-        ledger: Ledger,
-        params: StepParams = StepParams(0, 0, 1.0),  # noqa: B008 - frozen
-        *,
-        needs_reference: bool = False,
-        restored: Restored | None = None,
-    ) -> None:
-        self.state = state
-        self.ledger = ledger
-        self._needs_reference = needs_reference
+    state: BufferState
+    """The machine; already restored where the ledger holds something."""
+    ledger: Ledger
+    params: StepParams = StepParams(0, 0, 1.0)  # noqa: RUF009 - frozen
+    """Recorded with each step; samples longer than its row budget are refused."""
+    needs_reference: bool = False
+    """Scores must bring reference log-probabilities: the reference is on inference workers."""
+    restored: InitVar[Restored | None] = None
+    """What the ledger held besides the state."""
+
+    def __post_init__(self, restored: Restored | None) -> None:
         restored = restored or Restored()
         self._held: dict[int, HeldGroup] = restored.held
         self._returned: dict[int, Prompt] = restored.returned
         """Prompts that wait to be issued again, by the group that was dropped or failed."""
-        self._packed_with = params
         self._step_params = restored.step_params
         """Of steps that may be repeated."""
         self._step_groups: dict[int, tuple[ScoredGroup, ...]] = {}
@@ -99,8 +82,8 @@ class Buffer:
         now: float,
         cursor: int | None = None,
         replaces: int | None = None,
-    ) -> WorkOrder:
-        """Enter a new group, after admission said so.
+    ) -> Group:
+        """Enter a new group, after admission said so, and return it.
 
         Args:
             prompt: What is to be answered.
@@ -125,14 +108,14 @@ class Buffer:
         self._held[group_id] = HeldGroup(prompt)
         record = rec.IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
-        return WorkOrder(group_id, 0, prompt, tuple(range(group_size)))
+        return self.state.groups[group_id]
 
-    def reissue(self, group_id: int, generator: str, version: int, now: float) -> WorkOrder:
-        """Hand the missing members of a group out again."""
+    def reissue(self, group_id: int, generator: str, version: int, now: float) -> Group:
+        """Hand the missing members of a group out again, and return it."""
         self.state.handle(ev.GroupPlaced(group_id, generator, version), now)
         group = self.state.groups[group_id]
         self.ledger.write((rec.PlacedRecord(group_id, generator, version, group.attempt, now),))
-        return WorkOrder(group_id, group.attempt, self._held[group_id].prompt, group.pending)
+        return group
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
         """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
@@ -162,7 +145,7 @@ class Buffer:
     def examine(self, samples: Samples) -> list[VersionCounts | str]:
         """Return the trained tokens of each sample by version, or why it is refused (validate.py)."""
         return examine(
-            samples, newest_version=self.newest_version, max_tokens=self._packed_with.tokens_per_row, vocab_size=self.vocab_size
+            samples, newest_version=self.newest_version, max_tokens=self.params.tokens_per_row, vocab_size=self.vocab_size
         )
 
     def add_samples(self, arrived: Sequence[Samples], now: float) -> list[Receipt]:
@@ -215,7 +198,7 @@ class Buffer:
                 if state != "generated" or held is None:
                     continue
                 sample = held.samples[score.index]
-                if error := score_error(score, sample.num_tokens, needs_reference=self._needs_reference):
+                if error := score_error(score, sample.num_tokens, needs_reference=self.needs_reference):
                     kind = score.error_kind if score.error else ""
                     failure = SampleFailure(group_id, score.index, scores.attempt, "reward", error, kind=kind)
                     instructions += self._fail(failure, now, records)
@@ -262,7 +245,7 @@ class Buffer:
             if isinstance(checked, str):
                 return Receipt((), (f"invalid sample from {submitter}: {checked}",))
             counts.append(checked)
-        if reason := group_error(samples, screen, self._packed_with.tokens_per_row):
+        if reason := group_error(samples, screen, self.params.tokens_per_row):
             return Receipt((), (reason,))
         oldest = min(each[0][0] for each in counts)
         if not self.state.has_place(oldest):
@@ -280,6 +263,10 @@ class Buffer:
         issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
         self._write([issued, rec.SamplesRecord(whole, tuple(counts), now)], now, instructions)
         return Receipt(whole.indices, (), instructions, group_id)
+
+    def prompt(self, group_id: int) -> Prompt:
+        """Return a live group's prompt."""
+        return self._held[group_id].prompt
 
     def samples(self, group_id: int, indices: Sequence[int]) -> list[Sample]:
         """Return held members that are generated and not taken yet."""
@@ -322,8 +309,8 @@ class Buffer:
         """
         most_groups = config.num_steps * config.algorithm.groups_per_step
         self.state.handle(ev.BoundsChanged(config.buffer.max_staleness, most_groups), now)
-        self._packed_with = msgspec.structs.replace(
-            self._packed_with, temperature=config.generate.sampling.temperature, settings=settings_of(config)
+        self.params = msgspec.structs.replace(
+            self.params, temperature=config.generate.sampling.temperature, settings=settings_of(config)
         )
         self.ledger.write((rec.ChangedRecord(self.state.next_step, what, now),))
 
@@ -351,14 +338,14 @@ class Buffer:
                 return taken
             assert decision.staleness is not None, "a repeat is no first take"
             groups = tuple(self._held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
-            params = msgspec.structs.replace(self._packed_with, mask_below=decision.mask_below)
+            params = msgspec.structs.replace(self.params, mask_below=decision.mask_below)
             self._step_groups[step], self._step_params[step] = groups, params
             record = rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now)
             self._write([record], now, dropped, on_committed)
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
         self._write([], now, dropped)
         assert isinstance(decision, ev.Wait)
-        return Waiting(step, decision.reason, dropped)
+        return Waiting(decision.reason, dropped)
 
     def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
         """Return a step as it was taken the first time."""
@@ -402,7 +389,7 @@ class Buffer:
             self.ledger.write((rec.RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
         to_repeat = self.state.steps_to_repeat()
-        if self._needs_reference and (reason := without_reference(self._steps_without_reference, to_repeat)):
+        if self.needs_reference and (reason := without_reference(self._steps_without_reference, to_repeat)):
             raise LedgerError(reason)
         return to_repeat
 

@@ -70,9 +70,8 @@ class GroupsRestored(BufferEvent, frozen=True):
     """That may be repeated."""
     next_group_id: int
     dropped: dict[str, int]
-    """Groups by reason."""
+    """Groups by reason; so are those that failed."""
     failed: dict[str, int]
-    """Groups by reason."""
     returned: dict[int, int]
     """As `BufferState.returned`."""
     forgotten_steps: int
@@ -90,9 +89,8 @@ class Counts:
     taken: int = 0
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """By reason."""
+    """By reason; so are those that failed."""
     failed: dict[str, int] = field(default_factory=dict)
-    """By reason."""
 
     @property
     def held(self) -> int:

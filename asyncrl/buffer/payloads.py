@@ -18,15 +18,6 @@ from asyncrl.buffer.staleness import StalenessFigures
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
 
 
-class WorkOrder(msgspec.Struct, frozen=True):
-    """What a GroupWork message needs besides sampling parameters and seed."""
-
-    group_id: int
-    attempt: int
-    prompt: Prompt
-    indices: tuple[int, ...]
-
-
 class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What became of something that came in; of a repeat, nothing."""
 
@@ -54,7 +45,6 @@ class TakenStep(msgspec.Struct, frozen=True):
 class Waiting(msgspec.Struct, frozen=True):
     """Why there is no step yet; ask again when a group became ready or failed."""
 
-    step: int
     reason: str
     instructions: Sequence[BufferInstruction] = ()
 

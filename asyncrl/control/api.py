@@ -117,10 +117,8 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         """Return the handler of a route: what `act` says, of the request's body where it takes one of a kind."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            given = (
-                () if kind is None else (msgspec.msgpack.decode(await read_body(request, most_bytes, read_timeout_s), type=kind),)
-            )
-            answer = act(*given)
+            body = b"" if kind is None else await read_body(request, most_bytes, read_timeout_s)
+            answer = act() if kind is None else act(msgspec.msgpack.decode(body, type=kind))
             answer = await answer if inspect.isawaitable(answer) else answer
             return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
 
@@ -260,12 +258,10 @@ class RunApi:
             for name, hello in run.membership.joined.items()
         ]
         beats = {beat.name: beat for beat in run.heartbeats() if beat.waiting_for}
-        for number, row in enumerate(rows):
-            if (beat := beats.get(row.name)) is not None:
-                # A joined generator's clock is of another machine: its wait is at most as long as the run.
-                waiting_s = max(0.0, now - beat.waiting_since_s)
-                rows[number] = msgspec.structs.replace(row, waiting_for=beat.waiting_for, waiting_s=waiting_s)
-        return rows
+        # A joined generator's clock is of another machine.
+        waits = {name: (beat.waiting_for, max(0.0, now - beat.waiting_since_s)) for name, beat in beats.items()}
+        told = [(row, *waits.get(row.name, ("", 0.0))) for row in rows]
+        return [msgspec.structs.replace(row, waiting_for=what, waiting_s=waited_s) for row, what, waited_s in told]
 
     def evaluations(self) -> list[EvalReport]:
         """Return the evaluations so far."""

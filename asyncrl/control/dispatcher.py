@@ -104,27 +104,27 @@ class Dispatcher:
         while (issue := self.state.next_issue()) is not None:
             now, size = self._clock.now(), self._config.algorithm.members_per_group
             if isinstance(issue, ev.ReissueGroup):
-                order = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
+                group = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
             elif self.asked is not None:
                 if (asked := self.asked.next()) is None:
                     break
-                order = self.buffer.issue(
+                group = self.buffer.issue(
                     asked.prompt, issue.generator, version=issue.version, group_size=asked.size or size, now=now
                 )  # fmt: skip
-                self.asked.issued(asked, order.group_id, issue.version)
+                self.asked.issued(asked, group.group_id, issue.version)
             else:
                 (replaces, prompt), cursor = self.buffer.returned_prompt() or (None, None), self.buffer.cursor
                 if prompt is None:
                     prompt, cursor = self._next_prompt(cursor)
-                order = self.buffer.issue(
+                group = self.buffer.issue(
                     prompt, issue.generator, version=issue.version, group_size=size, now=now, cursor=cursor, replaces=replaces,
                 )  # fmt: skip
-            sampling, asked = self._sampling, self.asked.of(order.group_id) if self.asked is not None else None
+            sampling, asked = self._sampling, self.asked.of(group.group_id) if self.asked is not None else None
             if asked is not None and asked.max_new_tokens:
                 most = min(asked.max_new_tokens, sampling.max_new_tokens)
                 sampling = msgspec.structs.replace(sampling, max_new_tokens=most)
             work = GroupWork(
-                order.group_id, order.attempt, order.prompt, order.indices, sampling, self._config.seed,
+                group.group_id, group.attempt, self.buffer.prompt(group.group_id), group.pending, sampling, self._config.seed,
                 greedy_index=self.state.limits.screen.greedy_index,
             )  # fmt: skip
             self._hand_out(issue.generator, work)

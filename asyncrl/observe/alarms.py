@@ -258,9 +258,8 @@ class Alarms:
                 del self.standing[rule.name]
                 told.append(replace(standing, version=version, is_over=True, text=f"{rule.name}{OVER}"))
             elif standing is None and value is not None and met[-1] and sum(met) >= rule.needed:
-                text = (
-                    f"{rule.meets} (is {value:.3g}, bound {rule.bound:.3g}, {sum(met)} of {len(met)} steps): {rule.advice}{seen}"
-                )
+                how_often = f"{sum(met)} of {len(met)} steps"
+                text = f"{rule.meets} (is {value:.3g}, bound {rule.bound:.3g}, {how_often}): {rule.advice}{seen}"
                 self.standing[rule.name] = Alarm(rule.name, rule.level, version, value, rule.bound, text)
                 told.append(self.standing[rule.name])
         return told

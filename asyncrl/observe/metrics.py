@@ -213,7 +213,6 @@ _BY_STALENESS = (
 _OF_BUCKET = "of the tokens (of whole samples: by the oldest token) that many versions behind: 0, 1, 2, 3-4, 5-8, 9+"
 
 METRICS: dict[str, Metric] = {name: Metric(name, unit, meaning) for name, unit, meaning in _ROWS}
-"""Name (or family) to its row."""
 METRICS |= {
     f"{name}_by_staleness/*": Metric(f"{name}_by_staleness/*", METRICS[name].unit, f"`{name}` {_OF_BUCKET}")
     for name in _BY_STALENESS

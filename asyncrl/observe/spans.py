@@ -177,9 +177,8 @@ class Timeline:
             self._follow()
             end_s = max((float(rows[1].max()) for rows in self._read.values()), default=0.0)
             from_s, to_s = max(from_s, 0.0), min(to_s, end_s)
-            tracks = (
-                [self._track(key, from_s, max(to_s, from_s + 1e-6), num_bins) for key in self._read] if from_s < end_s else []
-            )
+            shown_keys = self._read if from_s < end_s else ()
+            tracks = [self._track(key, from_s, max(to_s, from_s + 1e-6), num_bins) for key in shown_keys]
         shown = sorted((track for track in tracks if track.spans), key=lambda track: -track.seconds)[:MOST_TRACKS]
         return {"from_s": from_s, "to_s": to_s, "end_s": end_s, "first_s": self._first_s if shown else 0.0, "tracks": shown}
 

@@ -141,10 +141,8 @@ class Records:
             self.runs = {record.id: record for record in self._read("runs", RunRecord)}
             self.tokens = {record.name: record for record in self._read("tokens", TokenRecord)}
         except (sqlite3.Error, msgspec.DecodeError) as error:
-            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in {
-                sqlite3.SQLITE_CORRUPT,
-                sqlite3.SQLITE_NOTADB,
-            }:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code not in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
                 raise LaunchError(f"{path} cannot be opened: {error}") from error  # a full disk or a lock damages nothing
             aside = path.with_suffix(".damaged")
             log.error("%s is damaged (%s): it is kept as %s, and the runs are found again from their folders", path, error, aside)  # noqa: TRY400

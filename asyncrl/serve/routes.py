@@ -63,7 +63,6 @@ class Route(NamedTuple):
     handler: Answer
     summary: str
     body: Any = None
-    """What is taken."""
 
 
 @dataclass

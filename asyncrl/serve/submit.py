@@ -223,14 +223,11 @@ def _checked(raw: dict[str, Any]) -> tuple[RunConfig, list[Fault]]:
 
 
 def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - plain nested values
-    """Take out what lies at a place, or the nearest table above it that is there; return whether anything was."""
+    """Take out what lies at a place; return whether anything was."""
     *parents, last = place
-    for step in parents:
-        try:
-            raw = raw[step]
-        except (KeyError, IndexError, TypeError):
-            return False
     try:
+        for step in parents:
+            raw = raw[step]
         del raw[last]
     except (KeyError, IndexError, TypeError):
         return False

@@ -143,36 +143,25 @@ class InLane:
             self._pump_soon()
 
 
+@dataclass(eq=False)
 class Connection:
-    """One end of an open connection, over whatever `wire` is set."""
+    """One end of an open connection, over whatever `wire` is set; at first nothing is sent or received, and there is no wire."""
 
-    def __init__(
-        self,
-        peer: Hello,
-        window: int,
-        max_message_bytes: int,
-        on_close: Callable[[Connection, str], Awaitable[None]],
-        refused: RefusalCounts,
-    ) -> None:
-        """Open with nothing sent and nothing received, and no wire.
+    peer: Hello
+    """Who is at the other end, as it said at hello."""
+    window: int
+    """Most unacknowledged messages per lane and direction."""
+    max_message_bytes: int
+    on_close: Callable[[Connection, str], Awaitable[None]]
+    """Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat."""
+    refused: RefusalCounts
+    """Where messages that cannot be taken are counted."""
 
-        Args:
-            peer: Who is at the other end.
-            window: Most unacknowledged messages per lane and direction.
-            max_message_bytes: Limit of one encoded message.
-            on_close: Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat.
-            refused: Where messages that cannot be taken are counted.
-        """
-        self.peer = peer
-        """Who is at the other end, as it said at hello."""
+    def __post_init__(self) -> None:
         self.closed_reason = ""
         """Why it is over; empty while it is open."""
         self.wire: Wire | None = None
         """None while there is nobody to send to; the outbox then waits."""
-        self._window = window
-        self._max_message_bytes = max_message_bytes
-        self._on_close = on_close
-        self._refused = refused
         self._out = (OutLane(), OutLane())
         self._in = (InLane(self._pump_soon), InLane(self._pump_soon))
         self._outbox: list[Item] = []
@@ -192,7 +181,7 @@ class Connection:
             return
         out = self._out[lane]
         async with out.turn:
-            while len(out.unacked) >= self._window:
+            while len(out.unacked) >= self.window:
                 self._raise_if_closed()
                 out.changed.clear()
                 await out.changed.wait()
@@ -203,7 +192,7 @@ class Connection:
         """Queue `message` if the window has room and nobody waits for it; return whether it was. Raises as `send`."""
         self._raise_if_closed()
         out = self._out[lane]
-        if len(out.unacked) >= self._window or out.turn.locked():
+        if len(out.unacked) >= self.window or out.turn.locked():
             return False
         self._enqueue(message, lane, out)
         return True
@@ -251,7 +240,7 @@ class Connection:
             self.end("closed on this side")
             for half in self._in:
                 half.inbox.clear()
-        await self._on_close(self, reason)
+        await self.on_close(self, reason)
 
     def end(self, reason: str) -> None:
         """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
@@ -287,7 +276,7 @@ class Connection:
             if acks:
                 for seq in acks:
                     out.unacked.pop(seq, None)  # a number that is not held is a repeat
-                if len(out.unacked) < self._window:
+                if len(out.unacked) < self.window:
                     out.changed.set()
                 self._acked.set()
         for lane, seq, body in parcel.items:
@@ -299,17 +288,17 @@ class Connection:
                     half.acks.append(seq)
                     self._pump_soon()
                 continue
-            if len(half.unhandled) >= self._window:
-                self._refused.malformed += 1
+            if len(half.unhandled) >= self.window:
+                self.refused.malformed += 1
                 return False
             half.expected = seq + 1
             try:
-                message = decode(body, self._max_message_bytes)
+                message = decode(body, self.max_message_bytes)
             except CodecError:
-                if len(body) > self._max_message_bytes:
-                    self._refused.oversized += 1
+                if len(body) > self.max_message_bytes:
+                    self.refused.oversized += 1
                 else:
-                    self._refused.malformed += 1
+                    self.refused.malformed += 1
                 half.acks.append(seq)  # stepped over: its place in the sender's window is given back
                 self._pump_soon()
                 continue
@@ -331,7 +320,6 @@ class Connection:
     def start_over(self, peer: Hello) -> None:
         """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
         self.peer = peer
-        """Who is at the other end, as it said at hello."""
         stale, self._in = self._in, (InLane(self._pump_soon), InLane(self._pump_soon))
         for half in stale:
             half.changed.set()
@@ -342,11 +330,11 @@ class Connection:
 
     def adopt(self, window: int, max_message_bytes: int) -> None:
         """Have the listener's sizes from now on."""
-        self._window, self._max_message_bytes = window, max_message_bytes
+        self.window, self.max_message_bytes = window, max_message_bytes
 
     def _enqueue(self, message: Message, lane: Lane, out: OutLane) -> None:
         """Encode, number and queue one message; nothing changes where it cannot be encoded."""
-        item = Item(lane, out.next_seq, encode(message, self._max_message_bytes))
+        item = Item(lane, out.next_seq, encode(message, self.max_message_bytes))
         out.unacked[out.next_seq] = message
         out.next_seq += 1
         self._outbox.append(item)
@@ -372,7 +360,6 @@ class Listener(Protocol):
     address: str
     """What `connect` takes, ports resolved."""
     refused: RefusalCounts
-    """What was refused so far."""
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""

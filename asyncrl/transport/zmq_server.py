@@ -15,7 +15,7 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -30,7 +30,6 @@ from asyncrl.transport.security import GUEST, OWN, ListenerKeys, make_keys, open
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
 
 MAX_PEERS = MOST_DRAINED
-"""Most connections at once."""
 MIN_QUEUE = 1024
 """Of a peer: packets that wait for us to read, and for it. Twice what four full windows need; one that floods us, or reads
 nothing, fills its own queues and no more."""
@@ -89,8 +88,12 @@ class _Peer:
     heard_s: float
 
 
+@dataclass(eq=False)
 class ZmqListener:
-    """A `Listener` (see protocol.py) on `ipc://` or `tcp://`.
+    """A `Listener` (see protocol.py) on `ipc://` or `tcp://`, listening from the start; needs a running event loop.
+
+    Raises:
+        TransportError: The address cannot be bound.
 
     Example:
         >>> listener = ZmqListener("tcp://127.0.0.1:*", hello, LinkLimits())
@@ -98,34 +101,19 @@ class ZmqListener:
         'tcp://127.0.0.1:45127'
     """
 
-    def __init__(
-        self,
-        address: str,
-        hello: Hello,
-        limits: LinkLimits,
-        keys: ListenerKeys | None = None,
-        judge: Judge = lambda _hello, _is_own: "",
-        owned_folder: OwnedFolder | None = None,
-    ) -> None:
-        """Bind and start listening; needs a running event loop.
+    address: str
+    """`ipc://PATH` or `tcp://HOST:PORT`; port `*` takes a free one, which it then has."""
+    hello: Hello
+    limits: LinkLimits
+    keys: ListenerKeys | None = field(default=None, repr=False)
+    """Speaks CURVE with these; None is plain text."""
+    judge: Judge = lambda _hello, _is_own: ""
+    """Why a peer may not come in; empty lets it in."""
+    owned_folder: OwnedFolder | None = None
+    """Removed at close (where the ipc socket lies)."""
+    refused: RefusalCounts = field(default_factory=RefusalCounts, init=False)
 
-        Args:
-            address: `ipc://PATH` or `tcp://HOST:PORT`; port `*` takes a free one.
-            hello: Who listens.
-            limits: Sizes and times.
-            keys: Speak CURVE with these; None is plain text.
-            judge: Why a peer may not come in; empty lets it in.
-            owned_folder: Removed at close (where the ipc socket lies).
-
-        Raises:
-            TransportError: The address cannot be bound.
-        """
-        self.refused = RefusalCounts()
-        self._hello = hello
-        self._limits = limits
-        self._keys = keys
-        self._judge = judge
-        self._owned_folder = owned_folder
+    def __post_init__(self) -> None:
         self._by_route: dict[bytes, _Peer] = {}
         self._by_name: dict[str, _Peer] = {}
         self._dismissed: dict[str, str] = {}
@@ -134,11 +122,11 @@ class ZmqListener:
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         try:
-            self.address = self._open_sockets(address)
+            self.address = self._open_sockets(self.address)
         except zmq.ZMQError as error:
-            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+            raise TransportError(f"cannot listen on {self.address}: {error.strerror}") from error
         self._checked_s = self._loop.time()
-        self._timer = self._loop.call_later(limits.silence_timeout_s / 4, self._check_silence)
+        self._timer = self._loop.call_later(self.limits.silence_timeout_s / 4, self._check_silence)
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
@@ -166,8 +154,8 @@ class ZmqListener:
         try:
             await terminate(self._context)
         finally:
-            if self._owned_folder is not None:
-                self._owned_folder.close()
+            if self.owned_folder is not None:
+                self.owned_folder.close()
 
     def _open_sockets(self, address: str) -> str:
         """Return the address bound to; nothing is left open where that fails."""
@@ -178,13 +166,13 @@ class ZmqListener:
             socket = self._context.socket(zmq.ROUTER)
             configure(socket)
             # Twice our own limit: what is between the two is read, counted and refused by us; what is above, libzmq cuts off.
-            socket.maxmsgsize = 2 * self._limits.max_packet_bytes
+            socket.maxmsgsize = 2 * self.limits.max_packet_bytes
             socket.router_mandatory = True
-            socket.sndhwm = socket.rcvhwm = max(MIN_QUEUE, 8 * self._limits.window)
-            if self._keys:
+            socket.sndhwm = socket.rcvhwm = max(MIN_QUEUE, 8 * self.limits.window)
+            if self.keys:
                 self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
                 undo.callback(self._zap.close, 0)
-                secure_server(socket, self._keys)
+                secure_server(socket, self.keys)
             self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
             undo.callback(self._watch.close)
             self._socket = LoopSocket(socket, self._on_message)
@@ -195,12 +183,12 @@ class ZmqListener:
 
     def _answer_zap(self, frames: list[zmq.Frame]) -> None:
         assert self._zap is not None
-        assert self._keys is not None
-        allowed = {self._keys.own_public: OWN, self._keys.client_public: GUEST}
+        assert self.keys is not None
+        allowed = {self.keys.own_public: OWN, self.keys.client_public: GUEST}
         self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
     def _note_failed_handshake(self, _event: int) -> None:
-        if self._keys:
+        if self.keys:
             self.refused.unauthenticated += 1
         else:
             self.refused.malformed += 1
@@ -208,13 +196,13 @@ class ZmqListener:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         """Take one multipart message; what is wrong is counted, and whoever has no session on this route is asked to greet."""
         route = frames[0].bytes
-        if sum(map(len, frames)) > self._limits.max_packet_bytes:
+        if sum(map(len, frames)) > self.limits.max_packet_bytes:
             self.refused.oversized += 1
             return
         try:
             packet = wire.parse(frames[1].buffer if len(frames) > 1 else b"")
             if isinstance(packet, wire.Greeting):
-                self._on_greeting(route, packet, is_own=not self._keys or frames[1].get("User-Id") == OWN.decode())
+                self._on_greeting(route, packet, is_own=not self.keys or frames[1].get("User-Id") == OWN.decode())
                 return
             if not isinstance(packet, wire.ParcelHead | wire.Ping | wire.Goodbye):
                 self.refused.malformed += 1
@@ -241,7 +229,7 @@ class ZmqListener:
         """Let a new peer in, or an old one back in."""
         if greeting.protocol != PROTOCOL:
             self.refused.wrong_protocol += 1
-            self._tell(route, wire.Refusal(f"{self._hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
+            self._tell(route, wire.Refusal(f"{self.hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
             return
         hello, token = wire.parse_hello(greeting), greeting.token
         peer = self._by_name.get(hello.name)
@@ -252,7 +240,7 @@ class ZmqListener:
         elif peer is None and len(self._by_name) >= MAX_PEERS:
             reason = f"there are {MAX_PEERS} peers already"
         else:
-            reason = self._judge(hello, is_own)
+            reason = self.judge(hello, is_own)
         if reason:
             self.refused.unknown_peer += 1
             self._tell(route, wire.Refusal(reason))
@@ -263,13 +251,13 @@ class ZmqListener:
         else:
             if peer:
                 self._forget(peer, f"replaced by incarnation {hello.incarnation}")
-            session = Connection(hello, self._limits.window, self._limits.max_message_bytes, self._dismiss, self.refused)
+            session = Connection(hello, self.limits.window, self.limits.max_message_bytes, self._dismiss, self.refused)
             peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
             self._by_name[hello.name] = peer
             self._accepted.append(session)
             self._changed.set()
         self._by_route[route] = peer
-        self._tell(route, wire.Welcome(peer.session_id, self._hello, self._limits.window, self._limits.max_message_bytes))
+        self._tell(route, wire.Welcome(peer.session_id, self.hello, self.limits.window, self.limits.max_message_bytes))
         peer.session.wire = lambda parcel: self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
         peer.session.resend_all()
 
@@ -280,7 +268,7 @@ class ZmqListener:
         """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
         peer = self._by_name.get(session.peer.name)
         if peer is not None and peer.session is session:
-            if self._loop.time() - peer.heard_s <= self._limits.reconnect_after_s:
+            if self._loop.time() - peer.heard_s <= self.limits.reconnect_after_s:
                 self._dismissed[peer.hello.name] = peer.token
                 self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
             self._forget(peer, "closed on this side")
@@ -294,15 +282,15 @@ class ZmqListener:
 
     def _check_silence(self) -> None:
         """End the connections of peers that have been silent for too long, unless it was this loop that stood still."""
-        period_s = self._limits.silence_timeout_s / 4
+        period_s = self.limits.silence_timeout_s / 4
         self._timer = self._loop.call_later(period_s, self._check_silence)
         self._socket.drain()
         now_s = self._loop.time()
         stood_still_s = max(0.0, now_s - self._checked_s - 2 * period_s)
         for peer in list(self._by_name.values()):
             peer.heard_s += stood_still_s
-            if now_s - peer.heard_s > self._limits.silence_timeout_s:
-                self._forget(peer, f"silent for {now_s - peer.heard_s:.1f} s (limit {self._limits.silence_timeout_s:.1f} s)")
+            if now_s - peer.heard_s > self.limits.silence_timeout_s:
+                self._forget(peer, f"silent for {now_s - peer.heard_s:.1f} s (limit {self.limits.silence_timeout_s:.1f} s)")
         self._checked_s = now_s
 
 

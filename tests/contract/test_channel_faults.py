@@ -214,7 +214,7 @@ async def test_a_restarted_listener_is_sent_what_was_not_acknowledged(tmp_path):
             await far.send(failure(5))
             assert await consume(near, 4) == [2, 3, 4, 5]
             assert await far.flush(WAIT_S)
-            assert far.peer.incarnation == second._hello.incarnation
+            assert far.peer.incarnation == second.hello.incarnation
             await near.send(failure(9))
             assert await consume(far, 1) == [9]
     first._context.term()

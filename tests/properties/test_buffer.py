@@ -152,7 +152,7 @@ class RunLife(RuleBasedStateMachine):
             self.give(issue.generator, order)
 
     def give(self, generator, order):
-        for index in order.indices:
+        for index in order.pending:
             self.orders[order.group_id, index] = (generator, order.attempt, self.live[generator])
 
     def objection(self, group_id):

@@ -256,9 +256,8 @@ def _sample_rows(connection: sqlite3.Connection, group_id: int) -> tuple[SampleR
         for index, reward, parts in msgspec.json.decode(members, type=list[tuple[int, float, dict[str, float]]]):
             told = {"state": "scored", "reward": reward, "reward_worker": worker, "settled_s": settled_s, "parts": parts}
             rows[index] = msgspec.structs.replace(rows[index], **told)
-    for key, attempt, stage, reason, settled_s in rows_of(
-        connection, "failures", "key, attempt, stage, reason, settled_s", group_id
-    ):
+    columns = "key, attempt, stage, reason, settled_s"
+    for key, attempt, stage, reason, settled_s in rows_of(connection, "failures", columns, group_id):
         content = [group_id, key - first, "", attempt, "", None, None, 0, "", None, "", "", None, None, settled_s, None, {}]
         made = rows.get(key - first) or SampleRow(*content)
         rows[key - first] = msgspec.structs.replace(made, state="failed", failure=f"{stage}: {reason}", settled_s=settled_s)

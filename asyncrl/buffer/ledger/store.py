@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -52,46 +53,39 @@ _Unit = tuple[Sequence[Record], OnCommitted | None]
 _NOT_WRITTEN = (sqlite3.Error, OSError, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
 
 
+@dataclass(eq=False)
 class SqliteLedger:
     """An open ledger file.
-
-    Args:
-        path: The file; made when it is not there.
-        identity: Names and values that must be the same each time the ledger is opened (B, G), written when it is made.
-        call_soon: Runs a function on the event loop from another thread (`loop.call_soon_threadsafe`); None: callbacks run on the
-            writer thread.
-        on_failure: Called once, the same way, when a commit fails; every later call raises that error.
-        max_queued: Records waiting to be committed before `write` waits.
-        synchronous: `full` also survives a power cut, at one disk flush a commit.
 
     Raises:
         LedgerError: Another run has it open, it is of another schema or identity, or it is damaged.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        identity: dict[str, str] | None = None,
-        call_soon: CallSoon | None = None,
-        on_failure: Callable[[LedgerError], None] | None = None,
-        max_queued: int = 8192,
-        synchronous: Literal["normal", "full"] = "normal",
-    ) -> None:
-        self.path = path
+    path: Path
+    """The file; made when it is not there."""
+    identity: dict[str, str] = field(default_factory=dict)
+    """Names and values that must be the same each time the ledger is opened (B, G), written when it is made."""
+    call_soon: CallSoon | None = None
+    """Runs a function on the event loop from another thread (`loop.call_soon_threadsafe`); None: they run on the writer's."""
+    on_failure: Callable[[LedgerError], None] | None = None
+    """Called once, the same way, when a commit fails; every later call raises that error."""
+    max_queued: int = 8192
+    """Records waiting to be committed before `write` waits."""
+    synchronous: Literal["normal", "full"] = "normal"
+    """`full` also survives a power cut, at one disk flush a commit."""
+
+    def __post_init__(self) -> None:
+        path = self.path
         self._lock_fd = _lock(path)
         try:
-            self._connection = _open(path, identity or {}, synchronous)
+            self._connection = _open(path, self.identity, self.synchronous)
         except sqlite3.Error as error:
             os.close(self._lock_fd)
             raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, it is damaged, or its disk is full") from error
         except BaseException:
             os.close(self._lock_fd)
             raise
-        self._payloads = PayloadFiles(path, flushes=synchronous == "full")
-        self._call_soon = call_soon
-        self._on_failure = on_failure
-        self._max_queued = max_queued
+        self._payloads = PayloadFiles(path, flushes=self.synchronous == "full")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: list[_Unit] = []
@@ -107,7 +101,7 @@ class SqliteLedger:
     def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
         """Queue one unit; see `Ledger.write`."""
         with self._lock:
-            while self._num_queued >= self._max_queued and self._error is None:
+            while self._num_queued >= self.max_queued and self._error is None:
                 self._changed.wait()
             if self._error is not None or self._closing:
                 raise self._error or LedgerError(f"{self.path} is closed")
@@ -207,12 +201,12 @@ class SqliteLedger:
             for callback in callbacks:
                 callback()
 
-        if self._call_soon is None:
+        if self.call_soon is None:
             run_all()
         elif callbacks:
             # The loop may be closed by the time the last commits are done; nobody is there to be told then.
             with contextlib.suppress(RuntimeError):
-                self._call_soon(run_all)
+                self.call_soon(run_all)
 
     def _fail(self, cause: Exception) -> None:
         error = LedgerError(
@@ -223,8 +217,8 @@ class SqliteLedger:
             self._error = error
             self._busy = False
             self._changed.notify_all()
-        if self._on_failure is not None:
-            self._deliver([functools.partial(self._on_failure, error)])
+        if self.on_failure is not None:
+            self._deliver([functools.partial(self.on_failure, error)])
 
 
 def _payload_bytes(record: SamplesRecord) -> int:

@@ -102,11 +102,7 @@ class ProcessHost:
         # Without what Ray tells its workers. Only the controller is a driver, and may prove who it is.
         kept = "RAY_AUTH_" if spec.kind == "controller" else "-"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name.startswith(kept)}
-        ours = {
-            NODE_ADDRESS: address,
-            "RAY_ADDRESS": context.gcs_address,
-            JOB_CONFIG: json.dumps({"runtime_env": runtime}),
-        }
+        ours = {NODE_ADDRESS: address, "RAY_ADDRESS": context.gcs_address, JOB_CONFIG: json.dumps({"runtime_env": runtime})}
         spec = replace(spec, command=(sys.executable, *spec.command[1:]), env={**spec.env, **ours})
         try:
             self._process = await LocalLauncher(environment).start(spec)
@@ -130,7 +126,6 @@ class RayLauncher:
     """Starts the processes of one run on a cluster; see `Launcher`. Nothing is asked of Ray before the first."""
 
     launch: RayLaunch
-    """Of the run's config."""
     run_folder: Path
     """On storage that every node sees."""
     needs_for: Callable[[ProcessKind], ProcessNeeds]

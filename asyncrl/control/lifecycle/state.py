@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from asyncrl.config.run import SupervisionConfig
@@ -100,6 +100,7 @@ class Heartbeats:
         return late
 
 
+@dataclass(eq=False)
 class Lifecycle(Machine[ev.Event, ev.Instruction]):
     """The state machine of one run.
 
@@ -111,37 +112,27 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
 
     name = "lifecycle"
 
-    def __init__(
-        self,
-        plan: Iterable[ev.ProcessPlan],
-        config: SupervisionConfig,
-        *,
-        evaluate_first: bool = False,
-        evaluate_last: bool = False,
-        logs_folder: str = "logs",
-    ) -> None:
-        """Plan a run.
+    plan: InitVar[Iterable[ev.ProcessPlan]]
+    """Every process the run wants, by unique name; may be empty (everything is outside code)."""
+    config: SupervisionConfig
+    """Deaths allowed, their window, the back-off, and how long a process may be silent and a drain may take."""
+    evaluate_first: bool = False
+    """Pass through `evaluating` before `running`."""
+    evaluate_last: bool = False
+    """Pass through `evaluating` once the goal is reached."""
+    logs_folder: str = "logs"
+    """Where the processes' logs lie, for messages."""
 
-        Args:
-            plan: Every process the run wants, by unique name; may be empty (everything is outside code).
-            config: Deaths allowed, their window, the back-off, and how long a process may be silent and a drain may take.
-            evaluate_first: Pass through `evaluating` before `running`.
-            evaluate_last: Pass through `evaluating` once the goal is reached.
-            logs_folder: Where the processes' logs lie, for messages.
-        """
+    def __post_init__(self, plan: Iterable[ev.ProcessPlan]) -> None:
         planned = list(plan)
         self.phase: Phase = "starting"
         self.reason = ""
         self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in planned}
         if len(self.processes) != len(planned):
             raise ValueError(f"process names must be unique, got {[item.name for item in planned]}")
-        self._heartbeats = Heartbeats(config)
+        self._heartbeats = Heartbeats(self.config)
         self.goal_reached = False
         """The last step's version has existed, even if a learner has gone back behind it since."""
-        self._config = config
-        self.evaluate_first = evaluate_first
-        self.evaluate_last = evaluate_last
-        self._logs_folder = logs_folder
         self._begun = False
         self._now = 0.0
         self._phase_since_s = 0.0
@@ -227,7 +218,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                 for name, reason in self._heartbeats.overdue(self._now).items():
                     self._kill(self.processes[name], reason)
                 waited_s = self._now - self._phase_since_s
-                if self.phase == "draining" and waited_s > self._config.drain_timeout_s:
+                if self.phase == "draining" and waited_s > self.config.drain_timeout_s:
                     self._end(
                         ok=False, reason=f"draining took {waited_s:.0f} s, longer than supervision.drain_timeout_s allows"
                     )  # fmt: skip
@@ -342,13 +333,13 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         record.deaths_s.append(self._now)
         why = record.reason or f"{record.name} exited with {_exit_text(event.code)}{OUT_OF_MEMORY * (event.code == -9)}"
         self._out.append(ev.AnnounceDead(record.name, record.kind, why))
-        window_s = self._config.death_window_s
+        window_s = self.config.death_window_s
         for each in self.processes.values():
             each.deaths_s = [died_s for died_s in each.deaths_s if self._now - died_s <= window_s]
         deaths = {each.name: len(each.deaths_s) for each in self.processes.values() if each.deaths_s}
-        if sum(deaths.values()) <= self._config.max_deaths:
+        if sum(deaths.values()) <= self.config.max_deaths:
             doublings = min(deaths[record.name] - 1, 30)
-            self._start(record, float(min(self._config.backoff_s * 2**doublings, LONGEST_BACKOFF_S)))
+            self._start(record, float(min(self.config.backoff_s * 2**doublings, LONGEST_BACKOFF_S)))
             return
         record.state = "gone"
         listing = "; ".join(
@@ -357,8 +348,8 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         )
         self._end(
             ok=False,
-            reason=f"{sum(deaths.values())} deaths within {window_s:.0f} s, allowed are {self._config.max_deaths} "
-            f"(supervision.max_deaths): {listing}; the last: {why}; see {self._logs_folder}/{record.name}.log",
+            reason=f"{sum(deaths.values())} deaths within {window_s:.0f} s, allowed are {self.config.max_deaths} "
+            f"(supervision.max_deaths): {listing}; the last: {why}; see {self.logs_folder}/{record.name}.log",
         )
 
 

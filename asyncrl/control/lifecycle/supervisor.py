@@ -62,7 +62,6 @@ class Supervisor:
     """
 
     lifecycle: Lifecycle
-    """It decides."""
     launcher: Launcher
     spec_for: Callable[[str, ProcessKind, int], ProcessSpec]
     """(name, kind, incarnation) to what is to be started."""

@@ -55,9 +55,7 @@ class Switching:
     feeder: BatchFeeder
     """One step ahead, except in `train`."""
     reporter: Reporter
-    """Told of switches, for spans."""
     stall_detector: StallDetector
-    """Told that things move."""
     clock: Clock
     judges_too: bool = False
     """Inference workers take turns too."""

@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_on_where_the_books_say(reopen):
     buffer.add_scores([score_of(scoring, 1, 0.25)], 3.0)
     taken = buffer.take(0, 4.0)
     assert [(m.reward, m.parts) for m in taken.groups[0].members] == [(0.75, {"exact": 0.75}), (0.25, {})]
-    assert buffer.reissue(running, "g1", 0, 5.0).indices == (0,)
+    assert buffer.reissue(running, "g1", 0, 5.0).pending == (0,)
 
 
 def test_steps_after_the_checkpoint_are_repeated_with_the_very_same_groups(reopen):

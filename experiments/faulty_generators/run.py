@@ -62,7 +62,6 @@ async def measure(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     return {
         "arm": arm, "seed": seed, "steps_per_s": (len(counted) - 1) / (counted[-1].time_s - counted[0].time_s),
         "staleness": float(np.mean([report.staleness_mean for report in counted])),
-        "learner_idle": float(np.mean([report.learner_idle for report in counted])),
         "deaths": sum(process.deaths for process in status.processes),
         "seconds_to_restart": float(np.mean(gone)) if gone else None,
         "failed_groups": status.groups.get("failed", 0),
@@ -102,8 +101,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Generators that are slow, or die", "",
         f"Made by `python experiments/faulty_generators/run.py`; {len(rows)} runs, means over seeds [95 % interval].", "",
-        "| fourth generator | seeds | steps/s | over `even`, same seed | staleness | learner idle | deaths | restart, s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fourth generator | seeds | steps/s | over `even`, same seed | staleness | deaths | restart, s |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     even = {row["seed"]: row["steps_per_s"] for row in rows if row["arm"] == "even"}
     for arm in ARMS:
@@ -118,7 +117,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {arm} | {len(of_arm)} | {np.mean([row['steps_per_s'] for row in of_arm]):.2f} | {np.mean(shares):.2f} "
             f"[{low:.2f}, {high:.2f}] | {np.mean([row['staleness'] for row in of_arm]):.2f} | "
-            f"{np.mean([row['learner_idle'] for row in of_arm]):.0%} | {sum(row['deaths'] for row in of_arm)} | "
+            f"{sum(row['deaths'] for row in of_arm)} | "
             f"{f'{np.mean(again):.1f}' if again else '-'} |"
         )
     lost = sum(row["failed_groups"] for row in rows)

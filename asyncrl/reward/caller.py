@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import uuid
 from collections.abc import Awaitable, Callable
 
 from asyncrl.errors import kind_of, trace_of
-from asyncrl.reward.inputs import shown
+from asyncrl.reward.inputs import as_number, shown
 from asyncrl.schema.samples import Member, Prompt, Score, ScoreRequest, Scores
 from asyncrl.schema.status import Judged
 
@@ -52,10 +51,11 @@ async def judge_for(ask: Ask, function: Reward) -> None:
 async def _score(function: Reward, prompt: Prompt, index: int, text: str) -> Score:
     try:
         given = function(prompt, text)
-        reward = float(await given if inspect.isawaitable(given) else given)
-        if not math.isfinite(reward):
-            raise ValueError(f"it must be a finite number, got {reward}")  # noqa: TRY301 - it fails as what the function raises
-    except Exception as error:  # noqa: BLE001 - the boundary: whatever a user's function raises
+        reward = as_number(await given if inspect.isawaitable(given) else given)
+    except (Exception, asyncio.CancelledError) as error:  # the boundary: whatever a user's function raises
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         return Score(
             index,
             0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -109,10 +110,26 @@ def import_optional(module: str, kind: str) -> ModuleType:
         raise RewardError(f"reward {kind} needs the package {error.name}: pip install 'asyncrl[tasks]'") from error
 
 
+def as_number(value: object) -> float:
+    """Return a number that a user's function returned.
+
+    Raises:
+        TypeError: It is none: text and bytes, which `float` would read, are none.
+        ValueError: It is not finite.
+        BaseException: Whatever the value's own method raises.
+    """
+    if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
+        raise TypeError(f"it must be a finite number, got {shown(value)}")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"it must be a finite number, got {number}")
+    return number
+
+
 def shown(value: object) -> str:
     """Return what a user's function raised or returned as text that can be sent: bounded, and without lone surrogates."""
     try:
         text = str(value) if isinstance(value, BaseException) else repr(value)
-    except Exception:  # noqa: BLE001 - the value's own method, or an integer of too many digits
+    except BaseException:  # noqa: BLE001 - the value's own method, or an integer of too many digits
         text = f"a value of {type(value).__name__} that cannot be shown"
     return text[:MOST_SHOWN_CHARS].encode("utf-8", "replace").decode()

@@ -6,7 +6,9 @@ Invariants:
   memory scores 0 for it and is counted, the other functions score it as ever: a sample that could fail its judge would escape the
   score it earns. So it is where a built-in function's process dies. Where a user's own function ends it, the sample fails.
 - What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
-  not begun is blamed for nothing. Where a function had several samples at once, they are scored again one by one.
+  not begun is blamed for nothing. Where it may be any of several samples (a function had them at once, what ended the process had
+  been done before, a function wrote into its socket), they are scored again one by one, and only one that does it again fails.
+- A judgement is taken only of a sample that the process has and has not judged yet: no sample gets another's score.
 
 Processes are warm and reused. Cheap rewards are sent several at a time, and the next of them while a process scores the last:
 at most about 40 ms of work waits behind one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER`
@@ -28,22 +30,32 @@ from asyncrl.clock import Clock
 from asyncrl.config.reward import PythonReward, RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.worker_process import Item, Judgement, PrintedOutput, ProcessDied, Ready, ScoringProcess
+from asyncrl.reward.worker_process import (
+    AT_REST,
+    MAX_ERROR_CHARS,
+    MOST_TOGETHER,
+    Item,
+    Judgement,
+    Mark,
+    PrintedOutput,
+    ProcessDied,
+    ProcessLied,
+    Ready,
+    ScoringProcess,
+)
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 32
 """Cheap samples that are sent at a time."""
-MOST_TOGETHER = 128
-"""Samples that one process has at a time, where its functions judge several at once or are async."""
 LATE_S = 1.0
 """A process of async functions that says nothing for so much longer than `timeout_s` is held up, and killed."""
-MAX_ERROR_CHARS = 2000
-"""Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
 _BATCH_WORK_S = 0.02
+_MOSTLY = 0.9
+"""Of `timeout_s`: what a sample must have had of it, so that it is the one which ran out of time."""
 _MAX_LOST = 3
-"""Processes that may die before they began a sample, until the sample fails."""
+"""Processes that may end before they began a sample, or for no reason that is known, until the sample fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +121,8 @@ class RewardPool:
         self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
         self._processes: set[ScoringProcess] = set()
         self._ready = Ready()
+        self._num_together = 0
+        """Samples that all processes have at the same time, where a function is async."""
         self._tasks = asyncio.TaskGroup()
         self._slots: list[asyncio.Task[None]] = []
 
@@ -117,6 +131,10 @@ class RewardPool:
         """Samples that are worth handing in at once."""
         several = self._ready.takes_several or self._ready.is_concurrent
         return self._config.concurrency * (MOST_TOGETHER if several else 2 * MAX_BATCH)
+
+    @property
+    def _is_one_by_one(self) -> bool:
+        return not (self._ready.takes_several or self._ready.is_concurrent)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
@@ -129,7 +147,8 @@ class RewardPool:
         told = zip(request.indices, request.texts, request.finish_reasons, request.lengths, strict=True)
         for place, (index, text, finish_reason, length) in enumerate(told):
             self._waiting.put_nowait(_Job(pending, place, RewardInput(request.prompt, text, finish_reason, length, index)))
-        await pending.done
+        if num:
+            await pending.done
         scores = tuple([score for score in pending.scores if score is not None])
         times = started_s, self._clock.now()
         return Scores(request.group_id, request.attempt, scores, self._name, *times, request.purpose)
@@ -185,19 +204,21 @@ class RewardPool:
             _send(process, jobs)
             while jobs:
                 most = _batch_size(mean_s)
-                if 1 < most >= len(jobs) and not self._ready.takes_several:
+                if 1 < most >= len(jobs) and self._is_one_by_one:
                     behind = deque[_Job]()
                     self._take_waiting(behind, most)
                     _send(process, behind)
                     jobs += behind
-                stopped, judgements = "", tuple[Judgement, ...]()
+                stopped, is_sure, judgements = "", True, tuple[Judgement, ...]()
                 try:
                     async with asyncio.timeout(self._config.timeout_s):
-                        judgements = await process.judgements(len(jobs))
+                        judgements = await process.judgements([job.number for job in jobs])
                 except TimeoutError:
-                    stopped = "time"
+                    mark = process.mark
+                    is_sure = mark.function != AT_REST and mark.has_taken_s() > _MOSTLY * self._config.timeout_s
+                    stopped = process.ending or ("time" if is_sure else "it said nothing")
                 except ProcessDied as died:
-                    stopped = str(died)
+                    stopped, is_sure = str(died), not isinstance(died, ProcessLied)
                 for judgement in judgements:
                     if judgement.out_of_memory:
                         stopped = "memory"
@@ -207,11 +228,11 @@ class RewardPool:
                 if not stopped:
                     continue
                 await self._stop(process)
-                at = [job.number for job in jobs]
-                if process.mark.sample in at and not process.mark.in_batch:
-                    jobs.rotate(-at.index(process.mark.sample))  # what was said of those before did not get out: judged again
-                if (failure := self._blame(process, jobs, stopped)) is not None:
-                    self._finish(jobs.popleft(), failure)
+                if (guilty := self._guilty(process.mark, jobs, stopped, is_sure=is_sure)) is not None:
+                    jobs.remove(guilty)
+                    jobs.appendleft(guilty)  # what was said of those before did not get out: judged again
+                    if (failure := self._blame(guilty, process.mark, stopped)) is not None:
+                        self._finish(jobs.popleft(), failure)
                 process = await self._replace(process)
                 _send(process, jobs)
 
@@ -228,16 +249,23 @@ class RewardPool:
             nonlocal heard_s
             while True:
                 jobs = deque([await self._waiting.get()])
-                self._take_waiting(jobs, MOST_TOGETHER - len(sent))
+                fair = -(-(self._num_together + self._waiting.qsize() + 1) // self._config.concurrency)
+                self._take_waiting(jobs, min(MOST_TOGETHER, fair) - len(sent))
                 heard_s = heard_s if sent else clock()
                 _send(process, jobs)
                 sent.update({job.number: job for job in jobs})
+                self._num_together += len(jobs)
+                await asyncio.sleep(0)  # the other processes take theirs
                 while len(sent) >= MOST_TOGETHER:
                     has_room.clear()
                     await has_room.wait()
 
         async def watch() -> None:
+            nonlocal heard_s
+            at = process.mark
             while True:
+                if process.mark != at:  # it begins functions, so that none of them holds it up
+                    heard_s, at = clock(), process.mark
                 if sent and clock() - heard_s > self._config.timeout_s + LATE_S:
                     process.kill()
                 await asyncio.sleep(LATE_S / 4)
@@ -246,15 +274,17 @@ class RewardPool:
             tasks = [group.create_task(feed()), group.create_task(watch())]
             with contextlib.suppress(ProcessDied):
                 while True:
-                    judgements = await process.judgements(MOST_TOGETHER)
-                    if any(judgement.out_of_memory or judgement.number not in sent for judgement in judgements):
+                    judgements = await process.judgements(sent, in_order=False)
+                    if any(judgement.out_of_memory for judgement in judgements):
                         break
                     heard_s = clock()
                     for judgement in judgements:
                         self._finish(sent.pop(judgement.number), judgement)
+                    self._num_together -= len(judgements)
                     has_room.set()
             for task in tasks:
                 task.cancel()
+        self._num_together -= len(sent)
         for job in sent.values():
             job.is_alone = True
         return deque(sent.values())
@@ -263,18 +293,32 @@ class RewardPool:
         while len(jobs) < most and not self._waiting.empty():
             jobs.append(self._waiting.get_nowait())
 
-    def _blame(self, process: ScoringProcess, jobs: deque[_Job], stopped: str) -> Judgement | None:
-        """Note what stopped a process at the first of its jobs; return the judgement that fails that sample, if one does."""
-        job, mark = jobs[0], process.mark
-        if mark.in_batch and mark.sample >= job.number and not job.is_alone:
-            for each in jobs:
-                each.is_alone = True
-            return None
-        if mark.sample < job.number or not 0 <= mark.function < len(self._config.functions):
-            job.num_lost += 1
-            if job.num_lost < _MAX_LOST:
-                return None
-            return Judgement(error=f"its scoring process ended {_MAX_LOST} times before it was begun, the last time: {stopped}")
+    def _guilty(self, mark: Mark, jobs: deque[_Job], stopped: str, *, is_sure: bool) -> _Job | None:
+        """Return which of a process's jobs stopped it. None: it may be any of those that it had begun, and they go alone now."""
+        if stopped == "memory":
+            return jobs[0]
+        is_sure = is_sure and mark.function != AT_REST
+        begun = [job for job in jobs if job.number <= mark.sample]
+        if not begun or (begun[0].is_alone and not is_sure):
+            first = (begun or jobs)[0]
+            first.num_lost += 1
+            for job in jobs if first.num_lost > 1 else ():
+                job.is_alone = True
+            return first if first.num_lost >= _MAX_LOST else None
+        if begun[0].is_alone:
+            return begun[0]
+        if is_sure and self._is_one_by_one and begun[-1].number == mark.sample:
+            return begun[-1]
+        for job in jobs if mark.in_batch else begun:
+            job.is_alone = True
+        return None
+
+    def _blame(self, job: _Job, mark: Mark, stopped: str) -> Judgement | None:
+        """Note what stopped a process at a job; return the judgement that fails that sample, if one does."""
+        if job.num_lost >= _MAX_LOST:
+            return Judgement(error=f"its scoring process ended {_MAX_LOST} times before it was judged, the last time: {stopped}")
+        if job.number != mark.sample or not 0 <= mark.function < len(self._config.functions):
+            return Judgement(error=f"its scoring process ended: {stopped}")
         limit = {
             "time": f"ran past reward.timeout_s ({self._config.timeout_s:g} s)",
             "memory": f"ran over reward.process_memory_bytes ({self._config.process_memory_bytes})",

@@ -12,19 +12,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import time
+from asyncio.events import _set_running_loop
+from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from typing import NamedTuple, TypeVar, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.config import reward as kinds
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, RewardError, leaves
 from asyncrl.reward.answer_match import build_answer_match
-from asyncrl.reward.inputs import RewardFunction, RewardInput, compile_pattern, matches_whole, shown
+from asyncrl.reward.inputs import RewardFunction, RewardInput, as_number, compile_pattern, matches_whole, shown
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
+T = TypeVar("T")
 BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
 At = Callable[[int, int, bool], None]
 """Called before each function with the sample's index, the function's, and whether it has several samples."""
@@ -124,12 +128,14 @@ async def score_sample(
         sample: Which.
         values: What is known already, by function.
         at: Called before each function with its index.
-        limit_s: An async function that takes longer scores 0; None: whoever calls ends the process.
+        limit_s: Of the functions together: the async one that runs past it scores 0, and those behind it have as long again;
+            None: whoever calls ends the process.
 
     Raises:
         RewardError: It begins with the name of the function that failed.
     """
     total, parts, late = 0.0, {}, list[int]()
+    until_s = None if limit_s is None else time.monotonic() + limit_s
     for number, (name, weight, function, *_) in enumerate(rewards):
         value = values.get(number)
         if value is None:
@@ -137,13 +143,14 @@ async def score_sample(
             told: object
             try:
                 told = function(sample)
-            except MemoryError:
-                raise
+                is_awaited = not isinstance(told, float | int) and inspect.isawaitable(told)
             except BaseException as error:  # SystemExit too is the function's own
-                raise _error_of(name, error) from error
-            if not isinstance(told, float | int) and inspect.isawaitable(told):
-                told, is_late = await _awaited(name, told, limit_s)
-                late += [number] * is_late
+                raise _failure(name, error) from error
+            if is_awaited:
+                told, is_late = await _awaited(name, cast("Awaitable[object]", told), until_s)
+                if is_late and limit_s is not None:
+                    late.append(number)
+                    until_s = time.monotonic() + limit_s
             value = _checked(name, told)
         if isinstance(value, RewardError):
             raise value
@@ -154,20 +161,19 @@ async def score_sample(
     return Scored(total, parts, tuple(late))
 
 
-async def _awaited(name: str, value: Awaitable[object], limit_s: float | None) -> tuple[object, bool]:
-    """Return what a function's answer is, and whether it is 0 because it ran out of time."""
-    if limit_s is None:
-        told, error = await _settled(value)
-    else:
-        waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
-        if not (await asyncio.wait({waiting}, timeout=limit_s))[0]:
-            waiting.cancel()
-            return 0.0, True
-        told, error = waiting.result()
-    if isinstance(error, MemoryError):
-        raise error
+async def _awaited(name: str, value: Awaitable[object], until_s: float | None) -> tuple[object, bool]:
+    """Return what a function's answer is, and whether it is 0 because it ran out of time.
+
+    It has a task of its own: one that cancels its task cancels no other.
+    """
+    waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
+    left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
+    if not (await asyncio.wait({waiting}, timeout=left_s))[0]:
+        waiting.cancel()
+        return 0.0, True
+    told, error = (None, asyncio.CancelledError()) if waiting.cancelled() else waiting.result()
     if error is not None:
-        raise _error_of(name, error) from error
+        raise _failure(name, error) from error
     return told, False
 
 
@@ -179,24 +185,25 @@ async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | No
         return None, error
 
 
-def _error_of(name: str, error: BaseException) -> RewardError:
-    return RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
+def _failure(name: str, error: BaseException) -> RewardError | MemoryError:
+    """Return what a sample has for what its function raised: out of memory, also in a task group, is no failure."""
+    out_of_memory = next((each for each in leaves(error) if isinstance(each, MemoryError)), None)
+    return out_of_memory or RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
 
 
 def _checked(name: str, value: object) -> float:
     try:
-        number = float(value)  # type: ignore[arg-type]
+        return as_number(value)
     except MemoryError:
         raise
-    except Exception as error:
-        raise RewardError(f"{name}: returned {shown(value)}, which is not a number") from error
-    if isinstance(value, str) or not math.isfinite(number):
-        raise RewardError(f"{name}: returned {shown(value)}, which is not a finite number")
-    return number
+    except BaseException as error:
+        raise RewardError(f"{name}: returned {shown(value)}, which is not a finite number") from error
 
 
 def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | RewardError]:
     try:
+        if isinstance(values, Set | Mapping):
+            raise TypeError("a set has no order, and a dict gives its keys")  # noqa: TRY301 - as any other that is no list
         numbers = [value if isinstance(value, RewardError) else _checked(name, value) for value in values]  # type: ignore[attr-defined]
     except (MemoryError, RewardError):
         raise
@@ -210,13 +217,15 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | R
 
 def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
     """Load a user's function. One that takes several samples is called with several; an async one is awaited for many at once."""
-    user_function = load_function(config.path, "reward path", REWARD_ARGUMENTS)
-    if not takes_batches(user_function):
+    loaded = load_function(config.path, "reward path", REWARD_ARGUMENTS)
+    is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(getattr(loaded, "__call__", None))  # noqa: B004
+    user_function = loaded if is_async else _outside_the_loop(loaded)
+    if not takes_batches(loaded):
 
         def alone(sample: RewardInput) -> float | Awaitable[float]:
             return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
 
-        return NamedReward(name, config.weight, alone, is_async=inspect.iscoroutinefunction(user_function))
+        return NamedReward(name, config.weight, alone, is_async=is_async)
 
     async def one_of_several(sample: RewardInput) -> float:
         values = user_function([sample.prompt], [sample.text])
@@ -227,6 +236,24 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
         return cast("Sequence[float]", user_function([each.prompt for each in samples], [each.text for each in samples]))
 
     return NamedReward(name, config.weight, one_of_several, several)
+
+
+def _outside_the_loop(function: Callable[..., T]) -> Callable[..., T]:
+    """Call a plain function as if no event loop ran, so that it may run one of its own (`asyncio.run`) and not touch ours."""
+
+    def call(*arguments: object) -> T:
+        task = asyncio.current_task()
+        assert task is not None, "rewards are called in tasks"
+        loop = task.get_loop()
+        _leave_task(loop, task)
+        _set_running_loop(None)
+        try:
+            return function(*arguments)
+        finally:
+            _set_running_loop(loop)
+            _enter_task(loop, task)
+
+    return call
 
 
 def _build_format_check(config: kinds.FormatCheckReward) -> RewardFunction:

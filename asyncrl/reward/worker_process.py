@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import resource
@@ -26,14 +27,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
 
-from asyncrl.config.reward import RewardConfig
+from asyncrl.config.reward import RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, kind_of, trace_of
 from asyncrl.reward.inputs import RewardInput
 
@@ -42,14 +46,23 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 120.0
 """Importing what rewards need, on a busy machine."""
+AT_REST = -1
 NOTHING: Mapping[int, float | RewardError] = {}
+MOST_TOGETHER = 128
+"""Samples that one process has at a time, where its functions judge several at once or are async."""
 TELL_EVERY_S = 0.002
 """What a process judges faster than this is told together."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Of judgements at a time; what a process says it is about to send is held in memory."""
+MAX_ERROR_CHARS = 2000
+"""Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
+STACK_BYTES = 8 << 20
+"""Of a thread, as far as the limit on memory is concerned."""
 MAX_PRINTED_BYTES = 1 << 20
 """Of what rewards print, in each of two files: the older is overwritten."""
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
-_MARK = struct.Struct("<QiB")
+_MARK = struct.Struct("<QiBd")
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -113,12 +126,23 @@ class Mark(NamedTuple):
     sample: int
     """How many samples it has begun, this one included; 0 before the first."""
     function: int
+    """`AT_REST`: in none; it tells what it judged, or waits for more."""
     in_batch: bool
     """It is in a function that has several samples, this one the first."""
+    since_s: float
+    """When it began the sample, by the clock that all processes of the machine share."""
+
+    def has_taken_s(self) -> float:
+        """Return how long the sample has taken so far."""
+        return time.monotonic() - self.since_s
 
 
 class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error of ours
     """The scoring process is gone; the message says how it ended."""
+
+
+class ProcessLied(ProcessDied):
+    """It sent what it cannot have sent: a function wrote into its socket, or came back twice (a fork), at some time before."""
 
 
 _judgements = msgspec.msgpack.Decoder(tuple[Judgement, ...])
@@ -174,7 +198,8 @@ class ScoringProcess:
         Raises:
             RewardError: It cannot be started.
         """
-        self.num_sent = self._num_functions = 0
+        self.num_sent = 0
+        self._names: frozenset[str] = frozenset()
         self._output = output
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -184,10 +209,9 @@ class ScoringProcess:
                 self._socket, its_socket = socket.socketpair()
                 ours.callback(self._socket.close)
                 theirs.callback(its_socket.close)
-                mark_file = theirs.enter_context(tempfile.TemporaryFile())
+                mark_file = ours.enter_context(tempfile.TemporaryFile(buffering=0))
                 mark_file.truncate(_MARK.size)
-                self._mark = mmap.mmap(mark_file.fileno(), _MARK.size)
-                ours.callback(self._mark.close)
+                self._mark_file, self._last_mark = mark_file, Mark(0, 0, in_batch=False, since_s=0.0)
                 printed_fd, its_printed_fd = os.pipe()
                 self._printed = ours.enter_context(os.fdopen(printed_fd, "rb", 0))
                 theirs.callback(os.close, its_printed_fd)
@@ -211,7 +235,7 @@ class ScoringProcess:
             ConfigError: The rewards are configured wrongly.
             RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
         """
-        output, self._num_functions = self._output, len(config.functions)
+        output, self._names = self._output, frozenset(reward_names(config))
 
         class Printing(asyncio.Protocol):
             def data_received(self, data: bytes) -> None:
@@ -239,8 +263,12 @@ class ScoringProcess:
     @property
     def mark(self) -> Mark:
         """Where the child is; where it was, once it is gone."""
-        sample, function, in_batch = _MARK.unpack(self._mark[: _MARK.size])
-        return Mark(sample, function, bool(in_batch))
+        if not self._mark_file.closed:
+            written = os.pread(self._mark_file.fileno(), _MARK.size, 0)  # mapped, a file that a function cut short would end us
+            if len(written) == _MARK.size:
+                sample, function, in_batch, since_s = _MARK.unpack(written)
+                self._last_mark = Mark(sample, function, bool(in_batch), since_s)
+        return self._last_mark
 
     def send(self, items: list[Item], *, alone: bool = False) -> None:
         """Hand over samples to score together; a dead child is noticed by `judgements`.
@@ -251,21 +279,43 @@ class ScoringProcess:
         self.num_sent += len(items)
         self._writer.write(_message(Work(tuple(items), alone)))
 
-    async def judgements(self, most: int) -> tuple[Judgement, ...]:
-        """Return the judgements of the next samples, at least one and at most so many.
+    async def judgements(self, numbers: Collection[int], *, in_order: bool = True) -> tuple[Judgement, ...]:
+        """Return the judgements of the next of the samples that it still has, at least one.
+
+        Args:
+            numbers: Of those samples.
+            in_order: It judges them one after the other.
 
         Raises:
-            ProcessDied: The child ended instead, or a function wrote into its socket.
+            ProcessDied: The child ended instead.
+            ProcessLied: What it sent are no judgements, or not of those samples.
         """
         try:
             judgements = _judgements.decode(await self._read())
         except msgspec.MsgspecError as error:
-            raise ProcessDied("it sent something that is no judgement") from error
-        if not 0 < len({judgement.number for judgement in judgements}) == len(judgements) <= most:
-            raise ProcessDied(f"it sent {len(judgements)} judgements of {most} samples")
-        if any(not 0 <= function < self._num_functions for judgement in judgements for function in judgement.late):
-            raise ProcessDied("it named a function that there is not")
+            raise ProcessLied("it sent something that is no judgement") from error
+        told = [judgement.number for judgement in judgements]
+        if in_order:
+            are_waited_for = told == [*islice(numbers, len(told))]
+        else:
+            are_waited_for = len(set(told)) == len(told) and all(number in numbers for number in told)
+        if not (told and are_waited_for):
+            raise ProcessLied(f"it sent {len(told)} judgements that nobody waits for")
+        if not all(self._can_be(judgement) for judgement in judgements):
+            raise ProcessLied("it sent a judgement that cannot be")
         return judgements
+
+    @property
+    def ending(self) -> str:
+        """How the child ended; empty while it lives. Something that it started may hold its socket open."""
+        status = self._process.poll()
+        return "" if status is None else _ending(status)
+
+    def _can_be(self, judgement: Judgement) -> bool:
+        functions_are_ours = all(0 <= each < len(self._names) for each in judgement.late) and self._names.issuperset(
+            judgement.parts
+        )
+        return functions_are_ours and all(map(math.isfinite, (judgement.reward, judgement.seconds, *judgement.parts.values())))
 
     def kill(self) -> None:
         """End the child and all it started, now. Safe to repeat."""
@@ -284,18 +334,26 @@ class ScoringProcess:
         else:
             self._printing.close()
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # cancelled, it is reaped too
+        self._last_mark = self.mark
+        self._mark_file.close()
 
     async def _read(self) -> bytes:
         assert self._reader is not None, "begin comes first"
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if size > MAX_MESSAGE_BYTES:
+                raise ProcessLied(f"it said that {size} bytes were to come")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             try:
                 status = await asyncio.to_thread(self._process.wait, 5.0)
             except subprocess.TimeoutExpired:
                 raise ProcessDied("it closed its socket") from error
-            raise ProcessDied(f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}") from error
+            raise ProcessDied(_ending(status)) from error
+
+
+def _ending(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 # -- the process -----------------------------------------------------------------------------------------------------------
@@ -326,36 +384,51 @@ def main() -> None:
         except AsyncRLError as error:
             pool.sendall(_message(Ready(str(error), isinstance(error, ConfigError))))
             return
-        asyncio.run(_score_all(pool, stream, rewards, mark, begin.config.timeout_s))
+        asyncio.run(_score_or_end(_score_all(pool, stream, rewards, mark, begin.config)))
+
+
+async def _score_or_end(scoring: Awaitable[None]) -> None:
+    """End at once where scoring cannot go on: an orderly end would wait for threads and tasks of the functions."""
+    try:
+        await scoring
+    except BaseException:  # noqa: BLE001 - see above
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+        os._exit(1)
 
 
 async def _score_all(
-    pool: socket.socket, stream: BinaryIO, rewards: Sequence[NamedReward], mark: mmap.mmap, limit_s: float
+    pool: socket.socket, stream: BinaryIO, rewards: Sequence[NamedReward], mark: mmap.mmap, config: RewardConfig
 ) -> None:
     from asyncrl.reward.registry import batch_values, score_sample  # noqa: PLC0415 - as in `main`
 
     is_concurrent = any(reward.is_async for reward in rewards)
     pool.sendall(_message(Ready(takes_several=any(reward.batch for reward in rewards), is_concurrent=is_concurrent)))
-    decoder, num_read = msgspec.msgpack.Decoder(Work), 0
+    decoder, num_read, marker = msgspec.msgpack.Decoder(Work), 0, _Marker(mark)
+    loop, reading = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    # `asyncio.to_thread` and look-ups of host names: a thread for each sample, so that none waits for another's.
+    most_threads = min(MOST_TOGETHER, max(config.process_memory_bytes // (4 * STACK_BYTES), 8))
+    loop.set_default_executor(ThreadPoolExecutor(most_threads))
 
     async def tell(judging: Awaitable[Judgement]) -> None:
         pool.sendall(_message([await judging]))
 
     async with asyncio.TaskGroup() as scoring:
-        while payload := await asyncio.to_thread(_read_message, stream) if is_concurrent else _read_message(stream):
+        while payload := (await loop.run_in_executor(reading, _read_message, stream) if is_concurrent else _read_message(stream)):
             work = decoder.decode(payload)
             first, num_read = num_read + 1, num_read + len(work.items)
             together = is_concurrent and not work.alone
             told_by = await batch_values(
-                rewards, [(item.sample, item.skipped) for item in work.items], partial(_set_mark, mark, first)
+                rewards, [(item.sample, item.skipped) for item in work.items], partial(marker.put, first)
             )
             judgements, told_s = list[Judgement](), time.monotonic()
             for index, item in enumerate(work.items):
                 values = told_by.get(index, NOTHING)
                 if item.skipped:
                     values = {**values, **dict.fromkeys(item.skipped, 0.0)}
-                at = partial(_set_mark, mark, first, index, in_batch=together)
-                judging = _judge(score_sample(rewards, item.sample, values, at, limit_s if together else None), first + index)
+                at = partial(marker.put, first, index, in_batch=together)
+                limit_s = config.timeout_s if together else None
+                judging = _judge(score_sample(rewards, item.sample, values, at, limit_s), first + index)
                 if together:
                     scoring.create_task(tell(judging))
                     await asyncio.sleep(0)  # what has been awaited goes on before another one is begun
@@ -365,9 +438,11 @@ async def _score_all(
                     pool.sendall(_message(judgements))
                     return
                 if time.monotonic() - told_s > TELL_EVERY_S:
+                    marker.rest()
                     pool.sendall(_message(judgements))
                     judgements, told_s = [], time.monotonic()
             if judgements:
+                marker.rest()
                 pool.sendall(_message(judgements))
 
 
@@ -379,13 +454,24 @@ async def _judge(scoring: Awaitable[Scored], number: int) -> Judgement:
         return Judgement(number=number, out_of_memory=True)
     except RewardError as error:
         cause, seconds = error.__cause__ or error, time.monotonic() - started_s
-        said = str(error) or "RewardError"
-        return Judgement(number=number, error=said, kind=kind_of(cause), trace=trace_of(cause), seconds=seconds)
+        said, kind = (str(error) or "RewardError")[:MAX_ERROR_CHARS], kind_of(cause)[:MAX_ERROR_CHARS]
+        return Judgement(number=number, error=said, kind=kind, trace=trace_of(cause), seconds=seconds)
     return Judgement(*scored, number=number, seconds=time.monotonic() - started_s)
 
 
-def _set_mark(mark: mmap.mmap, first: int, index: int, function: int, in_batch: bool) -> None:
-    _MARK.pack_into(mark, 0, first + index, function, in_batch)
+class _Marker:
+    """Writes the mark."""
+
+    def __init__(self, mark: mmap.mmap) -> None:
+        self._mark, self._sample, self._since_s = mark, 0, 0.0
+
+    def put(self, first: int, index: int, function: int, in_batch: bool) -> None:
+        if self._sample != first + index:
+            self._sample, self._since_s = first + index, time.monotonic()
+        _MARK.pack_into(self._mark, 0, self._sample, function, in_batch, self._since_s)
+
+    def rest(self) -> None:
+        _MARK.pack_into(self._mark, 0, self._sample, AT_REST, 0, self._since_s)
 
 
 def _read_message(stream: BinaryIO) -> bytes:

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
 import sys
 import time
+
+import msgspec
 
 
 def length(prompt, text):
@@ -76,13 +79,97 @@ def write_everywhere(payload):
             os.write(descriptor, payload)
 
 
+def forge(**judgement):
+    """Send a judgement, as the process does."""
+    body = b"\x91" + msgspec.msgpack.encode(judgement)
+    write_into_sockets(len(body).to_bytes(4, "little") + body)
+
+
+def write_into_sockets(payload):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            one.sendall(payload)
+
+
+def cut_files_short():
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+
+
+def come_back_twice():
+    return 2.0 if os.fork() == 0 else None
+
+
+def die_and_leave_a_child():
+    """That holds the socket of its process."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(3)
+
+
+def run_a_loop():
+    asyncio.run(asyncio.sleep(0.001, 1.0))
+
+
+async def fill_the_memory_in_a_group():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(bytearray, 64 << 30))
+
+
 async def on_demand_later(prompt, text):
     """As `on_demand`; or wait for as many seconds as the completion says, or for ever, also where it is cancelled."""
     await asyncio.sleep(float(text) if text.replace(".", "").isdigit() else 0.001)
     while text.startswith("never"):
         with contextlib.suppress(asyncio.CancelledError if text == "never gives up" else ()):
             await asyncio.Event().wait()
+    if text == "cancel own":
+        asyncio.current_task().cancel()
+    if text == "hog in a group":
+        await fill_the_memory_in_a_group()
     return on_demand(prompt, text)
+
+
+async def on_demand_or_number(prompt, text):
+    """As `on_demand_later`; a number is the reward, after a while that is another for each."""
+    if not text.isdigit():
+        return await on_demand_later(prompt, text)
+    await asyncio.sleep(int(text) * 37 % 11 / 1000)
+    return float(text)
+
+
+def on_demand_or_plain_number(prompt, text):
+    return float(text) if text.isdigit() else on_demand(prompt, text)
+
+
+async def in_a_thread(prompt, text):
+    await asyncio.to_thread(time.sleep, 0.5)
+    return 1.0
+
+
+async def never(prompt, text):
+    await asyncio.Event().wait()
+
+
+async def a_second(prompt, text):
+    await asyncio.sleep(1.0)
+    return 1.0
+
+
+class Judge:
+    """Is called as a function, and is async."""
+
+    async def __call__(self, prompt, text):
+        await asyncio.sleep(0.5)
+        return 1.0
+
+
+judge = Judge()
+
+
+def slow_batch(prompts, texts):
+    time.sleep(0.12 * len(texts))
+    return [1.0] * len(texts)
 
 
 def score_batch(prompts, texts):
@@ -114,6 +201,17 @@ ACTS = {
     "write judgements": lambda: write_everywhere(b"\x51\0\0\0\xdc\0\x28" + b"\x81\xa0" * 39),
     "write one twice": lambda: write_everywhere(b"\x13\0\0\0\x92" + b"\x81\xa6number\x01" * 2),
     "write a function": lambda: write_everywhere(b"\x11\0\0\0\x91\x82\xa6number\x01\xa4late\x91\x63"),
+    "forge a number": lambda: forge(reward=5.0, number=1 << 40),
+    "forge nan": lambda: forge(reward=float("nan"), number=1),
+    "forge seconds": lambda: forge(reward=1.0, seconds=float("nan"), number=1),
+    "forge parts": lambda: forge(reward=1.0, parts={"mine" * 1000: 1.0}, number=1),
+    "write gigabytes": lambda: write_into_sockets(b"\xff" * (4 << 20)),
+    "wait for more": lambda: write_into_sockets((1 << 20).to_bytes(4, "little")),
+    "cut files": cut_files_short,
+    "come back twice": come_back_twice,
+    "die and leave a child": die_and_leave_a_child,
+    "close files": lambda: os.closerange(3, 64),
+    "run a loop": run_a_loop,
     "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "pid": os.getpid,
     "torch": lambda: "torch" in sys.modules,

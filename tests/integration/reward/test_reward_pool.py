@@ -4,9 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -98,6 +100,54 @@ async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_t
         for what in ("junk", "a length", "judgements", "one twice", "a function"):
             assert (await all_scores(pool, [f"write {what}"]))[0].reward == 0.0, what
             assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3, what
+
+
+NUMBER = PythonReward(path="scoring_functions:on_demand_or_plain_number", name="demand")
+NUMBER_LATER = PythonReward(path="scoring_functions:on_demand_or_number", name="demand")
+numbers = pytest.mark.parametrize("function", [NUMBER, NUMBER_LATER], ids=["sync", "async"])
+FORGED = ["forge a number", "forge nan", "forge seconds", "forge parts", "write gigabytes", "wait for more"]
+HARMS = ["cut files", "come back twice", "die and leave a child", "close files", "hog", "hang"]
+ASYNC_HARMS = ["forge a number", "forge nan", "cut files", "come back twice", "close files"]
+
+
+@pytest.mark.parametrize(
+    ("how", "function"), [*((how, NUMBER) for how in (*FORGED, *HARMS)), *((how, NUMBER_LATER) for how in ASYNC_HARMS)]
+)
+async def test_whatever_a_function_does_to_its_process_no_other_sample_has_another_s_score_or_is_blamed(how, function):
+    async with pool_of(function, timeout_s=1.0, process_memory_bytes=1 << 30) as pool:
+        await all_scores(pool, ["1"] * 6)
+        scores = await all_scores(pool, [how if number in {9, 40} else str(number) for number in range(60)])
+    wrong = {
+        n: score for n, score in enumerate(scores) if n not in {9, 40} and (score.error or score.reward != n or score.over_limit)
+    }
+    assert not wrong
+    for index in (9, 40):
+        assert how not in FORGED or scores[index].error.startswith("its scoring process ") or scores[index].over_limit
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+@numbers
+async def test_as_many_samples_fail_as_kill_their_process_among_hundreds(function, concurrency):
+    """Async ones whose process was lost go alone, and what comes behind them must not be taken for their answers."""
+    killers = {100, 101, 250, 399}
+    async with pool_of(function, concurrency=concurrency) as pool:
+        scores = await all_scores(pool, ["die" if number in killers else str(number) for number in range(400)])
+        assert {number for number, score in enumerate(scores) if score.error} == killers
+        assert all(score.reward == number for number, score in enumerate(scores) if number not in killers)
+        assert (pool.counts.failed, pool.counts.over_limit) == (4, 0)
+
+
+async def test_a_plain_function_may_run_an_event_loop_of_its_own():
+    beside = PythonReward(path="scoring_functions:slowly", name="slow")
+    for functions in ((ON_DEMAND,), (ON_DEMAND, beside)):
+        async with pool_of(*functions) as pool:
+            assert not any(score.error for score in await all_scores(pool, ["run a loop"] * 3))
+
+
+async def test_a_process_that_ends_while_a_child_of_it_holds_its_socket_is_not_taken_for_a_slow_one():
+    async with pool_of(ON_DEMAND, timeout_s=1.0) as pool:
+        assert "exit status 3" in (await all_scores(pool, ["die and leave a child"]))[0].error
+        assert pool.counts.over_limit == 0
 
 
 @pytest.mark.parametrize(("how", "function"), [("hang", ON_DEMAND), ("backtrack", LATER)], ids=["sync", "async"])
@@ -210,6 +260,90 @@ async def test_a_slow_function_beside_an_async_one_is_not_taken_for_a_hanging_on
         scores = await all_scores(pool, ["fine"] * 30)
         assert [score.reward for score in scores] == [2.0] * 30
         assert pool.counts.replaced == 0
+
+
+@pytest.mark.timed
+async def test_functions_that_wait_for_a_judge_that_is_gone_each_run_out_of_time_and_their_process_goes_on():
+    never = PythonReward(path="scoring_functions:never", name="never")
+    async with pool_of(never, LATER, PythonReward(path="scoring_functions:never", name="too"), timeout_s=1.5) as pool:
+        scores = await all_scores(pool, ["fine"] * 20)
+        assert [score.parts for score in scores] == [{"never": 0.0, "demand": 1.0, "too": 0.0}] * 20
+        assert (pool.counts.replaced, pool.counts.over_limit) == (0, 40)
+
+
+@pytest.mark.timed
+async def test_the_time_limit_is_one_for_a_sample_s_functions_together_where_they_are_async_too():
+    second = [PythonReward(path="scoring_functions:a_second", name=name) for name in ("one", "two")]
+    async with pool_of(*second, timeout_s=1.6) as pool:
+        assert [score.parts for score in await all_scores(pool, ["x"] * 3)] == [{"one": 1.0, "two": 0.0}] * 3
+
+
+@pytest.mark.timed
+async def test_async_functions_that_use_threads_do_not_wait_for_each_other():
+    async with pool_of(PythonReward(path="scoring_functions:in_a_thread", name="mine"), timeout_s=5.0) as pool:
+        scores = await all_scores(pool, ["x"] * 100)
+    assert [score.reward for score in scores] == [1.0] * 100
+
+
+async def test_a_sample_that_cancels_its_own_task_fails_though_others_are_answered_all_the_time():
+    async with pool_of(LATER, timeout_s=5.0) as pool, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        odd = group.create_task(pool.score(request("cancel own")))
+        for _ in range(10):
+            await all_scores(pool, ["fine"] * 5)
+        assert odd.done()
+        assert odd.result().scores[0].error == "demand: CancelledError: "
+        assert pool.counts.replaced == 0
+
+
+async def test_memory_that_runs_out_in_a_task_group_is_no_failure_by_which_a_score_is_escaped():
+    async with pool_of(LATER, process_memory_bytes=1 << 30) as pool:
+        (hog,) = await all_scores(pool, ["hog in a group"])
+        assert (hog.error, hog.reward, pool.counts.over_limit) == ("", 0.0, 1)
+
+
+@pytest.mark.timed
+async def test_async_samples_are_shared_out_among_the_processes():
+    functions = (PythonReward(path="scoring_functions:takes_its_time", name="slow"), LATER)
+    async with pool_of(*functions, concurrency=4) as pool:
+        started_s = time.monotonic()
+        await all_scores(pool, ["fine"] * 40)
+        assert time.monotonic() - started_s < 2.5
+
+
+@pytest.mark.timed
+async def test_an_object_with_an_async_call_is_awaited_for_many_samples_at_once():
+    async with pool_of(PythonReward(path="scoring_functions:judge", name="mine")) as pool:
+        started_s = time.monotonic()
+        assert [score.reward for score in await all_scores(pool, ["x"] * 40)] == [1.0] * 40
+        assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.timed
+async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
+    functions = (PythonReward(path="scoring_functions:slow_batch", name="batch"), ON_DEMAND)
+    takes = PythonReward(path="scoring_functions:takes_its_time", name="slow")
+    async with pool_of(*functions, *[msgspec.structs.replace(takes, name=f"slow{n}") for n in range(4)], timeout_s=1.0) as pool:
+        await all_scores(pool, ["fine"])
+        scores = await all_scores(pool, ["fine"] * 6)
+        assert [score.reward for score in scores] == [6.0] * 6
+        assert pool.counts.over_limit == 0
+
+
+@pytest.mark.timed
+async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_process_is_at():
+    slow = PythonReward(path="scoring_functions:takes_its_time", name="slow")
+    async with pool_of(NUMBER, slow, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
+        scoring = group.create_task(all_scores(pool, list(map(str, range(25)))))
+        while pool.counts.scored < 3:
+            await asyncio.sleep(0.01)
+        time.sleep(1.5)
+        assert [(score.reward, score.over_limit) for score in await scoring] == [(n + 1.0, "") for n in range(25)]
+
+
+async def test_a_request_without_samples_is_answered():
+    async with pool_of(ON_DEMAND) as pool:
+        scores = await asyncio.wait_for(pool.score(ScoreRequest(7, 1, Prompt("p"), (), (), (), ())), 5)
+    assert scores.scores == ()
 
 
 async def test_a_process_that_dies_is_said_in_the_log(caplog):

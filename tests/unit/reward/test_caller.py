@@ -12,7 +12,7 @@ class Silent(Exception):  # noqa: N818 - what a library might raise
         raise KeyError("no words")
 
 
-RAISED = [Silent(), ValueError("\ud800"), ValueError("word " * 1_000_000), KeyError("x")]
+RAISED = [Silent(), ValueError("\ud800"), ValueError("word " * 1_000_000), KeyError("x"), asyncio.CancelledError()]
 
 
 class Over(Exception):  # noqa: N818 - the end of the run
@@ -28,7 +28,7 @@ async def test_whatever_a_caller_s_function_raises_fails_its_sample_in_bounded_t
             encode(judged)
             return []
         if not judged.held:
-            texts = tuple(map(str, range(len(RAISED) + 1)))
+            texts = tuple(map(str, range(len(RAISED) + 2)))
             indices = tuple(range(len(texts)))
             return [ScoreRequest(1, 0, Prompt("p"), indices, texts, ("stop",) * len(texts), (1,) * len(texts))]
         while not told:
@@ -38,7 +38,7 @@ async def test_whatever_a_caller_s_function_raises_fails_its_sample_in_bounded_t
     def reward(_prompt, text):
         if int(text) < len(RAISED):
             raise RAISED[int(text)]
-        return 0.5
+        return b"1" if int(text) == len(RAISED) else 0.5
 
     with pytest.raises(ExceptionGroup) as ended:
         await asyncio.wait_for(judge_for(ask, reward), 30)

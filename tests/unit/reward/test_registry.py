@@ -35,10 +35,21 @@ class Divides:
     __repr__ = __float__
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    (None, "None, which is not a number"), ("1", "not a finite number"), (float("nan"), "nan"), (10**400, "not a number"),
-    (Divides(), "Divides that cannot be shown"),
-])  # fmt: skip
+class Exits:
+    """Its own methods end whoever calls them."""
+
+    def __float__(self):
+        raise SystemExit(3)
+
+    __repr__ = __float__
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, "None, which is not a finite number"), ("1", "not a finite number"), (b"1", "not a finite number"),
+     (float("nan"), "nan"), (10**400, "not a finite number"), (Divides(), "Divides that cannot be shown"),
+     (Exits(), "Exits that cannot be shown")],
+)  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
         score((NamedReward("bad", 1.0, lambda _: value),), SAMPLE)
@@ -48,6 +59,11 @@ def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
     rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples)),)
     assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
     assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).total == 0.25, "what a batch gave is not asked for again"
+
+
+@pytest.mark.parametrize("values", [{0: 1.0, 1: 0.5}, {2.0, 1.0}])
+def test_a_batch_s_answers_must_have_an_order_that_was_meant(values):
+    assert score((NamedReward("bad", 1.0, half, lambda _: values),), SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
 
 
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):

@@ -336,7 +336,7 @@ async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_proces
         scoring = group.create_task(all_scores(pool, list(map(str, range(25)))))
         while pool.counts.scored < 3:
             await asyncio.sleep(0.01)
-        time.sleep(1.5)
+        time.sleep(1.5)  # noqa: ASYNC251 - it is the loop that stands still
         assert [(score.reward, score.over_limit) for score in await scoring] == [(n + 1.0, "") for n in range(25)]
 
 

@@ -34,12 +34,12 @@ from asyncrl.reward.worker_process import (
     AT_REST,
     MAX_ERROR_CHARS,
     MOST_TOGETHER,
+    InvalidJudgements,
     Item,
     Judgement,
     Mark,
     PrintedOutput,
     ProcessDied,
-    ProcessLied,
     Ready,
     ScoringProcess,
 )
@@ -218,7 +218,7 @@ class RewardPool:
                     is_sure = mark.function != AT_REST and mark.has_taken_s() > _MOSTLY * self._config.timeout_s
                     stopped = process.ending or ("time" if is_sure else "it said nothing")
                 except ProcessDied as died:
-                    stopped, is_sure = str(died), not isinstance(died, ProcessLied)
+                    stopped, is_sure = str(died), not isinstance(died, InvalidJudgements)
                 for judgement in judgements:
                     if judgement.out_of_memory:
                         stopped = "memory"

@@ -141,7 +141,7 @@ class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error o
     """The scoring process is gone; the message says how it ended."""
 
 
-class ProcessLied(ProcessDied):
+class InvalidJudgements(ProcessDied):
     """It sent what it cannot have sent: a function wrote into its socket, or came back twice (a fork), at some time before."""
 
 
@@ -288,21 +288,21 @@ class ScoringProcess:
 
         Raises:
             ProcessDied: The child ended instead.
-            ProcessLied: What it sent are no judgements, or not of those samples.
+            InvalidJudgements: What it sent are no judgements, or not of those samples.
         """
         try:
             judgements = _judgements.decode(await self._read())
         except msgspec.MsgspecError as error:
-            raise ProcessLied("it sent something that is no judgement") from error
+            raise InvalidJudgements("it sent something that is no judgement") from error
         told = [judgement.number for judgement in judgements]
         if in_order:
             are_waited_for = told == [*islice(numbers, len(told))]
         else:
             are_waited_for = len(set(told)) == len(told) and all(number in numbers for number in told)
         if not (told and are_waited_for):
-            raise ProcessLied(f"it sent {len(told)} judgements that nobody waits for")
+            raise InvalidJudgements(f"it sent {len(told)} judgements that nobody waits for")
         if not all(self._can_be(judgement) for judgement in judgements):
-            raise ProcessLied("it sent a judgement that cannot be")
+            raise InvalidJudgements("it sent a judgement that cannot be")
         return judgements
 
     @property
@@ -312,10 +312,9 @@ class ScoringProcess:
         return "" if status is None else _ending(status)
 
     def _can_be(self, judgement: Judgement) -> bool:
-        functions_are_ours = all(0 <= each < len(self._names) for each in judgement.late) and self._names.issuperset(
-            judgement.parts
-        )
-        return functions_are_ours and all(map(math.isfinite, (judgement.reward, judgement.seconds, *judgement.parts.values())))
+        knows_late = all(0 <= each < len(self._names) for each in judgement.late)
+        numbers = (judgement.reward, judgement.seconds, *judgement.parts.values())
+        return knows_late and self._names.issuperset(judgement.parts) and all(map(math.isfinite, numbers))
 
     def kill(self) -> None:
         """End the child and all it started, now. Safe to repeat."""
@@ -342,7 +341,7 @@ class ScoringProcess:
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if size > MAX_MESSAGE_BYTES:
-                raise ProcessLied(f"it said that {size} bytes were to come")
+                raise InvalidJudgements(f"it said that {size} bytes were to come")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             try:

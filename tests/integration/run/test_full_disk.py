@@ -26,10 +26,10 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
+def small_disk(tmp_path, request):
+    folder, size = tmp_path / "disk", getattr(request, "param", "400m")
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -89,7 +89,7 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
 
 @contextlib.asynccontextmanager
 async def slow_generator(run: asyncrl.Run):
-    command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.4"]
+    command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.8"]
     guest = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
@@ -101,14 +101,18 @@ async def slow_generator(run: asyncrl.Run):
 async def fill_slowly(disk: Path) -> None:
     with filler_of(disk).open("wb", buffering=0) as file:
         while True:
-            file.write(bytes(1 << 20))
+            file.write(bytes(4 << 20))
             await asyncio.sleep(2)
 
 
 @pytest.mark.timeout(480)  # both alarms look every ten seconds, and want several looks
+@pytest.mark.parametrize("small_disk", ["2g"], indirect=True)  # the run itself must not fill it within an hour
 async def test_a_disk_that_fills_up_and_a_generator_that_is_slow_are_told_and_mended(small_disk):
-    engine = {**NO_MODEL, "token_latency_s": 0.05}
-    config = config_of(small_disk, generate__engine=engine, placement__most_joining_generators=1)
+    """At a bound that holds nobody up: a generator that waits for a slower one makes no more than that."""
+    engine = {**NO_MODEL, "token_latency_s": 0.1}
+    config = config_of(
+        small_disk, generate__engine=engine, placement__most_joining_generators=1, buffer__max_staleness=100
+    )  # fmt: skip
     async with asyncrl.Run(config | {"num_steps": 100_000}) as run:
         async with slow_generator(run), asyncio.TaskGroup() as group:
             filling = group.create_task(fill_slowly(small_disk))

@@ -40,7 +40,7 @@ from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import make_probe
+from asyncrl.learner.model.policy import PROBE_EVERY, make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
@@ -483,7 +483,13 @@ class Session:
         publisher, model = self._publisher, self._ready.train_state.model
         assert publisher is not None
         length = self.config.generate.engine.max_sequence_tokens
-        await self._on_thread(lambda: publisher.publish(self.version, publishable_tensors(model), make_probe(model, length)))
+        with_probe = self._synced < 0 or self.version % PROBE_EVERY == 0
+
+        def publish() -> None:
+            probe = make_probe(model, length) if with_probe else None
+            publisher.publish(self.version, publishable_tensors(model), probe)
+
+        await self._on_thread(publish)
         while (available := await self._published.get()).version < self.version:
             pass
         await self.run.announce_weights(available, str(self._ready.model_folder))

@@ -324,6 +324,14 @@ class RunConfig(_Stage, frozen=True):
         return bool(self.reward.functions) or not self.inference.reward_models
 
     @property
+    def probe_tolerance(self) -> float:
+        """Return how far apart an engine's and the learner's log-probabilities of a probe may be, in nats."""
+        if self.broadcast.probe_tolerance is not None:
+            return self.broadcast.probe_tolerance
+        formats = {self.learner.dtype, getattr(self.generate.engine, "dtype", "float32")}
+        return 0.05 if formats == {"float32"} else 1.0
+
+    @property
     def samples_per_step(self) -> int:
         """Samples one optimizer step consumes: groups_per_step x members_per_group."""
         return self.algorithm.groups_per_step * self.algorithm.members_per_group

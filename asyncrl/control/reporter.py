@@ -184,7 +184,7 @@ class Reporter:
         if live.probe_error >= 0:
             self._told["weights/probe_error"] = live.probe_error
         self.note_spans(*sp.spans_of(live))
-        tolerance = self._config.broadcast.probe_tolerance
+        tolerance = self._config.probe_tolerance
         if live.probe_error > tolerance:
             log.warning(
                 "%s: probe logprobs of version %d differ by %.3g from the learner's (broadcast.probe_tolerance %g): engine and "

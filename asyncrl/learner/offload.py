@@ -18,10 +18,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import LocalLaunch, RunConfig
+from asyncrl.learner.ranks.fsdp import part_here
 from asyncrl.learner.ranks.launch import rank_device
 from asyncrl.learner.train_state import Offload, TrainState
 from asyncrl.residency.components import TensorComponent
@@ -71,7 +71,7 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
     stays = (POLICY,) if config.placement.kind == "hybrid" else ()
     gradients = 0
     for parameter in (one for module in modules for one in module.parameters() if one.requires_grad):
-        gradients += _SUM_BYTES * (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        gradients += _SUM_BYTES * part_here(parameter).numel()
     phases = [
         PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
         PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),

@@ -5,7 +5,10 @@ each sample's sequence. Sequences of similar length are gathered into right-padd
 causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
 padding to its right.
 
-Where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too (on a CPU). The sequences
+On a GPU in 16 bits nothing is padded: flash attention takes sequences of any length in one call, each with the queries that are
+its own and the keys of its whole, so a shared prefix's queries are computed once.
+
+On a CPU, where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too. The sequences
 are a tree then: what all begin with, what a group's members begin with, and remainders. Each run of it attends to itself, what
 follows a run attends to it as well, and the parts are joined by their log-sum-exp.
 
@@ -39,6 +42,9 @@ BUCKET_GROWTH = 1.25
 """A bucket holds lengths up to this factor apart; attention grows with the square, so its padding costs at most 1.56."""
 SMALLEST_BUCKET = 16
 """Lengths up to this share a bucket: calling the kernel costs more than their padding."""
+HALF = (torch.bfloat16, torch.float16)
+"""What flash attention computes in."""
+FLASH_HEAD_SIZES = frozenset(range(8, 257, 8))
 LEAST_COPIES = 0.6
 """Share of the slots that must be copies of shared prefixes for two kernels to be quicker than one."""
 
@@ -58,6 +64,20 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """A row whose tokens lie sequence by sequence, each of them where the first sequence that has it ends."""
+
+    keys: torch.Tensor
+    """int64 [K], the tokens of every whole sequence, one after the other."""
+    query_ends: torch.Tensor
+    """int32 [S + 1], where each sequence's own tokens begin and end among the N."""
+    key_ends: torch.Tensor
+    """int32 [S + 1], the same among the K."""
+    longest: tuple[int, int]
+    """Most own tokens, and most tokens, of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceLayout:
     """Where the tokens of a row lie in the buckets."""
 
@@ -73,6 +93,8 @@ class SequenceLayout:
     """(n, T) of each bucket; their slots follow each other."""
     shared: tuple[Bucket, ...] = ()
     """The same attention with each shared prefix computed once; empty where that saves too little."""
+    runs: Runs | None = None
+    """The same without buckets; None where tokens lie in another order."""
 
 
 def on_device(value: T, device: torch.device) -> T:
@@ -115,6 +137,26 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
         copies=torch.from_numpy(copies),
         shapes=tuple(slots.shape for slots, _ in buckets),
         shared=_shared_buckets(sequences, num_tokens) if len(copies) > LEAST_COPIES * len(all_slots) else (),
+        runs=_runs_of(sequences, num_tokens),
+    )
+
+
+def _runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
+    begins, own = [0], []
+    for sequence in sequences:
+        new = sequence[np.searchsorted(sequence, begins[-1]) :]
+        if not np.array_equal(new, np.arange(begins[-1], begins[-1] + len(new))):
+            return None
+        own.append(len(new))
+        begins.append(begins[-1] + len(new))
+    if begins[-1] != num_tokens:
+        return None
+    lengths = [len(sequence) for sequence in sequences]
+    return Runs(
+        keys=torch.from_numpy(np.concatenate(sequences)),
+        query_ends=torch.tensor(begins, dtype=torch.int32),
+        key_ends=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        longest=(max(own), max(lengths)),
     )
 
 
@@ -197,7 +239,11 @@ def packed_attention(
     if refused or attention_mask is not None:
         raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    is_plain = query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]
+    head_sizes = {query.shape[-1], value.shape[-1]}
+    runs = None if packed_layout is None else packed_layout.runs
+    if runs is not None and query.is_cuda and query.dtype in HALF and len(head_sizes) == 1 and head_sizes <= FLASH_HEAD_SIZES:
+        return _FlashRuns.apply(*flat, runs, scaling, sliding_window).unsqueeze(0), None  # type: ignore[no-untyped-call]
+    is_plain = query.device.type == "cpu" and sliding_window is None and len(head_sizes) == 1
     if packed_layout is not None and packed_layout.shared and is_plain:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _SharedAttention.apply(*flat, packed_layout, scale).unsqueeze(0), None  # type: ignore[no-untyped-call]
@@ -250,6 +296,72 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
     return attended.transpose(1, 2).flatten(0, 1)
+
+
+class _FlashRuns(torch.autograd.Function):
+    """Query [N, H, D], key and value [N, H or fewer, D] to [N, H, D], by flash attention over `Runs`.
+
+    A sequence's own queries are its last tokens, and the kernel lets the last query see the last key.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        runs: Runs,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        key, value = key.index_select(0, runs.keys), value.index_select(0, runs.keys)
+        options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        flash = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+        output, log_sum, seed, offset, _ = flash(
+            query,
+            key,
+            value,
+            runs.query_ends,
+            runs.key_ends,
+            *runs.longest,
+            0.0,
+            True,
+            False,
+            **options,
+        )
+        ctx.save_for_backward(query, key, value, output, log_sum, seed, offset)
+        ctx.runs, ctx.options, ctx.num_tokens = runs, options, len(query)
+        joined: torch.Tensor = output
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        query, key, value, output, log_sum, seed, offset = ctx.saved_tensors
+        runs: Runs = ctx.runs
+        flash = torch.ops.aten._flash_attention_backward  # noqa: SLF001
+        ends = (runs.query_ends, runs.key_ends, *runs.longest)
+        of_query, *of_slots = flash(
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            output,
+            log_sum,
+            *ends,
+            0.0,
+            True,
+            seed,
+            offset,
+            **ctx.options,
+        )
+        of_tokens = [
+            torch
+            .zeros(ctx.num_tokens, *slots.shape[1:], dtype=torch.float32, device=slots.device)
+            .index_add_(0, runs.keys, slots.float())
+            .to(slots.dtype)
+            for slots in of_slots
+        ]
+        return of_query, *of_tokens, None, None, None
 
 
 class _ToSlots(torch.autograd.Function):

@@ -72,7 +72,7 @@ class Setting:
         if not self.tiny:
             return smollm2_model(torch.bfloat16)
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
         return LlamaForCausalLM(
             LlamaConfig(vocab_size=256, **sizes, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
                         eos_token_id=1, pad_token_id=0)
@@ -133,14 +133,14 @@ async def vllm_engine(setting: Setting) -> dict[str, float]:
         figures["vllm_start_s"] = time.perf_counter() - started_s
         llm: Any = backend.llm  # the other side is what ours stands on
 
-        async def bare(index: int) -> None:
+        async def bare(index: int) -> int:
             sampling = params.SamplingParams(
                 max_tokens=workload.lengths[index], temperature=1.0, seed=index, ignore_eos=True, logprobs=0, flat_logprobs=True,
                 detokenize=False, output_kind=params.RequestOutputKind.DELTA,
             )  # fmt: skip
             prompt = {"prompt_token_ids": list(workload.prompts[index]), "cache_salt": "bare"}
-            async for _ in llm.generate(prompt, sampling, f"bare-{time.monotonic_ns()}-{index}"):
-                pass
+            outputs = llm.generate(prompt, sampling, f"bare-{time.monotonic_ns()}-{index}")
+            return sum([len(output.outputs[0].token_ids) async for output in outputs])
 
         await engine_rate(engine, Workload(workload.prompts[:256], tuple(min(16, n) for n in workload.lengths[:256])))
         rates: dict[str, list[float]] = {"vllm": [], "bare": []}
@@ -199,7 +199,7 @@ def flops_of(model: Any, batch: Any) -> tuple[float, int]:
 
 
 def learner_step(
-    setting: Setting, *, logprobs: str, tokens_per_row: int, profile: str = "", size: str = "", **extra: Any
+    setting: Setting, *, logprobs: str, tokens_per_row: int, profile: str = "", size: str = "", small: bool = False, **extra: Any
 ) -> dict[str, float]:
     cuda = setting.device == "cuda"
     learner = LearnerConfig(
@@ -212,6 +212,8 @@ def learner_step(
         8,
         160 if setting.tiny else 4000,
     )
+    if small:
+        lengths = rng.integers(8, 16, 128)
     config = RunConfig(algorithm=AlgorithmConfig(groups_per_step=len(lengths) // 8, group_size=8), learner=learner)
     batch = step_batch(setting, len(lengths) // 8, lengths.astype(int).tolist(), tokens_per_row)
     model = made_ready(large_model() if size else setting.model().float(), learner)
@@ -256,22 +258,24 @@ def learner_step(
 
 
 def learner(setting: Setting) -> dict[str, float]:
-    """Each way in turn, then a model of 1.7 B parameters."""
-    ways: list[tuple[str, int, dict[str, Any]]] = [("chunked", 512, {})]
+    """Each way in turn, then a model of 1.7 B parameters, then a step of 128 answers of about 12 tokens."""
+    ways: list[tuple[str, int, dict[str, Any]]] = [("chunked", 512, {}), ("chunked", 512, {"small": True})]
     if not setting.tiny:
         ways = [
             ("chunked", 16384, {}),
             ("fused", 16384, {}),
             ("fused", 65536, {}),
             ("fused", 65536, {"compile": True}),
+            ("fused", 16384, {"size": "1.7b"}),
             ("fused", 8192, {"compile": True, "size": "1.7b"}),
+            ("fused", 16384, {"small": True}),
         ]
     for logprobs, row, extra in ways:
         if ONLY and ONLY not in extra:
             continue
         label = "_".join([logprobs, str(row), *(f"{key}" if value is True else str(value) for key, value in extra.items())])
         try:
-            profile = f"profile-{label}.txt" if PROFILE and "compile" in extra else ""
+            profile = f"profile-{label}.txt" if PROFILE else ""
             found = learner_step(setting, logprobs=logprobs, tokens_per_row=row, profile=profile, **extra)
         except Exception as error:  # noqa: BLE001 - the other ways are still to be measured
             print(f"{label}: {type(error).__name__}: {str(error)[:2000]}", flush=True)

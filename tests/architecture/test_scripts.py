@@ -6,8 +6,10 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -88,3 +90,12 @@ def test_what_experiments_import_of_the_package_is_there():
                 module = importlib.import_module(str(node.module))
                 missing += [f"{path}: {node.module}.{name.name}" for name in node.names if not hasattr(module, name.name)]
     assert missing == []
+
+
+def test_a_gpu_machine_without_a_registry_gets_every_library_that_the_package_needs():
+    told = (SCRIPTS / "gpu_requirements.txt").read_text(encoding="utf-8")
+    project = tomllib.loads((SCRIPTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    brought = {line.partition("==")[0] for line in told.splitlines() if not line.startswith("#")}
+    there = set(re.findall(r"[a-z][a-z0-9-]+", "".join(line for line in told.splitlines() if line.startswith("#"))))
+    assert needed <= brought | there

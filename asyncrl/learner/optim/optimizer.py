@@ -20,7 +20,7 @@ from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.optim.low_bit import build_lowbit, plain_state, restore_state
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
-from asyncrl.learner.ranks.fsdp import divided_like, whole, whole_tensors
+from asyncrl.learner.ranks.fsdp import divided_like, part_here, whole, whole_tensors
 
 _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
@@ -139,8 +139,7 @@ class PolicyOptimizer:
         norm = whole(get_total_norm(gradients)) / scale
         factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / scale
         if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+            torch._foreach_mul_([part_here(gradient) for gradient in gradients], factor)
         return norm.item()
 
     def follow(self, config: LearnerConfig, num_steps: int) -> None:
@@ -160,9 +159,11 @@ class PolicyOptimizer:
         else:
             for index in self._host.arrivals():
                 self._adamws[index].step()
-        with torch.no_grad():
-            for master in (one for one in self._masters.values() if one.is_copy):
-                master.parameter.copy_(master.trained, non_blocking=master.trained.is_pinned())
+        copied = [master for master in self._masters.values() if master.is_copy]
+        if copied:  # at once: a copy for each tensor takes longer to ask for than to do
+            with torch.no_grad():
+                parameters, values = [part_here(one.parameter) for one in copied], [part_here(one.trained) for one in copied]
+                torch._foreach_copy_(parameters, values, non_blocking=self._host is not None)
         if self._own_scale is not None:
             self._own_scale.note_update()
         self.zero_grad()

@@ -85,6 +85,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, the same and whole on every rank, on the device of `other` and divided as `other` is."""
     moved = tensor.to(other.device)

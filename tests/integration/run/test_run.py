@@ -114,7 +114,7 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     rows = metrics_of(run.run_folder)
     sizes = {row["weights/update_bytes"] for row in rows if "weights/update_bytes" in row}
     assert min(sizes) < max(sizes) / 3
-    assert all(row.get("weights/probe_error", 0.0) < config.broadcast.probe_tolerance for row in rows)
+    assert all(row.get("weights/probe_error", 0.0) < config.probe_tolerance for row in rows)
     weights = run.run_folder / "weights"
     assert len(list(weights.glob("version-*"))) == 1
     assert 1 <= len(list(weights.glob("*.delta"))) <= 4

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Time to reward on one GPU: arms of ours one after the other, TRL made ready beside the first start and measured alone.
+# Usage: bash experiments/gpu/reward.sh OUT [ARM...]
+#   ARM      default: async2 trl async0 colocated1 colocated0 async2_ipc async2_compile, in this order
+#   LIMIT_S  no arm begins later than so many seconds after the start (default 420): a lent machine's time is short
+#   STEPS    default 60
+# Needs models/SmolLM2-135M-Instruct. Writes OUT/ARM/ (a run's folder), OUT/trl.jsonl and what each printed; a table at the end.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:?usage: reward.sh OUT [ARM...]}
+shift
+arms=${*:-async2 trl async0 colocated1 colocated0 async2_ipc async2_compile}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+steps=${STEPS:-60}
+mkdir -p "$out"
+export OMP_WAIT_POLICY=PASSIVE VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+# run NAME [PRESET...] [--set ...]
+run() {
+  local name=$1
+  shift
+  "$python" -m asyncrl run experiments/gpu/reward.toml experiments/gpu/vllm.toml "$@" --plain --set folder="$out" --set name="$name" \
+    --set num_steps="$steps" >"$out/$name.txt" 2>&1 || echo "FAILED: $name, see $out/$name.txt"
+}
+
+shared=configs/placements/async_hybrid.toml
+turns=configs/placements/colocated.toml
+trl=0
+case " $arms " in *" trl "*)
+  "$python" experiments/gpu/trl_grpo.py models/SmolLM2-135M-Instruct experiments/gpu/sums.jsonl "$out/trl.jsonl" --steps "$steps" \
+    --go "$out/go" >"$out/trl.txt" 2>&1 &
+  trl=$!
+  sleep 25 # vLLM wants nobody to free memory after its first look at the GPU
+  run warm "$shared" --set num_steps=2 --set eval.at_start=false --set eval.at_end=false
+  while [ ! -f "$out/go.ready" ] && kill -0 $trl 2>/dev/null; do sleep 1; done
+  ;;
+esac
+for arm in $arms; do
+  [ "$SECONDS" -lt "${LIMIT_S:-420}" ] || { echo "no time for $arm"; continue; }
+  case $arm in
+    trl) touch "$out/go"; wait $trl || echo "FAILED: trl, see $out/trl.txt" ;;
+    async2) run async2 "$shared" --set buffer.max_staleness=2 ;;
+    async0) run async0 "$shared" --set buffer.max_staleness=0 ;;
+    async2_ipc) run async2_ipc "$shared" --set buffer.max_staleness=2 --set broadcast.medium.kind=cuda_ipc ;;
+    async2_compile) run async2_compile "$shared" --set buffer.max_staleness=2 --set learner.compile=true ;;
+    colocated1) run colocated1 "$turns" --set generate.engine.sleep=true ;;
+    colocated0) run colocated0 "$turns" --set generate.engine.sleep=true --set buffer.max_staleness=0 ;;
+    *) echo "no arm $arm" ;;
+  esac
+done
+[ -f "$out/go" ] || [ "$trl" = 0 ] || kill "$trl"
+"$python" - "$out" <<'PY'
+import json, pathlib, statistics, sys
+
+BARS, WINDOW = (0.5, 0.75, 0.9), 5
+out = pathlib.Path(sys.argv[1])
+told = {"trl": [json.loads(line) for line in (out / "trl.jsonl").open()]} if (out / "trl.jsonl").exists() else {}
+for path in sorted(out.glob("*/steps.jsonl")):
+    events = [json.loads(line) for line in (path.parent / "events.jsonl").open()]
+    begun_s = next(event["time_s"] for event in events if event["kind"] == "phase" and event["subject"] == "running")
+    told[path.parent.name] = [step | {"time_s": step["time_s"] - begun_s} for step in map(json.loads, path.open())]
+for name, steps in told.items():
+    if len(steps) < 2:
+        continue
+    took = [after["time_s"] - before["time_s"] for before, after in zip(steps, steps[1:])]
+    line = f"{name:15} {len(steps)} steps {steps[-1]['time_s']:6.1f} s, a step {statistics.median(took):.3f} s"
+    for bar in BARS:
+        means = [(i, statistics.mean(s["reward_mean"] for s in steps[i - WINDOW : i])) for i in range(WINDOW, len(steps) + 1)]
+        reached = next((i for i, mean in means if mean >= bar), None)
+        line += f"; reward {bar}: " + ("not reached" if reached is None else f"{steps[reached - 1]['time_s']:.1f} s (step {reached})")
+    print(line)
+PY

@@ -42,7 +42,7 @@ from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import PROBE_EVERY, make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
-from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
 from asyncrl.observe.samples import TokenFile
 from asyncrl.packing.tensors import pack_step
@@ -74,6 +74,21 @@ def _whole(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine
         return await to_its_end(method(*args, **kwargs))
 
     return call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Packed:
+    """A step's groups, packed while the step before was trained."""
+
+    step: int
+    groups: list[ScoredGroup]
+    mask_below: int
+    prepared: PreparedBatch
+
+    def is_of(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> bool:
+        """Return whether these very groups are packed, for this step."""
+        are_same = len(groups) == len(self.groups) and all(one is other for one, other in zip(groups, self.groups, strict=True))
+        return are_same and (step, mask_below) == (self.step, self.mask_below)
 
 
 class Session:
@@ -146,9 +161,15 @@ class Session:
         """Whether the run knows of the newest step."""
         self._own: GroupStream | None = None
         """Of the config's task."""
-        self._taking: list[ScoredGroup] = []
+        self._taking = asyncio.Lock()
+        self._gathered: list[ScoredGroup] = []
+        """What `take` will give, as far as it has come."""
+        self._coming: asyncio.Task[list[ScoredGroup]] | None = None
+        """Gathers them; from the beginning of a step on, for the one after it."""
         self._taken: tuple[int, ...] = ()
         """What `take` gave last."""
+        self._packed: _Packed | None = None
+        """The groups that came last, packed for the step they are meant for."""
 
     async def __aenter__(self) -> Self:
         await self.run.__aenter__()
@@ -169,6 +190,9 @@ class Session:
             log.warning("version %d is not saved: %s", self.version, failed)
         finally:
             self._is_open = False
+            if self._coming is not None:
+                self._coming.cancel()
+                await asyncio.wait([self._coming])
             if self._publisher is not None:
                 await asyncio.to_thread(self._publisher.close)
             await self.run.__aexit__(kind, error, trace)
@@ -267,17 +291,43 @@ class Session:
             RunError: All steps are trained, what was taken before is not trained, or the run has ended.
         """
         _ = self._ready
-        if self.version >= self.config.num_steps:
-            raise RunError(f"all {self.config.num_steps} steps are trained")
-        if self._taken and self._taken != self._group_ids:
-            raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
+        async with self._taking:
+            if self.version >= self.config.num_steps:
+                raise RunError(f"all {self.config.num_steps} steps are trained")
+            if self._taken and self._taken != self._group_ids:
+                raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
+            if self._coming is None:
+                self._coming = asyncio.get_running_loop().create_task(self._gather(self.version), name="take")
+            coming = self._coming
+            try:
+                groups = await asyncio.shield(coming)
+            finally:
+                if coming.done():
+                    self._coming = None
+            self._taken = _ids_of(groups)
+            return groups
+
+    async def _gather(self, step: int) -> list[ScoredGroup]:
+        """Return a step's groups once they are scored, packed for it."""
         assert self._own is not None
-        while (missing := self.config.algorithm.groups_per_step - len(self._taking)) > 0:
+        while (missing := self.config.algorithm.groups_per_step - len(self._gathered)) > 0:
             self._own.wanted = missing
-            self._taking.append(await anext(self._own))
-        groups, self._taking = self._taking, []
-        self._taken = _ids_of(groups)
+            self._gathered.append(await anext(self._own))
+        groups, self._gathered = self._gathered, []
+        limits = self.config.buffer
+        mask_below = max(0, step - limits.max_staleness) if limits.policy == "mask" else 0
+        self._packed = await asyncio.to_thread(self._pack, step, groups, mask_below)
         return groups
+
+    def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> _Packed:
+        config = self.config
+        batch = pack_step(
+            step, sorted(groups, key=lambda group: group.group_id),
+            tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
+            mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
+            screen=Screen.of(config.algorithm),
+        )  # fmt: skip
+        return _Packed(step, list(groups), mask_below, prepare(batch, division_of(self._ready.train_state, config)))
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
         """Yield each step's groups of the config's task until `num_steps` are trained; train some before asking for more."""
@@ -406,7 +456,7 @@ class Session:
                 return self._open
             raise LearnerError(f"step {self.version} has the gradients of other groups; `optim_step` comes first")
         await self._tell()
-        groups = list(groups) if rewards is None else with_rewards(groups, rewards)
+        trained = list(groups) if rewards is None else with_rewards(groups, rewards)
         given: dict[tuple[int, int], float] | None = None
         if advantages is not None:
             given = {
@@ -417,17 +467,14 @@ class Session:
         config = self.config if not isinstance(loss, str) else resolve_config(self.config, {"algorithm.loss": loss})
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
         mask_below = await self.run.take_these(group_ids)
-        ordered = sorted(groups, key=lambda group: group.group_id)
+        packed, self._packed = self._packed, None
+        if self._coming is None and self._taken == group_ids and self.version + 1 < self.config.num_steps:
+            self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
 
         def gradients() -> OpenStep:
-            state = self._ready.train_state
-            batch = pack_step(
-                self.version, ordered,
-                tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
-                mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
-                screen=Screen.of(config.algorithm),
-            )  # fmt: skip
-            prepared, failed = prepare(batch, division_of(state, config)), self.run.run_folder / "failed"
+            own = packed if packed is not None and packed.is_of(self.version, trained, mask_below) else None
+            prepared = (own or self._pack(self.version, trained, mask_below)).prepared
+            state, failed = self._ready.train_state, self.run.run_folder / "failed"
             step = OpenStep(state, prepared, config, failed_folder=failed, loss=own_loss, advantages=given)
             try:
                 step.backward(0)

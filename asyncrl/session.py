@@ -40,7 +40,7 @@ from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import PROBE_EVERY, make_probe
+from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
@@ -193,6 +193,8 @@ class Session:
             if self._coming is not None:
                 self._coming.cancel()
                 await asyncio.wait([self._coming])
+                if not self._coming.cancelled():
+                    self._coming.exception()  # looked at: the run says it too
             if self._publisher is not None:
                 await asyncio.to_thread(self._publisher.close)
             await self.run.__aexit__(kind, error, trace)
@@ -290,20 +292,19 @@ class Session:
         Raises:
             RunError: All steps are trained, what was taken before is not trained, or the run has ended.
         """
-        _ = self._ready
         async with self._taking:
+            _ = self._ready
             if self.version >= self.config.num_steps:
                 raise RunError(f"all {self.config.num_steps} steps are trained")
             if self._taken and self._taken != self._group_ids:
                 raise RunError(f"the groups of step {self.version} are taken and not trained yet; train them first")
             if self._coming is None:
                 self._coming = asyncio.get_running_loop().create_task(self._gather(self.version), name="take")
-            coming = self._coming
-            try:
-                groups = await asyncio.shield(coming)
-            finally:
-                if coming.done():
-                    self._coming = None
+            await asyncio.wait([self._coming])  # a caller that is cancelled leaves them to the next
+            coming, self._coming = self._coming, None
+            if coming.cancelled():
+                raise RunError(NOT_OPEN)
+            groups = coming.result()
             self._taken = _ids_of(groups)
             return groups
 
@@ -316,7 +317,8 @@ class Session:
         groups, self._gathered = self._gathered, []
         limits = self.config.buffer
         mask_below = max(0, step - limits.max_staleness) if limits.policy == "mask" else 0
-        self._packed = await asyncio.to_thread(self._pack, step, groups, mask_below)
+        with contextlib.suppress(AsyncRLError):  # said by the step that trains them
+            self._packed = await asyncio.to_thread(self._pack, step, groups, mask_below)
         return groups
 
     def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> _Packed:
@@ -468,7 +470,8 @@ class Session:
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
         mask_below = await self.run.take_these(group_ids)
         packed, self._packed = self._packed, None
-        if self._coming is None and self._taken == group_ids and self.version + 1 < self.config.num_steps:
+        is_more = self._is_open and self.version + 1 < self.config.num_steps
+        if is_more and self._coming is None and self._taken == group_ids:
             self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
 
         def gradients() -> OpenStep:
@@ -530,13 +533,7 @@ class Session:
         publisher, model = self._publisher, self._ready.train_state.model
         assert publisher is not None
         length = self.config.generate.engine.max_sequence_tokens
-        with_probe = self._synced < 0 or self.version % PROBE_EVERY == 0
-
-        def publish() -> None:
-            probe = make_probe(model, length) if with_probe else None
-            publisher.publish(self.version, publishable_tensors(model), probe)
-
-        await self._on_thread(publish)
+        await self._on_thread(lambda: publisher.publish(self.version, publishable_tensors(model), make_probe(model, length)))
         while (available := await self._published.get()).version < self.version:
             pass
         await self.run.announce_weights(available, str(self._ready.model_folder))

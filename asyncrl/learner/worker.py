@@ -34,7 +34,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import PROBE_EVERY, make_probe
+from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.offload import needs_offload, open_offload
 from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase
@@ -162,7 +162,7 @@ class LearnerWorker:
         if self._config.observe.record == "batches" and initial.train_state.ranks.size == 1:
             (self._run_folder / RECORD_FOLDER).mkdir(exist_ok=True)
             self._versions = JsonLines(self._run_folder / RECORD_FOLDER / VERSIONS_FILE)
-        await self._on_thread(lambda: self._publish_version(with_probe=True))
+        await self._on_thread(self._publish_version)
         if needs_offload(self._config):
 
             def start_offload() -> Offload:
@@ -253,7 +253,7 @@ class LearnerWorker:
             started_s = self._clock.now()
             result = await self._on_thread(lambda: self._train(prepared))
             finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
-            await self._on_thread(lambda: self._publish_version(with_probe=result.version % PROBE_EVERY == 0))
+            await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
             metrics = result.metrics | result.timings_s | self._memory()
             self._done[step] = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
@@ -281,12 +281,10 @@ class LearnerWorker:
             self._versions.write(record_of(result.version, policy.train_state.model))
         return result
 
-    def _publish_version(self, *, with_probe: bool) -> float:
-        model, probe = self._policy.train_state.model, None
-        if with_probe:
-            self._launcher.tell(Help("probe"))
-            probe = make_probe(model, self._config.generate.engine.max_sequence_tokens)
+    def _publish_version(self) -> float:
+        model = self._policy.train_state.model
         self._launcher.tell(Help("publish"))
+        probe = make_probe(model, self._config.generate.engine.max_sequence_tokens)
         return self._publish(self._policy.version, publishable_tensors(model), probe)
 
     async def _write_checkpoint(self, wanted: Checkpoint) -> None:

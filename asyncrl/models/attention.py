@@ -44,7 +44,10 @@ SMALLEST_BUCKET = 16
 """Lengths up to this share a bucket: calling the kernel costs more than their padding."""
 HALF = (torch.bfloat16, torch.float16)
 """What flash attention computes in."""
-FLASH_HEAD_SIZES = frozenset(range(8, 257, 8))
+FLASH_HEAD_SIZES = frozenset(range(8, 129, 8))
+"""Larger ones have no backward on some GPUs."""
+FLASH_CAPABILITY = (8, 0)
+"""Of the first GPU that has it: Ampere."""
 LEAST_COPIES = 0.6
 """Share of the slots that must be copies of shared prefixes for two kernels to be quicker than one."""
 
@@ -142,21 +145,20 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
 
 
 def _runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
-    begins, own = [0], []
-    for sequence in sequences:
-        new = sequence[np.searchsorted(sequence, begins[-1]) :]
-        if not np.array_equal(new, np.arange(begins[-1], begins[-1] + len(new))):
-            return None
-        own.append(len(new))
-        begins.append(begins[-1] + len(new))
-    if begins[-1] != num_tokens:
+    keys, lengths = np.concatenate(sequences), np.array([len(sequence) for sequence in sequences])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    is_own = keys > np.concatenate([[-1], np.maximum.accumulate(keys)[:-1]])
+    is_first = np.zeros(len(keys), dtype=bool)
+    is_first[ends[:-1]] = True
+    shared_after_own = is_own[:-1] & ~is_own[1:] & ~is_first[1:]
+    if shared_after_own.any() or not np.array_equal(keys[is_own], np.arange(num_tokens)):
         return None
-    lengths = [len(sequence) for sequence in sequences]
+    own = np.add.reduceat(is_own, ends[:-1])
     return Runs(
-        keys=torch.from_numpy(np.concatenate(sequences)),
-        query_ends=torch.tensor(begins, dtype=torch.int32),
-        key_ends=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        longest=(max(own), max(lengths)),
+        keys=torch.from_numpy(keys),
+        query_ends=torch.from_numpy(np.concatenate([[0], np.cumsum(own)]).astype(np.int32)),
+        key_ends=torch.from_numpy(ends.astype(np.int32)),
+        longest=(int(own.max()), int(lengths.max())),
     )
 
 
@@ -239,11 +241,10 @@ def packed_attention(
     if refused or attention_mask is not None:
         raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    head_sizes = {query.shape[-1], value.shape[-1]}
     runs = None if packed_layout is None else packed_layout.runs
-    if runs is not None and query.is_cuda and query.dtype in HALF and len(head_sizes) == 1 and head_sizes <= FLASH_HEAD_SIZES:
+    if runs is not None and _can_flash(query, key, value):
         return _FlashRuns.apply(*flat, runs, scaling, sliding_window).unsqueeze(0), None  # type: ignore[no-untyped-call]
-    is_plain = query.device.type == "cpu" and sliding_window is None and len(head_sizes) == 1
+    is_plain = query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]
     if packed_layout is not None and packed_layout.shared and is_plain:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _SharedAttention.apply(*flat, packed_layout, scale).unsqueeze(0), None  # type: ignore[no-untyped-call]
@@ -258,6 +259,13 @@ def packed_attention(
     joined = attended[0] if len(attended) == 1 else torch.cat(attended)
     outputs: torch.Tensor = _FromSlots.apply(joined, packed_layout)  # type: ignore[no-untyped-call]
     return outputs.unsqueeze(0), None
+
+
+def _can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    if not query.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(query.device) < FLASH_CAPABILITY:
+        return False
+    dtypes, head_sizes = {query.dtype, key.dtype, value.dtype}, {query.shape[-1], value.shape[-1]}
+    return len(dtypes) == len(head_sizes) == 1 and dtypes <= set(HALF) and head_sizes <= FLASH_HEAD_SIZES
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -3,9 +3,9 @@
 `session_vs_run`: steps a second as a loop over a `Session`, against a `Run` of the same config, in turns, three pairs a round.
 The spread is that of the pairs.
 
-`kept_vs_not`: CPU seconds a step of all processes of a run that writes no events, seconds and samples, over those of one that
-writes them, in turns; the quickstart keeps both cores busy, so this is what is lost in steps a second, which spread over runs too
-much to tell one percent. The spread is that of the pairs.
+`kept_vs_not`: CPU seconds of all processes of a run for one of its generators', of a run that writes no events, seconds and
+samples, over those of one that writes them, in turns; both cores are busy, so this is what is lost in steps a second. Generators
+keep nothing: how fast the machine is at the time, which changes by a quarter, cancels out. The spread is that of the pairs.
 
 `read_vs_alone`: steps a second of a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in
 turns of 20 steps of the same run. The readers are on the same cores, and cost little. The spread is that of the pairs.
@@ -104,7 +104,7 @@ async def kept_vs_not(folder: Path, rounds: int, figures: dict[str, float], rati
     for number in range(2 * rounds):
         for side in sorted(sides, reverse=number % 2 == 0):
             more = {"num_steps": KEPT_STEPS, "observe.samples": 32 if side == "kept" else 0}
-            sides[side].append(1 / await _cpu_s_a_step(_quickstart(folder, f"{side}-{number}", more), side))
+            sides[side].append(1 / await _cpu_for_generators(_quickstart(folder, f"{side}-{number}", more), side))
     _enter("kept_vs_not", sides["kept"], sides["bare"], figures, ratios)
 
 
@@ -198,18 +198,20 @@ async def _of_session(config: RunConfig) -> float:
     return _steps_per_s(times)
 
 
-async def _cpu_s_a_step(config: RunConfig, kind: str) -> float:
-    """Have a run to its end; `bare` is one that keeps nothing but its steps. The first steps count for nothing."""
-    run_folder, looks = Path(config.folder, config.name), list[tuple[int, float]]()
+async def _cpu_for_generators(config: RunConfig, kind: str) -> float:
+    """Return a run's CPU seconds over its generators'; `bare`: it keeps nothing but its steps. The first steps do not count."""
+    run_folder, looks = Path(config.folder, config.name), list[tuple[int, float, float]]()
 
     async def look(pid: int) -> None:
         while True:
             await asyncio.sleep(0.1)
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
                 root = psutil.Process(pid)
-                times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
-                num_steps = (run_folder / STEPS_FILE).read_bytes().count(b"\n")
-                looks.append((num_steps, sum(each.user + each.system for each in times)))
+                cpu_s = [(process.cpu_times(), " ".join(process.cmdline())) for process in [root, *root.children(recursive=True)]]
+                whole_s, generators_s = (
+                    sum(times.user + times.system for times, command in cpu_s if part in command) for part in ("", "generator")
+                )
+                looks.append(((run_folder / STEPS_FILE).read_bytes().count(b"\n"), whole_s, generators_s))
 
     (run_folder / "logs").mkdir(parents=True)
     (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
@@ -221,8 +223,7 @@ async def _cpu_s_a_step(config: RunConfig, kind: str) -> float:
         process.stdin.close()
         await process.wait()
     inside = [each for each in looks if SKIPPED_STEPS <= each[0] < config.num_steps]
-    (first, before_s), (last, after_s) = inside[0], inside[-1]
-    return (after_s - before_s) / (last - first)
+    return (inside[-1][1] - inside[0][1]) / (inside[-1][2] - inside[0][2])
 
 
 def _steps_per_s(times: list[float]) -> float:

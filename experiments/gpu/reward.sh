@@ -13,6 +13,7 @@ arms=${*:-async2 trl async0 colocated1 colocated0 async2_ipc async2_compile}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 steps=${STEPS:-60}
 mkdir -p "$out"
+rm -f "$out/go" "$out/go.ready" "$out/trl.jsonl"
 export OMP_WAIT_POLICY=PASSIVE VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -56,7 +57,7 @@ import json, pathlib, statistics, sys
 BARS, WINDOW = (0.5, 0.75, 0.9), 5
 out = pathlib.Path(sys.argv[1])
 told = {"trl": [json.loads(line) for line in (out / "trl.jsonl").open()]} if (out / "trl.jsonl").exists() else {}
-for path in sorted(out.glob("*/steps.jsonl")):
+for path in sorted(path for path in out.glob("*/steps.jsonl") if path.parent.name != "warm"):
     events = [json.loads(line) for line in (path.parent / "events.jsonl").open()]
     begun_s = next(event["time_s"] for event in events if event["kind"] == "phase" and event["subject"] == "running")
     told[path.parent.name] = [step | {"time_s": step["time_s"] - begun_s} for step in map(json.loads, path.open())]

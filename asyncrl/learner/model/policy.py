@@ -49,8 +49,6 @@ from asyncrl.schema.weights import Probe
 
 PAD, EOS = "<pad>", "<eos>"
 PROBE_TOKENS = 16
-PROBE_EVERY = 8
-"""Versions: a forward of its own for each would be a tenth of a small model's step on a GPU."""
 MOST_FED = 0.9
 """Share of a row's tokens beyond which leaving the others out saves less than it costs."""
 SMALL_LOGITS = 1 << 20

@@ -138,7 +138,7 @@ class PolicyOptimizer:
         scale = 1.0 if self.scale is None else self.scale.value
         norm = whole(get_total_norm(gradients)) / scale
         factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / scale
-        if factor != 1.0:
+        if gradients and factor != 1.0:
             torch._foreach_mul_([part_here(gradient) for gradient in gradients], factor)
         return norm.item()
 

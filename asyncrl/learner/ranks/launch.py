@@ -59,9 +59,9 @@ class ReachPhase(msgspec.Struct, frozen=True, tag="reach_phase"):
 class Help(msgspec.Struct, frozen=True, tag="help"):
     """Do the others' part of what rank 0 does."""
 
-    at: Literal["probe", "publish", "offload", "prefetch", "save", "stop"]
-    """Compute a probe; gather the weights that generators are to have; put what is on the device under a residency manager; bring
-    what training needs nearer; gather a checkpoint; end."""
+    at: Literal["publish", "offload", "prefetch", "save", "stop"]
+    """Gather the weights that generators are to have; put what is on the device under a residency manager; bring what training
+    needs nearer; gather a checkpoint; end."""
 
 
 Command = Begin | StepBatch | ReachPhase | Help

@@ -61,9 +61,8 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                         config = with_settings(config, command.settings)
                         state.follow(config)
                     train_step(state, prepare(command, division_of(state, config)), config)
-                case Help("probe"):
-                    make_probe(state.model, config.generate.engine.max_sequence_tokens)
                 case Help("publish"):
+                    make_probe(state.model, config.generate.engine.max_sequence_tokens)
                     help_copy_out(publishable_tensors(state.model))
                 case Help("offload"):
                     offload = open_offload(state, config, run_folder, SystemClock())

@@ -121,6 +121,26 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
     assert {row.state: row.groups for row in ledger.counts()}["trained"] == 4 * 4
 
 
+async def test_a_take_that_is_cancelled_or_made_twice_loses_no_group_and_new_rewards_are_those_that_are_trained(tiny):
+    async with asyncrl.Session(tiny(**NO_EVALUATION, num_steps=4, buffer__max_staleness=1, model__warm_start=None)) as session:
+        ids = []
+        for step in range(4):
+            async with asyncio.TaskGroup() as tasks:
+                cancelled = tasks.create_task(session.take())
+                await asyncio.sleep(0)
+                cancelled.cancel()
+            groups = await session.take()
+            with pytest.raises(asyncrl.RunError, match=f"groups of step {step} are taken and not trained"):
+                await session.take()
+            rewards = [[float(step)] * len(group.members) for group in groups]
+            done = await session.train_step(groups, rewards=rewards if step % 2 else None)
+            assert not step % 2 or done.metrics["reward/mean"] == step
+            ids += [group.group_id for group in groups]
+        with pytest.raises(asyncrl.RunError, match="all 4 steps are trained"):
+            await session.take()
+    assert len(set(ids)) == 4 * session.config.algorithm.groups_per_step == len(ids)
+
+
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):
     config = tiny(**NO_EVALUATION, num_steps=9, buffer__max_staleness=2, model__warm_start=None)
     async with asyncrl.Session(config) as session:

@@ -315,10 +315,9 @@ class Session:
             self._own.wanted = missing
             self._gathered.append(await anext(self._own))
         groups, self._gathered = self._gathered, []
-        limits = self.config.buffer
-        mask_below = max(0, step - limits.max_staleness) if limits.policy == "mask" else 0
-        with contextlib.suppress(AsyncRLError):  # said by the step that trains them
-            self._packed = await asyncio.to_thread(self._pack, step, groups, mask_below)
+        if self.config.buffer.policy != "mask":  # there the run says what is masked once they are trained
+            with contextlib.suppress(AsyncRLError):  # said by the step that trains them
+                self._packed = await asyncio.to_thread(self._pack, step, groups, 0)
         return groups
 
     def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> _Packed:

@@ -81,7 +81,7 @@ print(json.dumps(found, indent=2))
 PY
 }
 
-# prepare_smollm2: the model folder, a task of sums that needs no library, and the preset that puts both on the device.
+# prepare_smollm2: the model folder, and the preset that puts model and the sums of experiments/gpu on the device.
 prepare_smollm2() {
   local gguf
   gguf=$(find "$site" -maxdepth 1 -name '*.gguf' 2>/dev/null | head -1)
@@ -89,18 +89,11 @@ prepare_smollm2() {
     "$python" -m asyncrl model import "$gguf" "$model" >"$out/import.txt" 2>&1 || { failed "importing $gguf"; return 1; }
   fi
   [ -d "$model" ] || { skip "$*: no folder $model (scripts/bring_vllm.sh with MODEL=1, or asyncrl model import)"; return 1; }
-  [ -f "$out/sums.jsonl" ] || "$python" - >"$out/sums.jsonl" <<'PY'
-import json
-for a in range(100):
-    for b in range(10, 100, 7):
-        print(json.dumps({"question": f"What is {a} + {b}?", "answer": str(a + b)}))
-PY
   cat >"$out/smollm2.toml" <<TOML
 [task]
 kind = "jsonl"
-path = "$out/sums.jsonl"
-held_out = 100
-shots = 3
+path = "experiments/gpu/sums.jsonl"
+held_out = 60
 
 [generate.engine]
 kind = "vllm"

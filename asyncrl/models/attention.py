@@ -5,8 +5,8 @@ each sample's sequence. Sequences of similar length are gathered into right-padd
 causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
 padding to its right.
 
-On a GPU in 16 bits nothing is padded: flash attention takes sequences of any length in one call, each with the queries that are
-its own and the keys of its whole, so a shared prefix's queries are computed once.
+On a GPU in 16 bits nothing is padded: one call of flash attention takes sequences of any length. Queries are the tokens that a
+sequence does not share with an earlier one, keys all its tokens; so the queries of a shared prefix are computed once.
 
 On a CPU, where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too. The sequences
 are a tree then: what all begin with, what a group's members begin with, and remainders. Each run of it attends to itself, what
@@ -68,7 +68,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A row whose tokens lie sequence by sequence, each of them where the first sequence that has it ends."""
+    """A row in which each sequence's own tokens (those it shares with no earlier one) follow those of the sequence before."""
 
     keys: torch.Tensor
     """int64 [K], the tokens of every whole sequence, one after the other."""

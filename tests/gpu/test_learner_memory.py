@@ -61,7 +61,8 @@ def test_an_offloaded_optimizer_arrives_where_the_device_s_own_does(dtype, optim
     ulp = torch.finfo(DTYPES[dtype]).eps
     atol = 1e-5 if optimizer == "adamw" else 1e-3
     for name, tensor in own.items():
-        torch.testing.assert_close(offloaded[name], tensor, rtol=2 * ulp, atol=atol, msg=f"{name} is another")
+        named = {"msg": lambda found, name=name: f"{name}: {found}"}
+        torch.testing.assert_close(offloaded[name], tensor, rtol=2 * ulp, atol=atol, **named)
 
 
 def test_a_paged_optimizer_arrives_where_the_unpaged_one_does():

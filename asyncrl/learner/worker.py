@@ -34,14 +34,14 @@ from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import make_probe
+from asyncrl.learner.model.policy import compile_now, make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.offload import needs_offload, open_offload
 from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
-from asyncrl.learner.train_state import Offload
+from asyncrl.learner.train_state import Offload, TrainState
 from asyncrl.learner.versions import VERSIONS_FILE, VersionRecord, record_of
 from asyncrl.observe.decisions.journal import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
@@ -173,6 +173,12 @@ class LearnerWorker:
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._stage.tell(ready)
+        if self._config.learner.compile and initial.train_state.ranks.size == 1:
+            await self._on_thread(lambda: self._compile(initial.train_state))  # while the generators start
+
+    def _compile(self, state: TrainState) -> None:
+        compile_now(state.model, fused=self._config.learner.logprobs == "fused")
+        state.optimizer.zero_grad()
 
     async def _obey(self, order: Message) -> None:
         """Note orders; `_serve` carries them out between steps."""

@@ -5,8 +5,7 @@ each sample's sequence. Sequences of similar length are gathered into right-padd
 causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
 padding to its right.
 
-On a GPU in 16 bits nothing is padded: one call of flash attention takes sequences of any length. Queries are the tokens that a
-sequence does not share with an earlier one, keys all its tokens; so the queries of a shared prefix are computed once.
+On a GPU in 16 bits nothing is padded: flash.py.
 
 On a CPU, where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too. The sequences
 are a tree then: what all begin with, what a group's members begin with, and remainders. Each run of it attends to itself, what
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.errors import LearnerError
+from asyncrl.models.flash import Runs, attend_runs, can_flash, runs_of
 
 T = TypeVar("T")
 
@@ -42,12 +42,6 @@ BUCKET_GROWTH = 1.25
 """A bucket holds lengths up to this factor apart; attention grows with the square, so its padding costs at most 1.56."""
 SMALLEST_BUCKET = 16
 """Lengths up to this share a bucket: calling the kernel costs more than their padding."""
-HALF = (torch.bfloat16, torch.float16)
-"""What flash attention computes in."""
-FLASH_HEAD_SIZES = frozenset(range(8, 129, 8))
-"""Larger ones have no backward on some GPUs."""
-FLASH_CAPABILITY = (8, 0)
-"""Of the first GPU that has it: Ampere."""
 LEAST_COPIES = 0.6
 """Share of the slots that must be copies of shared prefixes for two kernels to be quicker than one."""
 
@@ -64,20 +58,6 @@ class Bucket:
     """int64, the slots of `queries` that are no padding."""
     is_causal: bool
     """True: a run attends to itself, `keys` are `queries`. False: to a run before them, all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """A row in which each sequence's own tokens (those it shares with no earlier one) follow those of the sequence before."""
-
-    keys: torch.Tensor
-    """int64 [K], the tokens of every whole sequence, one after the other."""
-    query_ends: torch.Tensor
-    """int32 [S + 1], where each sequence's own tokens begin and end among the N."""
-    key_ends: torch.Tensor
-    """int32 [S + 1], the same among the K."""
-    longest: tuple[int, int]
-    """Most own tokens, and most tokens, of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +120,7 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
         copies=torch.from_numpy(copies),
         shapes=tuple(slots.shape for slots, _ in buckets),
         shared=_shared_buckets(sequences, num_tokens) if len(copies) > LEAST_COPIES * len(all_slots) else (),
-        runs=_runs_of(sequences, num_tokens),
-    )
-
-
-def _runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
-    keys, lengths = np.concatenate(sequences), np.array([len(sequence) for sequence in sequences])
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    is_own = keys > np.concatenate([[-1], np.maximum.accumulate(keys)[:-1]])
-    is_first = np.zeros(len(keys), dtype=bool)
-    is_first[ends[:-1]] = True
-    shared_after_own = is_own[:-1] & ~is_own[1:] & ~is_first[1:]
-    if shared_after_own.any() or not np.array_equal(keys[is_own], np.arange(num_tokens)):
-        return None
-    own = np.add.reduceat(is_own, ends[:-1])
-    return Runs(
-        keys=torch.from_numpy(keys),
-        query_ends=torch.from_numpy(np.concatenate([[0], np.cumsum(own)]).astype(np.int32)),
-        key_ends=torch.from_numpy(ends.astype(np.int32)),
-        longest=(int(own.max()), int(lengths.max())),
+        runs=runs_of(sequences, num_tokens),
     )
 
 
@@ -204,7 +166,6 @@ def _shared_buckets(sequences: list[NDArray[np.int64]], num_tokens: int) -> tupl
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -240,32 +201,36 @@ def packed_attention(
     refused = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if refused or attention_mask is not None:
         raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    runs = None if packed_layout is None else packed_layout.runs
-    if runs is not None and _can_flash(query, key, value):
-        return _FlashRuns.apply(*flat, runs, scaling, sliding_window).unsqueeze(0), None  # type: ignore[no-untyped-call]
-    is_plain = query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]
-    if packed_layout is not None and packed_layout.shared and is_plain:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _SharedAttention.apply(*flat, packed_layout, scale).unsqueeze(0), None  # type: ignore[no-untyped-call]
+    if packed_layout is not None and packed_layout.runs is not None and can_flash(query, key, value):
+        return attend_runs(query, key, value, packed_layout.runs, scaling, sliding_window).unsqueeze(0), None
     if packed_layout is None:
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         return _attend(flat, (1, query.shape[2]), scaling, sliding_window).unsqueeze(0), None
-    padded: list[torch.Tensor] = [_ToSlots.apply(tensor, packed_layout) for tensor in flat]  # type: ignore[no-untyped-call]
-    sizes = [count * width for count, width in packed_layout.shapes]
+    return _attend_in_buckets(query, key, value, packed_layout, scaling, sliding_window).unsqueeze(0), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_in_buckets(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SequenceLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Return [N, H, D]; arguments are those of `packed_attention`."""
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if layout.shared and query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        shared: torch.Tensor = _SharedAttention.apply(*flat, layout, scale)  # type: ignore[no-untyped-call]
+        return shared
+    padded: list[torch.Tensor] = [_ToSlots.apply(tensor, layout) for tensor in flat]  # type: ignore[no-untyped-call]
+    sizes = [count * width for count, width in layout.shapes]
     buckets = zip(*(torch.split(tensor, sizes) for tensor in padded), strict=True)
-    attended = [
-        _attend(bucket, shape, scaling, sliding_window) for bucket, shape in zip(buckets, packed_layout.shapes, strict=True)
-    ]
+    attended = [_attend(bucket, shape, scaling, sliding_window) for bucket, shape in zip(buckets, layout.shapes, strict=True)]
     joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-    outputs: torch.Tensor = _FromSlots.apply(joined, packed_layout)  # type: ignore[no-untyped-call]
-    return outputs.unsqueeze(0), None
-
-
-def _can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    if not query.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(query.device) < FLASH_CAPABILITY:
-        return False
-    dtypes, head_sizes = {query.dtype, key.dtype, value.dtype}, {query.shape[-1], value.shape[-1]}
-    return len(dtypes) == len(head_sizes) == 1 and dtypes <= set(HALF) and head_sizes <= FLASH_HEAD_SIZES
+    outputs: torch.Tensor = _FromSlots.apply(joined, layout)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -304,72 +269,6 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
     return attended.transpose(1, 2).flatten(0, 1)
-
-
-class _FlashRuns(torch.autograd.Function):
-    """Query [N, H, D], key and value [N, H or fewer, D] to [N, H, D], by flash attention over `Runs`.
-
-    A sequence's own queries are its last tokens, and the kernel lets the last query see the last key.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: Runs,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        key, value = key.index_select(0, runs.keys), value.index_select(0, runs.keys)
-        options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-        flash = torch.ops.aten._flash_attention_forward  # noqa: SLF001
-        output, log_sum, seed, offset, _ = flash(
-            query,
-            key,
-            value,
-            runs.query_ends,
-            runs.key_ends,
-            *runs.longest,
-            0.0,
-            True,
-            False,
-            **options,
-        )
-        ctx.save_for_backward(query, key, value, output, log_sum, seed, offset)
-        ctx.runs, ctx.options, ctx.num_tokens = runs, options, len(query)
-        joined: torch.Tensor = output
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        query, key, value, output, log_sum, seed, offset = ctx.saved_tensors
-        runs: Runs = ctx.runs
-        flash = torch.ops.aten._flash_attention_backward  # noqa: SLF001
-        ends = (runs.query_ends, runs.key_ends, *runs.longest)
-        of_query, *of_slots = flash(
-            grad.contiguous(),
-            query,
-            key,
-            value,
-            output,
-            log_sum,
-            *ends,
-            0.0,
-            True,
-            seed,
-            offset,
-            **ctx.options,
-        )
-        of_tokens = [
-            torch
-            .zeros(ctx.num_tokens, *slots.shape[1:], dtype=torch.float32, device=slots.device)
-            .index_add_(0, runs.keys, slots.float())
-            .to(slots.dtype)
-            for slots in of_slots
-        ]
-        return of_query, *of_tokens, None, None, None
 
 
 class _ToSlots(torch.autograd.Function):

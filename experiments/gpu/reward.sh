@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Time to reward on one GPU: arms of ours one after the other, TRL made ready beside the first start and measured alone.
 # Usage: bash experiments/gpu/reward.sh OUT [ARM...]
-#   ARM      default: async2 trl async0 colocated1 colocated0 async2_ipc async2_compile, in this order
+#   ARM      default: async2 trl async1 async0 async2_mps colocated1 colocated0 async2_shm async2_eager, in this order. The number is
+#            buffer.max_staleness. _mps: learner and generator share the GPU by NVIDIA's MPS daemon, begun and ended here.
 #   LIMIT_S  no arm begins later than so many seconds after the start (default 420): a lent machine's time is short
 #   STEPS    default 60
 # Needs models/SmolLM2-135M-Instruct. Writes OUT/ARM/ (a run's folder), OUT/trl.jsonl and what each printed; a table at the end.
@@ -9,7 +10,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: reward.sh OUT [ARM...]}
 shift
-arms=${*:-async2 trl async0 colocated1 colocated0 async2_ipc async2_compile}
+arms=${*:-async2 trl async1 async0 async2_mps colocated1 colocated0 async2_shm async2_eager}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 steps=${STEPS:-60}
 mkdir -p "$out"
@@ -41,12 +42,17 @@ for arm in $arms; do
   [ "$SECONDS" -lt "${LIMIT_S:-420}" ] || { echo "no time for $arm"; continue; }
   case $arm in
     trl) touch "$out/go"; wait $trl || echo "FAILED: trl, see $out/trl.txt" ;;
-    async2) run async2 "$shared" --set buffer.max_staleness=2 ;;
-    async0) run async0 "$shared" --set buffer.max_staleness=0 ;;
-    async2_ipc) run async2_ipc "$shared" --set buffer.max_staleness=2 --set broadcast.medium.kind=cuda_ipc ;;
-    async2_compile) run async2_compile "$shared" --set buffer.max_staleness=2 --set learner.compile=true ;;
-    colocated1) run colocated1 "$turns" --set generate.engine.sleep=true ;;
-    colocated0) run colocated0 "$turns" --set generate.engine.sleep=true --set buffer.max_staleness=0 ;;
+    async[0-9]) run "$arm" "$shared" --set buffer.max_staleness="${arm#async}" ;;
+    async2_mps)
+      export CUDA_MPS_PIPE_DIRECTORY=$out/mps CUDA_MPS_LOG_DIRECTORY=$out/mps
+      mkdir -p "$out/mps"
+      nvidia-cuda-mps-control -d && run async2_mps "$shared" --set buffer.max_staleness=2
+      echo quit | nvidia-cuda-mps-control
+      unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+      ;;
+    async2_shm) run async2_shm "$shared" --set buffer.max_staleness=2 --set broadcast.medium.kind=shared_memory ;;
+    async2_eager) run async2_eager "$shared" --set buffer.max_staleness=2 --set learner.compile=false ;;
+    colocated[0-9]) run "$arm" "$turns" --set generate.engine.sleep=true --set buffer.max_staleness="${arm#colocated}" ;;
     *) echo "no arm $arm" ;;
   esac
 done
@@ -71,4 +77,8 @@ for name, steps in told.items():
         reached = next((i for i, mean in means if mean >= bar), None)
         line += f"; reward {bar}: " + ("not reached" if reached is None else f"{steps[reached - 1]['time_s']:.1f} s (step {reached})")
     print(line)
+    figures = ("time/train_s", "time/wait_s", "time/step_s", "weights/blocked_ms", "weights/fetch_ms", "weights/swap_ms", "staleness_mean")
+    measured = [s | s.get("metrics", {}) for s in steps[5:]]
+    medians = {key: statistics.median(s[key] for s in measured if key in s) for key in figures if any(key in s for s in measured)}
+    print(f"{'':15} medians: " + ", ".join(f"{key} {value:.3g}" for key, value in medians.items()))
 PY

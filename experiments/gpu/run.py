@@ -269,6 +269,7 @@ def learner(setting: Setting) -> dict[str, float]:
             ("fused", 16384, {"size": "1.7b"}),
             ("fused", 8192, {"compile": True, "size": "1.7b"}),
             ("fused", 16384, {"small": True}),
+            ("fused", 16384, {"small": True, "compile": True}),
         ]
     for logprobs, row, extra in ways:
         if ONLY and ONLY not in extra:

@@ -3,10 +3,10 @@
 vLLM mixes `WeightsExtension` into its worker class (`worker_extension_cls`), so `self` is the worker: `self.model_runner`,
 `self.vllm_config`, `self.device`. Its methods are called by `collective_rpc`, text in, text out.
 
-Three things go wrong silently without the care taken here: a plain `load_weights` stops half-way where linears are repacked
-(CPU), hence the layer-wise reload; a tied head keeps its old values unless it is loaded under its own name too (`also_as`), or
-repacked where the model skips that name; and one shard of a fused layer alone gives garbage, which load_request.py excludes by
-asking for the whole set.
+Three things go wrong silently without the care taken here: a plain `load_weights` stops half-way where linears are repacked (on a
+CPU, or quantized), hence the layer-wise reload there; a tied head keeps its old values unless it is loaded under its own name too
+(`also_as`), or repacked where the model skips that name; and one shard of a fused layer alone gives garbage, which
+load_request.py excludes by asking for the whole set.
 """
 
 from __future__ import annotations
@@ -76,30 +76,20 @@ class WeightsExtension:
 
 
 def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's worker
-    """Load everything, layer by layer; a layer whose tensors did not come keeps its old ones."""
+    """Load everything; a layer whose tensors did not come keeps its old ones."""
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
-    reload = import_module("vllm.model_executor.model_loader.reload")
     vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     device = torch.device(worker.device)
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        model, tensors = worker.model_runner.get_model(), _tensors(worker, order.source, device)
+        model = worker.model_runner.get_model()
+        is_plain = device.type == "cuda" and is_plainly_loaded(model)
+        tensors = _tensors(worker, order.source, device, copies=not is_plain)
         heads = {name: module for name, module in model.named_modules() if isinstance(module, vocabulary.ParallelLMHead)}
-        expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
-        if device.type == "cpu":  # experts are packed again as they load: vLLM packs the first ones, and copies later ones in
-            for module in model.modules():
-                method: Any = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None
-        reload.initialize_layerwise_reload(model)
-        try:
-            if order.base is not None:
-                tensors = merged(tensors, order.base, device)
-            # A model that has no head applies the embedding itself (Gemma) and knows no other name of it.
-            named = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
-            loaded: set[str] | None = model.load_weights(named)
-            missing = expected & _missed(model, loaded)
-        finally:
-            reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
+        if order.base is not None:
+            tensors = merged(tensors, order.base, device)
+        # A model that has no head applies the embedding itself (Gemma) and knows no other name of it.
+        named = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
+        loaded, missing = _load_plainly(model, named) if is_plain else _load_layerwise(worker, model, named, device)
         if missing:
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
         for name, head in heads.items():
@@ -115,6 +105,52 @@ def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's wor
                     cache.zero_()
                 else:
                     caches.extend(cache)
+
+
+def is_plainly_loaded(model: torch.nn.Module) -> bool:
+    """Return whether a GPU computes with a model's weights as its loader leaves them: not quantized, no mixture, no MLA.
+
+    Then the layer-wise reload's work (about 0.5 ms a layer, all of it Python) does nothing.
+    """
+    linear, vocabulary, attention = (
+        import_module(f"vllm.model_executor.layers.{name}") for name in ("linear", "vocab_parallel_embedding", "attention")
+    )
+    plain = (linear.UnquantizedLinearMethod, vocabulary.UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        processes = hasattr(module, "process_weights_after_loading") and type(module) is not attention.Attention
+        if processes or (method is not None and type(method) not in plain):
+            return False
+    return True
+
+
+def _load_plainly(model: Any, named: NamedTensors) -> tuple[set[str] | None, set[str]]:  # noqa: ANN401 - vLLM's model
+    """Load into the parameters; return the names of those that were, and of those that were not."""
+    loaded: set[str] | None = model.load_weights(named)
+    expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
+    return loaded, set() if loaded is None else expected - loaded
+
+
+def _load_layerwise(
+    worker: Any,  # noqa: ANN401 - vLLM's
+    model: Any,  # noqa: ANN401
+    named: NamedTensors,
+    device: torch.device,
+) -> tuple[set[str] | None, set[str]]:
+    """Load layer by layer, each made ready as at the start; return as `_load_plainly`."""
+    reload = import_module("vllm.model_executor.model_loader.reload")
+    expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
+    if device.type == "cpu":  # experts are packed again as they load: vLLM packs the first ones, and copies later ones in
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+    reload.initialize_layerwise_reload(model)
+    try:
+        loaded: set[str] | None = model.load_weights(named)
+        return loaded, expected & _missed(model, loaded)
+    finally:
+        reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
 
 
 def _missed(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
@@ -133,8 +169,14 @@ def _missed(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
     return missed
 
 
-def _tensors(worker: Any, source: FileSource | ReceiverSource, device: torch.device) -> NamedTensors:  # noqa: ANN401
-    """Yield views of the mapped file, in the order of the layout, or copies of what a receiver hands out."""
+def _tensors(
+    worker: Any,  # noqa: ANN401 - vLLM's
+    source: FileSource | ReceiverSource,
+    device: torch.device,
+    *,
+    copies: bool,
+) -> NamedTensors:
+    """Yield views of the mapped file, in the order of the layout, or what a receiver hands out; copies of it where it is kept."""
     if isinstance(source, FileSource):
         try:
             num_bytes = source.offset + source.manifest.total_bytes
@@ -152,7 +194,8 @@ def _tensors(worker: Any, source: FileSource | ReceiverSource, device: torch.dev
     receiver: Receiver = kept[1]
     with closing(iter(receiver.fetch(source.available, device))) as tensors:
         for name, tensor in tensors:
-            yield name, tensor.clone()  # a fused layer waits for its last shard; a received tensor lives until the next one
+            # Layer-wise, a fused layer waits for its last shard; a received tensor lives until the next one.
+            yield name, tensor.clone() if copies else tensor
 
 
 def checkpoint_tensors(tensors: NamedTensors, order: LoadRequest) -> NamedTensors:

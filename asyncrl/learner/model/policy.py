@@ -33,7 +33,7 @@ from transformers import (
 from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.errors import ConfigError
 from asyncrl.learner.step.microbatch import Row
-from asyncrl.models.attention import PACKED_ATTENTION
+from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device
 from asyncrl.models.causal import (
     DTYPES,
     check_folder,
@@ -253,6 +253,26 @@ def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> 
         context.enter_context(feed_forward.register_forward_pre_hook(lambda _, given: (given[0].index_select(1, tokens),)))
         context.enter_context(feed_forward.register_forward_hook(scattered))
     return context
+
+
+def compile_now(model: PreTrainedModel, *, fused: bool) -> None:
+    """Have compiled what rows of any size will run (`learner.compile`); the first step would wait for it. The gradients are 0.
+
+    Args:
+        model: From `made_ready`.
+        fused: See `run_row`.
+    """
+    sequences = [np.arange(40), np.concatenate([np.arange(24), np.arange(40, 72)])]  # the second shares the first's beginning
+    layout = on_device(build_layout(sequences, 72), model.device)
+    places = torch.from_numpy(np.concatenate([sequences[0], np.arange(24, 56)])).to(model.device)
+
+    def work() -> torch.Tensor:
+        zeros, head = torch.zeros_like(places), model.get_output_embeddings()
+        inputs = {"input_ids": zeros.unsqueeze(0), "position_ids": places.unsqueeze(0)}
+        hidden = model.base_model(**inputs, use_cache=False, packed_layout=layout).last_hidden_state[0]
+        return token_logprobs(hidden, zeros, head, temperature=1.0, chunk_tokens=len(zeros), fused=fused)[0]
+
+    (run_inside(model, work).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
 
 class Reference:

@@ -26,7 +26,7 @@ from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.fingerprint import DIGEST_BYTES
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
-from asyncrl.weights.media.device import device_fingerprint, gpu_for
+from asyncrl.weights.media.device import device_fingerprints, gpu_for
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.tensors import bucket_views
 
@@ -79,15 +79,15 @@ class CUDAIPCReceiver:
             self._learner = lease.path
         try:
             flat = open_ticket(lease.flat, device, manifest.total_bytes, self._opened)
-            start, announced = 0, available.bucket_fingerprints
-            for number, end in enumerate(bucket_ends(manifest)):
-                bucket = flat[start:end]
-                if device_fingerprint(bucket) != announced[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+            ends, announced = bucket_ends(manifest), available.bucket_fingerprints
+            found = device_fingerprints(flat, ends, device)
+            for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+                place = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+                if found[place] != announced[place]:
                     raise BroadcastError(
                         f"version {available.version} lies damaged in the learner's memory: bucket {number} differs"
                     )
-                yield from bucket_views(manifest, start, bucket)
-                start = end
+                yield from bucket_views(manifest, start, flat[start:end])
             torch.cuda.current_stream(device).synchronize()
             lease.check()
         finally:

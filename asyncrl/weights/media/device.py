@@ -40,6 +40,10 @@ def device_fingerprint(bucket: torch.Tensor) -> bytes:
 
     Source: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), its output function.
     """
+    return _digests([_mixed_sum(bucket)])
+
+
+def _mixed_sum(bucket: torch.Tensor) -> torch.Tensor:
     words = bucket.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=bucket.device)
     for start in range(0, len(words), _PIECE_WORDS):
@@ -49,7 +53,12 @@ def device_fingerprint(bucket: torch.Tensor) -> bytes:
         mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_MIX_1)
         mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_MIX_2)
         total += mixed.bitwise_xor_(_shifted(mixed, 31)).sum()
-    return (int(total.item()) % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
+    return total
+
+
+def _digests(sums: Sequence[torch.Tensor]) -> bytes:
+    numbers = torch.stack(list(sums)).tolist()  # waits for the device once
+    return b"".join((number % (1 << 64)).to_bytes(DIGEST_BYTES, "little") for number in numbers)
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -61,7 +70,7 @@ def device_fingerprints(flat: torch.Tensor, ends: Sequence[int], device: torch.d
     """Return the fingerprints of a version's buckets, computed on `device`, by way of two buffers where it lies elsewhere."""
     starts = [0, *ends[:-1]]
     if flat.device == device:
-        return b"".join(device_fingerprint(flat[start:end]) for start, end in zip(starts, ends, strict=True))
+        return _digests([_mixed_sum(flat[start:end]) for start, end in zip(starts, ends, strict=True)])
     buffers = BucketBuffers(ends, device)
     digests: list[bytes] = []
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):

@@ -163,6 +163,8 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
         arguments["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
     if on_cpu:
         arguments["block_size"] = _CPU_BLOCK_TOKENS
+        # A prompt cut in two ends vLLM there: it takes a request's random numbers back by a way that only GPUs have.
+        arguments["enable_chunked_prefill"] = False
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments | config.arguments

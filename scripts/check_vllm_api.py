@@ -45,6 +45,8 @@ USES: dict[str, dict[str, str]] = {
         "AsyncLLM.errored": "",
         "AsyncLLM.engine_core": "",
         "AsyncLLM.output_handler": "",
+        "AsyncLLM.log_stats": "",
+        "AsyncLLM.output_processor": "",
         "AsyncLLM.vllm_config": "",
         "AsyncLLM.model_config": "",
     },
@@ -59,6 +61,7 @@ USES: dict[str, dict[str, str]] = {
         "EngineCoreProc.pause_scheduler": "mode clear_cache",
         "EngineCore.collective_rpc": "method timeout args kwargs",
     },
+    "vllm/v1/engine/output_processor.py": {"OutputProcessor.log_stats": ""},
     "vllm/v1/engine/__init__.py": {"'stop'": "", "'length'": "", "'abort'": ""},
     "vllm/v1/metrics/loggers.py": {
         "StatLoggerBase.record": "scheduler_stats",
@@ -113,6 +116,9 @@ USES: dict[str, dict[str, str]] = {
         "ParallelLMHead.quant_method": "",
         "UnquantizedEmbeddingMethod.process_weights_after_loading": "layer",
     },
+    "vllm/model_executor/layers/linear.py": {"UnquantizedLinearMethod": ""},
+    "vllm/model_executor/layers/attention/__init__.py": {"'Attention'": ""},
+    "vllm/model_executor/layers/attention/attention.py": {"Attention.process_weights_after_loading": ""},
     "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py": {"FusedMoEMethodBase.moe_kernel": ""},
     "vllm/v1/worker/worker_base.py": {
         "WorkerBase.vllm_config": "",

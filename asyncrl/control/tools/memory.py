@@ -118,11 +118,11 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
     if isinstance(engine, VLLMEngineConfig):
         held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
         whole = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held * engine.data_parallel
-        # On a GPU the KV cache is what room there is.
-        rest_of_gpu = f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
-        if engine.device == "cuda":
+        # On a GPU the KV cache is what room there is, unless the config says how much.
+        rest_of_gpu = "" if engine.kv_cache_gib else f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
+        if engine.device == "cuda" and rest_of_gpu:
             return Part("weights", whole), Part(f"KV cache: {rest_of_gpu}", 0)
-        on_gpu = "" if engine.device == "cpu" else f" on a CPU, on a GPU {rest_of_gpu}"
+        on_gpu = "" if engine.device == "cpu" or not rest_of_gpu else f" on a CPU, on a GPU {rest_of_gpu}"
         return Part("weights", whole), Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
     if not isinstance(engine, TransformersEngineConfig):
         return ()

@@ -2,17 +2,27 @@
 
 A float32 parameter on the learner's device is its own master. Otherwise the master is a float32 copy, because at RL learning
 rates an update of a bfloat16 or float16 parameter rounds to nothing; the gradients of all micro-batches then add up in float32
-on the parameter's device. With offload the copy is in host memory (pinned where the parameter is on CUDA), and gradients come
-over bucket by bucket, the next bucket's copy under way while the host works on this one.
+on the parameter's device.
+
+A copy does not begin at the rounded value but anywhere within what rounds to it. From the middle, a weight of 16 bits would stay
+as it is until its updates add up to half of a rounding step: at RL learning rates that takes tens of updates. So in the mean the
+rounded weights follow the updates from the first one on.
+
+With offload the copy is in host memory (pinned where the parameter is on CUDA), and gradients come over bucket by bucket, the
+next bucket's copy under way while the host works on this one.
 
 Invariant: where a master is kept changes no bit on a CPU.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from asyncrl.learner.ranks.fsdp import divided_like
 
 FULL_PRECISION = (torch.float32, torch.float64)
 BUCKET_ELEMENTS = 16 << 20
@@ -22,7 +32,7 @@ BUCKET_ELEMENTS = 16 << 20
 class Master:
     """One trained parameter of the model and what its optimizer changes in its place."""
 
-    def __init__(self, parameter: torch.nn.Parameter, *, on_host: bool) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, *, on_host: bool) -> None:
         self.parameter = parameter
         self._sums_by_itself = parameter.dtype in FULL_PRECISION
         self._sum: torch.Tensor | None = None
@@ -30,8 +40,8 @@ class Master:
             parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
         self.trained = parameter
         if on_host or not self._sums_by_itself:
-            values = parameter.detach()
-            copy = values.to(dtype=torch.promote_types(values.dtype, torch.float32), device="cpu" if on_host else None, copy=True)
+            values = parameter.detach() if self._sums_by_itself else spread(parameter.detach(), name)
+            copy = values.to(device="cpu" if on_host else None, copy=self._sums_by_itself)
             self.trained = torch.nn.Parameter(copy.pin_memory() if on_host and parameter.is_cuda else copy)
 
     @property
@@ -53,6 +63,20 @@ class Master:
         gradient = source.grad.float()
         self._sum = gradient if self._sum is None else self._sum.add_(gradient)
         source.grad = None
+
+
+def spread(rounded: torch.Tensor, name: str) -> torch.Tensor:
+    """Return float32 values drawn evenly from what rounds to the given ones of 16 bits; the same for the same name.
+
+    Source: dithered quantization (Schuchman 1964): with an offset drawn evenly over a step, rounding has no error in the mean.
+    """
+    exact = rounded.float()
+    device = torch.device("cpu") if isinstance(rounded, DTensor) else rounded.device  # the same however it is divided
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    noise = divided_like(torch.rand(rounded.shape, generator=generator, device=device).sub_(0.5), rounded)
+    step = torch.finfo(rounded.dtype).eps * torch.exp2(torch.frexp(exact).exponent - 1.0)
+    moved = exact + noise * step
+    return torch.where(moved.to(rounded.dtype) == rounded, moved, exact)
 
 
 def buckets_of(masters: Sequence[Master], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[Master]]:

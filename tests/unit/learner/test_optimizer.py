@@ -8,7 +8,7 @@ from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim import optimizer as optim
-from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
+from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of, spread
 from asyncrl.learner.step.train_step import train_step
 
 EIGHT_BIT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -40,7 +40,7 @@ def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, dtype, optimizer):
 @pytest.mark.parametrize("bucket_elements", [1, 25])
 def test_gradients_come_over_bucket_by_bucket(bucket_elements):
     sizes = [(3, 4), (7,), (2, 2), (30,), (1,)]
-    masters = [Master(torch.nn.Parameter(torch.zeros(size)), on_host=True) for size in sizes]
+    masters = [Master("weight", torch.nn.Parameter(torch.zeros(size)), on_host=True) for size in sizes]
     buckets = buckets_of(masters, bucket_elements)
     assert [master for bucket in buckets for master in bucket] == masters
     assert all(len(bucket) == 1 or sum(m.trained.numel() for m in bucket) <= bucket_elements for bucket in buckets)
@@ -149,3 +149,17 @@ def test_an_overflow_halves_the_scale_it_happened_under_once(kit, kind, overflow
     made = train_step(train_state, kit.batch(kit.samples(), 40, step=1), config)
     assert made.metrics["policy/skipped_updates"] == 0
     assert not any(torch.equal(old, new) for old, new in zip(before[:1] + before[-1:], now[:1] + now[-1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_begin_within_what_rounds_to_their_weights_and_small_updates_show_in_the_mean(dtype):
+    torch.manual_seed(0)
+    weights = (torch.randn(500, 400) * 0.05).to(dtype)
+    weights[0], weights[1] = 0.0, 2.0**-4
+    masters = spread(weights, "weight")
+    assert torch.equal(masters.to(dtype), weights)
+    assert torch.equal(masters, spread(weights, "weight"))
+    assert not torch.equal(masters, spread(weights, "another"))
+    update = 1e-5  # of a weight of 0.05 one step is 2.4e-4 in bfloat16
+    change = ((masters + update).to(dtype).float() - weights.float()).mean().item()
+    assert change == pytest.approx(update, rel=0.05)

@@ -1,0 +1,96 @@
+"""Flash attention's operators on a CPU, by kernels written out here: what goes into them, and that torch.compile takes them.
+
+The GPU's own kernels: tests/gpu/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from asyncrl.models import attention
+from asyncrl.models.attention import build_layout, packed_attention
+from asyncrl.models.flash import flash_runs, flash_runs_gradients
+
+
+def probabilities(query, key, keys, ends, numbers, scale):
+    """Yield each sequence's queries, keys and [H, Q, K] probabilities."""
+    for (first, last), (begin, end) in zip(*(torch.stack([each[:-1], each[1:]], 1).tolist() for each in ends), strict=True):
+        assert last - first <= numbers[0]
+        assert end - begin <= numbers[1]
+        own, of_keys = slice(first, last), keys[begin:end]
+        scores = torch.einsum("qhd,khd->hqk", query[own], widened(key[of_keys], query)) * scale
+        distance = torch.arange(end - begin - (last - first), end - begin)[:, None] - torch.arange(end - begin)
+        seen = (distance >= 0) & ((distance <= numbers[2]) if numbers[2] >= 0 else True)
+        yield own, of_keys, scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def widened(keys, query):
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+
+
+@flash_runs.register_kernel("cpu")
+def attend(query, key, value, keys, query_ends, key_ends, numbers, scale):
+    output = torch.zeros(query.shape)
+    for own, of_keys, weights in probabilities(query, key, keys, (query_ends, key_ends), numbers, scale):
+        output[own] = torch.einsum("hqk,khd->qhd", weights, widened(value[of_keys], query))
+    return output, query.new_zeros(query.shape[1], query.shape[0])
+
+
+@flash_runs_gradients.register_kernel("cpu")
+def gradients(grad, kept, numbers, scale):
+    query, key, value, _, _, keys, *ends = kept
+    found = [torch.zeros(tensor.shape) for tensor in kept[:3]]
+    for own, of_keys, weights in probabilities(query, key, keys, ends, numbers, scale):
+        of_weights = torch.einsum("qhd,khd->hqk", grad[own], widened(value[of_keys], query))
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
+        found[0][own] = torch.einsum("hqk,khd->qhd", of_scores, widened(key[of_keys], query))
+        both = (torch.einsum("hqk,qhd->khd", of_scores, query[own]), torch.einsum("hqk,qhd->khd", weights, grad[own]))
+        for own_found, wide in zip(found[1:], both, strict=True):
+            own_found.index_add_(0, of_keys, wide.view(len(of_keys), key.shape[1], -1, key.shape[2]).sum(2))
+    return tuple(found)
+
+
+def row(lengths, shared):
+    """Sequences that begin with the first one's tokens, and how many tokens there are."""
+    sequences, num_tokens = [np.arange(lengths[0])], lengths[0]
+    for length in lengths[1:]:
+        sequences.append(np.concatenate([np.arange(shared), np.arange(num_tokens, num_tokens + length - shared)]))
+        num_tokens += length - shared
+    return build_layout(sequences, num_tokens), num_tokens
+
+
+def inputs(num_tokens):
+    torch.manual_seed(0)
+    return [torch.randn(1, heads, num_tokens, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_goes_into_flash_attention_says_what_the_buckets_say(monkeypatch, window):
+    layout, num_tokens = row([9, 12, 7, 20], 5)
+    weights, found = torch.randn(1, num_tokens, 4, 8), []
+    for has_flash in (False, True):
+        monkeypatch.setattr(attention, "can_flash", lambda *_, has_flash=has_flash: has_flash)
+        given = inputs(num_tokens)
+        output, _ = packed_attention(torch.nn.Identity(), *given, None, packed_layout=layout, sliding_window=window)
+        found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_with_flash_attention_is_one_graph_for_rows_of_every_size(monkeypatch):
+    monkeypatch.setattr(attention, "can_flash", lambda *_: True)
+    counter = CompileCounter()
+
+    def block(query, key, value, layout):
+        output, _ = packed_attention(torch.nn.Identity(), query.cos(), key, value, None, packed_layout=layout)
+        return output.sin()
+
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([9, 12, 7, 31, 26], [30, 11, 25, 14], [8, 40, 22, 9, 17, 33]):
+        layout, num_tokens = row(lengths, 5)
+        given = inputs(num_tokens)
+        torch.testing.assert_close(compiled(*given, layout), block(*given, layout))
+    assert counter.frame_count == 1

@@ -112,14 +112,13 @@ def is_plainly_loaded(model: torch.nn.Module) -> bool:
 
     Then the layer-wise reload's work (about 0.5 ms a layer, all of it Python) does nothing.
     """
-    linear, vocabulary, attention = (
-        import_module(f"vllm.model_executor.layers.{name}") for name in ("linear", "vocab_parallel_embedding", "attention")
-    )
-    plain = (linear.UnquantizedLinearMethod, vocabulary.UnquantizedEmbeddingMethod)
+    linear = import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
+    embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
+    attention = import_module("vllm.model_executor.layers.attention").Attention
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        processes = hasattr(module, "process_weights_after_loading") and type(module) is not attention.Attention
-        if processes or (method is not None and type(method) not in plain):
+        processes = hasattr(module, "process_weights_after_loading") and type(module) is not attention
+        if processes or (method is not None and type(method) not in {linear, embedding}):
             return False
     return True
 

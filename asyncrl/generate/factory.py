@@ -56,8 +56,10 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
 
 
 def import_engine(config: RunConfig) -> None:
-    """Import the configured engine's module, so that building the engine later does not."""
+    """Import what the configured engine needs, while the learner makes the model: starting the engine later does not."""
     import_module(_MODULES[config.generate.engine.kind])
+    if config.generate.engine.kind == "vllm":
+        import_module("asyncrl.generate.vllm.launch").import_vllm()
 
 
 async def start_engine(

@@ -188,7 +188,7 @@ def launch(
     Raises:
         GenerationError: It did not start; nothing of it is left.
     """
-    with _environment({**_QUIET, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}):
+    with _quiet():
         on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
     if config.device != "auto" and on_cpu != (config.device == "cpu"):
         raise GenerationError(
@@ -250,6 +250,17 @@ def end(processes: set[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(list(processes), timeout=_GRACE_S)
+
+
+def import_vllm() -> None:
+    """Import what `launch` will, so that it does not wait for it; where that fails, `launch` says why."""
+    with _quiet(), contextlib.suppress(Exception):
+        import_module("vllm.engine.arg_utils")
+        import_module("vllm.v1.engine.async_llm")
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    return _environment({**_QUIET, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")})
 
 
 @contextlib.contextmanager

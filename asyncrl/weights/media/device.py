@@ -19,8 +19,9 @@ from asyncrl.models.layout import is_divided
 from asyncrl.weights.fingerprint import DIGEST_BYTES
 
 NUM_BUFFERS = 2
-_PIECE_WORDS = 1 << 20
-"""Mixed at once: bounds the memory that mixing takes to a few times 8 MiB, whatever the bucket."""
+_PIECE_WORDS = 2 << 20
+"""Mixed at once: a bucket of the usual size, which is little over 8 MiB; and bounds the memory that mixing takes to a few times
+16 MiB, whatever the bucket."""
 
 
 # As int64: the 64 bits of splitmix64's constants.

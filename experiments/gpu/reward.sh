@@ -18,13 +18,12 @@ rm -f "$out/go" "$out/go.ready" "$out/trl.jsonl"
 export OMP_WAIT_POLICY=PASSIVE VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# run NAME [PRESET...] [--set ...]: in one folder for all, because vLLM compiles anew for every path of a model.
+# run NAME [PRESET...] [--set ...]
 run() {
   local name=$1
   shift
   "$python" -m asyncrl run experiments/gpu/reward.toml experiments/gpu/vllm.toml --set num_steps="$steps" "$@" --plain \
-    --set folder="$out" --set name=current >"$out/$name.txt" 2>&1 || echo "FAILED: $name, see $out/$name.txt"
-  mv "$out/current" "$out/$name"
+    --set folder="$out" --set name="$name" >"$out/$name.txt" 2>&1 || echo "FAILED: $name, see $out/$name.txt"
 }
 
 shared=configs/placements/async_hybrid.toml

@@ -124,6 +124,14 @@ def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, presen
     return added
 
 
+def where_weights_are(folder: Path) -> Path:
+    """Return the folder that a run's model folder links to, if it does: vLLM finds what it has compiled by the model's path."""
+    sources = {Path(os.readlink(file)).parent for file in folder.glob("*.safetensors") if file.is_symlink()}
+    source = sources.pop() if len(sources) == 1 else folder
+    is_same = source.is_absolute() and all((source / file.name).is_file() for file in folder.iterdir())
+    return source if is_same else folder
+
+
 def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: bool, fp32_head: bool = False) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs.
 
@@ -139,7 +147,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
             f"set it to at most that"
         )
     arguments: dict[str, Any] = {
-        "model": str(folder.path),
+        "model": str(where_weights_are(folder.path)),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "trust_remote_code": folder.trust_remote_code,

@@ -6,7 +6,8 @@ import pytest
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket_folder
+from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket_folder, where_weights_are
+from asyncrl.learner.model.policy import link_folder
 
 FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32, 512)
 
@@ -18,6 +19,20 @@ FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32,
 def test_what_the_engine_depends_on_and_sequences_too_long_for_the_model_are_refused(settings, said) -> None:
     with pytest.raises(GenerationError, match=said):
         engine_arguments(VLLMEngineConfig(**settings), FOLDER, on_cpu=False)
+
+
+def test_runs_of_one_model_have_one_path_for_vllm_s_compiled_code(tmp_path: Path) -> None:
+    source, runs = tmp_path / "source", [tmp_path / "one", tmp_path / "two"]
+    source.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (source / name).write_text("{}")
+    for run in runs:
+        run.mkdir()
+        link_folder(source, run)
+    assert [where_weights_are(run) for run in runs] == [source, source]
+    assert where_weights_are(source) == source
+    (source / "config.json").unlink()
+    assert where_weights_are(runs[0]) == runs[0]
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,13 @@ TIMED = ("contract/media/test_collective_faults.py", "gpu/")
 """`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
 LONGEST = (
     *WITH_VLLM,
-    "integration/run/test_full_disk.py",
     "integration/machines/test_ray_cluster.py",
     "integration/service/test_serve.py",
     "adversarial/test_failures_seen.py",
     "integration/machines/test_networks.py",
     "integration/run/test_cli.py",
+    "integration/run/test_alarms.py",
+    "integration/reward/test_reward_pool.py",
     "adversarial/test_reward_programs.py",
     "integration/run/test_run.py",
     "contract/media/test_medium.py",

@@ -17,7 +17,6 @@ from asyncrl.schema.samples import Prompt, SampleFailure, ScoredGroup
 from asyncrl.transport.protocol import GOODBYE, Connection, Lane, LinkLimits, Listener, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
-from tests.builders import score_of
 from tests.in_process import InProcessListener
 
 WINDOW = 4
@@ -105,25 +104,6 @@ async def test_an_end_that_closes_says_why(channel, reason):
         with pytest.raises(ConnectionClosed, match=reason or GOODBYE):
             await take(other)
         assert other.closed_reason == (reason or GOODBYE)
-
-
-async def test_messages_arrive_in_order_in_both_directions(channel):
-    far, near = await open_pair(channel)
-
-    async def produce(connection: Connection) -> None:
-        for number in range(200):
-            await connection.send(failure(number))
-
-    async def consume(connection: Connection) -> list[int]:
-        return [(await take(connection)).group_id for _ in range(200)]
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(produce(far))
-        tasks.create_task(produce(near))
-        outward = tasks.create_task(consume(near))
-        inward = tasks.create_task(consume(far))
-    assert outward.result() == inward.result() == list(range(200))
-    assert await far.flush(WAIT_S)
 
 
 async def test_large_and_small_messages_keep_their_order_and_content(channel):
@@ -246,18 +226,6 @@ async def test_a_peer_of_another_protocol_is_told_so_and_counted(channel):
         await channel.connect(stranger)
     assert channel.listener.refused.wrong_protocol == 1
     await open_pair(channel)
-
-
-async def test_many_peers_share_one_listener(channel):
-    pairs = [await open_pair(channel, f"generator-{number}") for number in range(5)]
-    for number, (far, _) in enumerate(pairs):
-        await far.send(score_of(number, 0))
-    assert [(await take(near)).group_id for _, near in pairs] == list(range(5))
-    await pairs[2][0].close()
-    with pytest.raises(ConnectionClosed):
-        await asyncio.wait_for(pairs[2][1].receive(), WAIT_S)
-    await pairs[3][1].send(failure(3))
-    assert (await take(pairs[3][0])).group_id == 3
 
 
 async def test_a_receive_that_is_cancelled_loses_nothing(channel):

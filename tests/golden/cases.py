@@ -1,7 +1,5 @@
 """Published numbers (numbers/README.md), and how close to them is close enough."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bin counts of best-fit and first-fit decreasing, against published packers."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.packing.pack import num_bins_at_least, pack_lengths

@@ -1,7 +1,5 @@
 """AReaL's capacity rule, against its own staleness manager."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A change that fails here either adds a field with a default (regenerate with `py
 decode tests have passed with the old file) or breaks the protocol (raise `PROTOCOL` as well).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Pure: the buffer's state machine alone, groups of one member that finish and are
 tried. A step is taken only when the buffer allows it, up to one ahead of the step being trained.
 """
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +41,7 @@ class Schedule:
                 self.state.handle(ev.GroupIssued(group_id, "p", 1, issue.generator, version), 0.0)
             else:
                 group_id = issue.group_id
+                assert version >= self.issued_under[group_id], "a group goes on under older weights than it began with"
                 self.state.handle(ev.GroupPlaced(group_id, issue.generator, version), 0.0)
             self.running[group_id] = (issue.generator, version)
 

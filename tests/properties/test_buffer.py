@@ -4,8 +4,6 @@ The world plays generators, reward workers and the learner. The ledger holds uni
 crash loses what was written and not yet committed, as a killed process would.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections import deque
@@ -332,6 +330,7 @@ class RunLife(RuleBasedStateMachine):
         assert group_ids == tuple(sorted(group_ids))
         assert taken.staleness.token_max <= eta
         for group in taken.groups:
+            assert "whoever" not in {member.sample.generator for member in group.members}, "a submitter's samples bear its name"
             trained = trained_members(members_of(group), taken.params.screen)
             versions = [v for m in group.members if m.sample.index in trained for v in memoryview(m.sample.versions).cast("i")]
             assert self.objection(group.group_id) == NO_PAIR or [v for v in versions if v >= max(masks, 0)], "nothing to train"
@@ -388,7 +387,7 @@ class RunLife(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3), behind=st.integers(0, 4))
     def outsider_submits(self, size, behind):
         version = max(0, self.learner_version - behind)
-        samples = [self.sample((0, 0), version, version, generator="outside") for _ in range(size)]
+        samples = [self.sample((0, 0), version, version, generator="whoever") for _ in range(size)]
         receipt = self.buffer.submit_group(Prompt("theirs"), samples, "outside", self.now)
         if outcome(receipt) == "stored":
             self.follow(receipt.instructions)

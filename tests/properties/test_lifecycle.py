@@ -1,7 +1,5 @@
 """Whatever happens to a run, in whatever order, its life stays consistent."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Whatever dies, joins and is wished for, in whatever order: the device has one holder, and nobody waits for ever."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Random components, phases and budgets against the residency planner: what every plan keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

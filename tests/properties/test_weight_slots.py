@@ -1,7 +1,5 @@
 """Random events against the learner's slots and against the choice of feeders; invariants after each."""
 
-from __future__ import annotations
-
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -70,11 +70,6 @@ async def assert_holds(engine: Engine, version: int) -> None:
     assert await engine.score(IDS) == pytest.approx(reference_score(make_model(version), IDS), abs=1e-5)
 
 
-async def test_version_after_version_arrives_in_the_model_itself(engine, learner):
-    for version in (1, 2, 3):
-        await load(engine, learner, version)
-
-
 async def test_half_a_version_is_never_sampled_from_and_the_next_whole_one_goes_live(engine, learner):
     await load(engine, learner, 1)
     stream = engine.submit(make_request("a", 7, IDS, max_new_tokens=240))

@@ -113,10 +113,12 @@ async def test_prompts_of_one_length_that_begin_together_lose_no_bit_by_it(engin
 
 
 async def test_prompts_that_begin_alike_lose_no_bit_by_it(engine: Engine) -> None:
-    """Of several lengths, some of one group, more than there are slots: the beginning is computed once and copied."""
+    """Of several lengths, two of each prompt, in one group, more than there are slots: what is equal is computed once."""
     begin = tuple((7 * j) % VOCABULARY for j in range(150))
-    prompts = [(*begin[: 150 - 30 * (i % 3)], *range(i % 20 + 1)) for i in range(3 * SLOTS)]
-    requests = [make_request(f"r{i}", i, prompt, f"g{i % 4}", max_new_tokens=4 + 3 * i % 20) for i, prompt in enumerate(prompts)]
+    prompts = [(*begin[: 150 - 30 * (i // 2 % 3)], *range(i // 2 + 1)) for i in range(3 * SLOTS)]
+    requests = [
+        make_request(f"r{i}", i, prompt, f"g{i // 2 % 4}", max_new_tokens=4 + 3 * i % 20) for i, prompt in enumerate(prompts)
+    ]
     alone = [await collect(engine.submit(request)) for request in requests[:: SLOTS - 1]]
     together = await collect_all(engine, requests)
     assert_same(engine, together[:: SLOTS - 1], alone)
@@ -265,13 +267,6 @@ async def test_keep_goes_on_over_the_keys_and_values_of_the_old_weights(model_en
         assert completion.logprobs[first:] == pytest.approx(expected, abs=1e-5)
         fresh = reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
         assert completion.logprobs[first:] != pytest.approx(fresh, abs=1e-3)
-
-
-async def test_group_members_share_a_prefill_and_lose_no_bit_by_it(model_engine) -> None:
-    prompt = tuple(range(2, 40))
-    apart = await collect_all(model_engine, [make_request(f"a{i}", i, prompt) for i in range(2 * SLOTS)])
-    shared = await collect_all(model_engine, [make_request(f"b{i}", i, prompt, "g") for i in range(2 * SLOTS)])
-    assert_same(model_engine, shared, apart)
 
 
 async def test_stop_ids_end_a_completion_and_are_part_of_it(model_engine) -> None:

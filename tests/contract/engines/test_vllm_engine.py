@@ -84,22 +84,16 @@ async def test_bytes_in_a_mapped_file_are_cast_to_the_engines_own_dtype(engine: 
     await assert_holds(engine, new)
 
 
-async def test_a_file_that_is_gone_holds_sampling_until_a_whole_version_came(engine: VLLMEngine, tmp_path: Path) -> None:
-    tensors = in_a_file(tensors_of(make_model(1)), tmp_path)
-    os.unlink(tensors.path)
-    with pytest.raises(BroadcastError, match="cannot be mapped"):
-        await engine.load_weights(1, tensors, "keep")
-    assert engine.version == -1
-    await engine.load_weights(2, tensors_of(make_model(2)), "keep")
-    await assert_holds(engine, make_model(2))
-
-
-async def test_a_fetch_that_breaks_off_half_way_stops_sampling_until_a_whole_version_came(
+async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_half_way_stop_sampling_until_a_whole_version_came(
     engine: VLLMEngine, tmp_path: Path
 ) -> None:
-    with pytest.raises(BroadcastError, match="the sender is gone"):
-        await engine.load_weights(1, deferred(tensors_of(make_model(4)), tmp_path, "half"), "keep")
-    assert engine.version == -1
+    gone = in_a_file(tensors_of(make_model(1)), tmp_path)
+    os.unlink(gone.path)
+    broken = deferred(tensors_of(make_model(4)), tmp_path, "half")
+    for tensors, said in ((gone, "cannot be mapped"), (broken, "the sender is gone")):
+        with pytest.raises(BroadcastError, match=said):
+            await engine.load_weights(1, tensors, "keep")
+        assert engine.version == -1
     async with asyncio.TaskGroup() as tasks:
         held = tasks.create_task(collect(engine.submit(make_request("held"))))
         with pytest.raises(TimeoutError):

@@ -96,11 +96,6 @@ def publisher_process(config, run_folder: Path, num_values: int, num_versions: i
         peer.close()
 
 
-def test_every_version_arrives_whole_in_another_process(config, tmp_path, learner, generators):
-    for version in range(5):
-        assert generators.fetch(config, tmp_path, learner.publish(version)) == Fetched(version, [float(version)])
-
-
 async def test_what_arrives_is_bit_identical_whatever_the_dtypes(config, learner, subscriber):
     tensors = {
         "embed": torch.randn(313, 7).to(torch.bfloat16),

@@ -180,18 +180,6 @@ def test_a_slow_generator_does_not_hold_the_others(learner, generators, tmp_path
         child.close()
 
 
-def test_a_relay_serves_its_version_until_the_next_one_arrives_in_the_same_buffer(learner, relay, asker):
-    into = np.zeros(MODEL_BYTES, np.uint8)
-    first, second = learner.publish(1), learner.publish(2)
-    assert asker.ask(first)[0].gone
-    relay.fetch(first, into.data, threading.Event())
-    assert asker.ask(first)[0].num_bytes == CHUNK_BYTES
-    relay.fetch(second, into.data, threading.Event())
-    assert "[2]" in asker.ask(first)[0].gone
-    assert np.frombuffer(asker.ask(second)[1], np.float32)[0] == 2.0
-    assert relay.server.served_bytes == 2 * CHUNK_BYTES
-
-
 def test_a_relay_that_moves_on_never_sends_a_mixture(learner, relay, asker):
     into = np.zeros(MODEL_BYTES, np.uint8)
     available = learner.publish(1)

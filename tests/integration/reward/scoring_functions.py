@@ -15,10 +15,6 @@ def length(prompt, text):
     return float(len(text))
 
 
-def is_right(prompt, text):
-    return text == prompt.answer
-
-
 async def slowly(prompt, text):
     await asyncio.sleep(0.01)
     return 2.0
@@ -27,21 +23,6 @@ async def slowly(prompt, text):
 def takes_its_time(prompt, text):
     time.sleep(0.1)
     return 1.0
-
-
-num_waiting = 0
-
-
-async def num_together(prompt, text):
-    """How many samples were being judged as this one came, itself included."""
-    global num_waiting  # noqa: PLW0603 - a user's module may
-    if text == "raise":
-        raise ValueError(text)
-    num_waiting += 1
-    seen = num_waiting
-    await asyncio.sleep(0.05)
-    num_waiting -= 1
-    return float(seen)
 
 
 def on_demand(prompt, text):
@@ -178,6 +159,8 @@ def score_batch(prompts, texts):
         raise KeyError("no such thing")
     if "die" in texts:
         os._exit(3)
+    if "kill" in texts:
+        os.kill(os.getpid(), 9)
     if "sizes" in texts:
         return []
     return [float(text == prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]

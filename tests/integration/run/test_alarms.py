@@ -1,8 +1,8 @@
-"""Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; most without a model.
+"""Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; all without a model.
 
 What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
-experiments/alarms, over runs that collapse; a disk that fills up and a slow generator are in test_full_disk.py; memory that fills
-up, of the machine or of a device, is in tests/unit/observe/test_alarms.py.
+experiments/alarms, over runs that collapse. Every rule has its trouble and its end in tests/unit/observe/test_alarms.py, and
+some are there alone: a disk or a memory that fills up, a slow generator, a hollow reward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 import asyncrl
 from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, python_reward
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, python_reward
 
 pytestmark = pytest.mark.timeout(240)
 OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
@@ -37,22 +37,6 @@ def judged_by(folder: Path, text: str) -> list[dict[str, str]]:
     """A reward function that looks which files there are beside it."""
     begin = f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\n"
     return python_reward(folder, f"{begin}def score(prompt, text):\n{text}")
-
-
-async def test_a_learner_that_waits_wants_more_generators_and_answers_that_are_cut_off_are_told(tiny):
-    slow = {**NO_MODEL, "token_latency_s": 0.05, "num_slots": 4}
-    settings = {"learner__fake_step_s": 0.1, "generate__engine": slow, "generate__sampling__max_new_tokens": 3}
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
-        await said(run, "length.truncated", "raise generate.sampling.max_new_tokens")
-        await said(run, "generation.slow", "more generators")
-
-
-async def test_generators_that_wait_for_the_learner_cost_nothing_where_data_may_be_less_stale(tiny):
-    settings = {"learner__fake_step_s": 0.15, "generate__engine": {**NO_MODEL, "token_latency_s": 0.005}}
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
-        raised = await said(run, "generation.starved", "a lower buffer.max_staleness")
-        await run.change({"buffer.max_staleness": 0})
-        await said(run, "generation.starved", "is over", raised)
 
 
 async def test_a_reward_that_is_slow_and_one_that_hangs_are_told_and_mended(tiny, tmp_path):
@@ -93,43 +77,6 @@ async def test_a_reward_that_stops_paying_is_told_in_three_ways_pauses_the_run_a
             await said(run, rule, "is over", raised)
 
 
-async def test_a_reward_that_is_hollow_is_told_by_held_out_prompts(tiny, tmp_path):
-    """Held-out answers get worse as the reward of others goes up; then the reward is mended."""
-    (tmp_path / "task.py").write_text(
-        "import asyncrl\ndef task(seed):\n"
-        "    train, held_out = ([asyncrl.Prompt(f'{kind}{i}', text=f'{i}+1=', answer='1') for i in range(16)] for kind in 'th')\n"
-        "    return asyncrl.TaskData(train, held_out, alphabet='0123456789+=')\n"
-    )
-    rewards = judged_by(
-        tmp_path,
-        "    stage = len(list(HERE.glob('stage-*'))) if not (HERE / 'mended').exists() else 0\n"
-        "    noise = sum(map(ord, text)) % 10\n"
-        "    return stage + noise / 100 if prompt.prompt_id.startswith('t') else float(noise >= 2 * stage)\n",
-    )
-    task = {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}
-    settings = {"task": task, "reward__functions": rewards, "eval__every_steps": 5, "eval__num_prompts": 16}
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run:
-        seen = 0
-        async for _ in run.events("evaluation"):
-            seen += 1
-            if seen in {3, 5, 7, 9}:
-                (tmp_path / f"stage-{seen}").touch()
-            if seen == 10:
-                break
-        raised = await said(run, "reward.hollow", "read samples of high reward")
-        (tmp_path / "mended").touch()
-        await said(run, "reward.hollow", "is over", raised)
-
-
-async def test_advice_that_is_followed_ends_the_alarm_of_a_real_policy(tiny, mixed_rewards):
-    """A learning rate that takes the policy away from its samples is lowered."""
-    async with asyncrl.Run(tiny(num_steps=2000, reward__functions=mixed_rewards, learner__learning_rate=0.05)) as run:
-        raised = await said(run, "off_policy.drift", "lower learner.learning_rate")
-        await run.change({"learner.learning_rate": 1e-7})
-        await said(run, "off_policy.drift", "is over", raised)
-        await run.drain()
-
-
 async def test_a_run_that_cannot_learn_says_so_to_a_webhook_that_fails_at_first_too_and_ends_where_its_config_says_so(tiny):
     told, answers = [], [500, 500]
 
@@ -156,14 +103,14 @@ async def test_a_run_that_cannot_learn_says_so_to_a_webhook_that_fails_at_first_
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 async def test_a_long_tail_is_flat_under_wait_and_flagged_under_drop(tiny, policy):
     config = tiny(**OFF | NO_MODELS | {
-        "num_steps": 40, "generate__engine": LONG_TAIL, "generate__sampling__max_new_tokens": 240,
+        "num_steps": 30, "generate__engine": LONG_TAIL, "generate__sampling__max_new_tokens": 240,
         "packing__tokens_per_row": 1024, "algorithm__groups_per_step": 8, "algorithm__group_size": 2,
         "buffer__policy": policy, "buffer__max_staleness": 1,
     })  # fmt: skip
     async with asyncrl.Run(config) as run:
         metrics = [report.metrics async for report in run.steps()]
     last, seen = metrics[-1], scenario_of_run(run.run_folder)  # which the simulator takes
-    assert (seen.num_steps, fmean(seen.lengths.values)) == (40, pytest.approx(last["bias/length"], rel=0.5))
+    assert (seen.num_steps, fmean(seen.lengths.values)) == (30, pytest.approx(last["bias/length"], rel=0.5))
     alarms = {event.subject for event in read_events(run.run_folder) if event.kind == "alarm"}
     if policy == "wait":
         assert (last["bias/length_ratio"], last["bias/flagged"]) == (1.0, 0.0)

@@ -1,11 +1,9 @@
-"""A disk that fills up is told of; on one that is full a run ends, and goes on once there is room. Mounts a small disk."""
+"""On a disk that is full a run ends, and goes on once there is room. Mounts a small disk."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,17 +17,16 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import Records
 from asyncrl.serve.routes import Service
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced, tiny_settings, trained_groups
-from tests.integration.run.test_alarms import said
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, tiny_settings, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
-def small_disk(tmp_path, request):
-    folder, size = tmp_path / "disk", getattr(request, "param", "400m")
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -85,43 +82,6 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
         await go_on(config, run_folder)
     filler_of(small_disk).unlink()
     await go_on(config, run_folder)
-
-
-@contextlib.asynccontextmanager
-async def slow_generator(run: asyncrl.Run):
-    command = [sys.executable, "-m", "asyncrl", "join", str(run.run_folder), "--set", "generate.engine.token_latency_s=0.8"]
-    guest = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        guest.terminate()
-        await guest.wait()
-
-
-async def fill_slowly(disk: Path) -> None:
-    with filler_of(disk).open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4 << 20))
-            await asyncio.sleep(2)
-
-
-@pytest.mark.timeout(480)  # both alarms look every ten seconds, and want several looks
-@pytest.mark.parametrize("small_disk", ["2g"], indirect=True)  # the run itself must not fill it within an hour
-async def test_a_disk_that_fills_up_and_a_generator_that_is_slow_are_told_and_mended(small_disk):
-    """At a bound that holds nobody up: a generator that waits for a slower one makes no more than that."""
-    engine = {**NO_MODEL, "token_latency_s": 0.1}
-    config = config_of(
-        small_disk, generate__engine=engine, placement__most_joining_generators=1, buffer__max_staleness=100
-    )  # fmt: skip
-    async with asyncrl.Run(config | {"num_steps": 100_000}) as run:
-        async with slow_generator(run), asyncio.TaskGroup() as group:
-            filling = group.create_task(fill_slowly(small_disk))
-            uneven = await said(run, "generation.uneven", "look at its log and its machine")
-            full = await said(run, "disk.full", "make room")
-            filling.cancel()
-        filler_of(small_disk).unlink()
-        await said(run, "generation.uneven", "is over", uneven)
-        await said(run, "disk.full", "is over", full)
 
 
 async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):

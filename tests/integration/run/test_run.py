@@ -51,7 +51,7 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     # Of all steps together: nothing need be judged or fetched between the last two.
     assert {name for report in reports for name in report.metrics} >= {
         "data/truncated_fraction", "time/generate_mean_s", "time/score_mean_s", "weights/fetch_ms", "reward_part/answer_match",
-        "reward_part/taste", "process/generated_tokens/generator-0",
+        "reward_part/taste", "process/generated_tokens/generator-0", "disk/free_gb", "weights/probe_error", "memory/allocated_gb",
     }  # fmt: skip
     spans = [json.loads(line) for line in (run.run_folder / "spans.jsonl").read_text().splitlines()]
     starts = {span["process"] for span in spans if span.get("attributes", {}).get("why") == "its start"}
@@ -138,19 +138,6 @@ async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
     told = list(read_events(run.run_folder))
     assert [event.seq for event in told] == list(range(1, len(told) + 1))
     assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
-
-
-def test_a_folder_that_is_not_a_failed_start_is_not_overwritten(tiny, tmp_path):
-    (tmp_path / "tiny" / "model").mkdir(parents=True)
-    (tmp_path / "tiny" / "config.toml").write_text("")
-
-    async def start() -> None:
-        async with asyncrl.Run(tiny()):
-            pass
-
-    with pytest.raises(asyncrl.ConfigError, match="already holds a run"):
-        asyncio.run(start())
-    assert (tmp_path / "tiny" / "model").is_dir()
 
 
 async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny):

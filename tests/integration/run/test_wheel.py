@@ -55,7 +55,7 @@ def test_the_page_is_in_the_wheel(installed):
     assert files == {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
     assert Path("vendor/uPlot.LICENSE") in files
     assert (installed[0] / "asyncrl" / "py.typed").is_file(), (
-        "type checkers read it; architecture/test_types.py says what they find"
+        "type checkers read it; service/test_python_page.py says what they find"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.control.launch.controller_process import is_live
-from asyncrl.observe.steps import read_events
+from asyncrl.observe.steps import read_evals, read_events
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, written
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,25 +28,6 @@ asyncio.run(main(*sys.argv[1:]))
 """
 OFF = NO_EVALUATION | NO_MODELS
 BEATS = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
-
-
-async def test_a_run_is_scored_by_a_function_of_the_program_that_started_it(tiny):
-    """By a plain one; test_session.py has an async one."""
-    judged = []
-
-    def reward(prompt: asyncrl.Prompt, text: str) -> float:
-        judged.append(text)
-        assert prompt.text
-        return float(len(judged) % 7)
-
-    config = tiny(**OFF | {"eval__at_end": True}, num_steps=4)
-    async with asyncrl.Run(config, reward=reward) as run:
-        steps = [step async for step in run.steps()]
-        assert_balanced(status := await run.status())
-    assert [process.kind for process in status.processes].count("reward") == 0
-    assert status.groups["trained"] == 16
-    assert len(judged) >= 4 * 16 + 8  # steps and evaluation
-    assert all(0 < step.reward_mean < 6 for step in steps)
 
 
 async def test_what_a_caller_s_function_raises_fails_its_samples_and_is_told(tiny):
@@ -66,7 +47,8 @@ def by_length(prompt: asyncrl.Prompt, text: str) -> float:
 
 @pytest.mark.parametrize("kind", ["owned", "detached"])
 async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_another(tiny, tmp_path, kind):
-    config, folder = written(tiny(**OFF, **BEATS, num_steps=20), tmp_path / "tiny.toml"), tmp_path / "tiny"
+    config = written(tiny(**OFF | BEATS | {"eval__at_end": True}, num_steps=20), tmp_path / "tiny.toml")
+    folder = tmp_path / "tiny"
     program = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, config, kind, stdout=PIPE)
     assert await program.stdout.readline() == b"1\n"
     program.kill()
@@ -85,7 +67,8 @@ async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_an
             scoring.create_task(run.score(by_length))
         steps = [step.version async for step in run.steps(first=19)]
         status = await run.status()
-    assert steps == [20]
+    assert (steps, [evaluation.version for evaluation in read_evals(folder)]) == ([20], [20])
+    assert [process.kind for process in status.processes].count("reward") == 0
     assert_balanced(status)
     assert (status.version, status.groups["trained"]) == (20, 80)
 

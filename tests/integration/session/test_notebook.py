@@ -1,4 +1,4 @@
-"""The first program of docs/python.md in a notebook, whose event loop runs already; and a session under uvloop."""
+"""The first program of docs/python.md in a notebook, whose event loop runs already."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import sys
 
 import nbformat
 import pytest
-import uvloop
 from nbclient import NotebookClient
 
-import asyncrl
-from tests.integration.conftest import NO_MODEL, assert_balanced, written
+from tests.integration.conftest import NO_MODEL, written
 from tests.integration.service.test_python_page import OFF, PROGRAMS
 
 pytestmark = [
@@ -39,18 +37,3 @@ def test_a_run_is_scored_and_followed_from_a_notebook(tiny, tmp_path):
     said = "".join(output.text for output in notebook.cells[1].outputs if output.name == "stdout")
     assert [line.split()[0] for line in said.splitlines()[:5]] == ["1", "2", "from", "3", "4"]
     assert "change from step" in said
-
-
-def test_a_session_trains_under_uvloop(tiny):
-    async def train() -> asyncrl.RunStatus:
-        config = tiny(**OFF, num_steps=3, packing__tokens_per_row=512)
-        async with asyncrl.Session(config, reward=lambda _, text: float(len(text))) as session:
-            async with session.stream([f"{digit}+1=" for digit in range(8)]) as groups:
-                async for batch in asyncrl.batched(groups, 4):
-                    await session.train_step(batch)
-            assert [(await session.train_step(groups)).version async for groups in session.batches()] == [3]
-            return await session.run.status()
-
-    status = uvloop.run(train())
-    assert_balanced(status)
-    assert status.groups["trained"] == 12

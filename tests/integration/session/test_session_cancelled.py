@@ -60,7 +60,7 @@ def test_whatever_is_cancelled_leaves_nothing_and_the_next_call_works(tiny):
         runner.run(session.__aenter__())
         try:
 
-            @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+            @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
             @given(st.lists(st.tuples(st.integers(0, 80), st.sampled_from(CALLS)), min_size=1, max_size=3))
             def cancelled_anywhere(cancelled):
                 for turns, what in cancelled:

@@ -21,10 +21,10 @@ def oldest(group: asyncrl.ScoredGroup) -> int:
 
 
 async def test_nothing_older_than_the_bound_is_trained_whatever_the_delays(tiny):
-    draw = random.Random(0)
+    draw = random.Random(28)  # of those by which groups get old in so few steps
     engine = {**NO_MODEL, "token_latency_s": 0.002}
     settings = {"model__warm_start": None, "buffer__max_staleness": ETA, "generate__engine": engine}
-    config = tiny(num_steps=30, **NO_EVALUATION, **settings)
+    config = tiny(num_steps=10, **NO_EVALUATION, **settings)
     held, ages, late = list[asyncrl.ScoredGroup](), [], 0
     async with asyncrl.Session(config, reward=lambda _, text: float(len(text))) as session:
         while session.version < config.num_steps:

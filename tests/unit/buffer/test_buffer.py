@@ -107,16 +107,6 @@ def test_a_late_failure_of_an_earlier_attempt_does_not_fail_the_member_that_anot
     assert acknowledged == [late]
 
 
-def test_a_group_from_outside_is_checked_scored_and_taken(buffer):
-    samples = [_sample(7, 7, generator="whoever") for _ in range(3)]
-    receipt = buffer.submit_group(Prompt("theirs"), samples, "notebook", 1.0)
-    assert (outcome(receipt), receipt.group_id) == ("stored", 0)
-    for asked in buffer.state.unscored():
-        buffer.add_scores([score_of(asked.group_id, index) for index in asked.indices], 2.0)
-    taken = [member.sample for member in buffer.take(0, 3.0).groups[0].members]
-    assert [(one.group_id, one.index, one.generator) for one in taken] == [(0, index, "notebook") for index in range(3)]
-
-
 PAIRS_OF_64 = {
     "algorithm": {"kind": "dpo", "groups_per_step": 1, "group_size": 2},
     "generate": {"engine": {"kind": "fake", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 8}},

@@ -40,23 +40,6 @@ class Machine:
         return self(ev.TakeStep(step))[-1]
 
 
-def test_a_dead_generators_members_are_missing_and_its_finished_ones_are_kept():
-    machine = Machine()
-    group = machine.issue(size=3, version=4)
-    machine(ev.SamplesFinished(group, (1,), (((4, 1),),)))
-    assert machine(ev.GeneratorGone("g0")) == []
-    machine(ev.GeneratorReady("behind", 8, 3))
-    assert not isinstance(machine.state.next_issue(), ev.ReissueGroup)
-    machine(ev.GeneratorReady("g1", 8, 5))
-    assert machine.state.next_issue() == ev.ReissueGroup(group, "g1", 5)
-    machine(ev.GroupPlaced(group, "g1", 5))
-    assert machine.state.pool.members_on("g1") == 2
-    machine(ev.GeneratorGone("g0"))
-    assert machine.state.groups[group].generator == "g1"
-    machine(ev.GeneratorGone("g1"))
-    assert (machine.state.groups[group].attempt, machine.state.groups[group].pending) == (2, (0, 2))
-
-
 def test_wait_says_which_groups_it_waits_for_and_why():
     machine = Machine(max_staleness=1)
     slow, _ = machine.issue(version=0), machine.ready(version=0)
@@ -167,16 +150,3 @@ def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on
     assert len(failed) == MOST_REASONS + 1
     assert failed[OTHER_REASONS] == MOST_REASONS
     state.check_invariants()
-
-
-def test_mask_trains_what_is_young_enough_and_drops_a_group_with_nothing_left():
-    machine = Machine(policy="mask", max_staleness=0)
-    machine.ready()
-    machine.take(0)
-    machine(ev.StepTrained(0))
-    mixed = machine.issue()
-    machine.done(mixed, 0, (0, 5), (1, 3))
-    gone = machine.ready()
-    dropped, *_, taken = machine(ev.TakeStep(1))
-    assert dropped == ev.GroupMoved(gone, "ready", "dropped", "stale")
-    assert (taken.group_ids, taken.mask_below, taken.staleness.masked_tokens) == ((mixed,), 1, 5)

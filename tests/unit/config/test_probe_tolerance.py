@@ -1,7 +1,5 @@
 """How far apart a probe may be follows the number formats of learner and engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl.config.load import parse_config

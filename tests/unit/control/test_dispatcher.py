@@ -13,7 +13,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, SampleFailure, ScoreRequest, ids_to_bytes
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
@@ -126,23 +126,13 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     assert bench.buffer.counts().issued == 0
 
 
-async def test_rules_and_models_are_asked_at_once_and_the_group_is_ready_when_both_have_answered():
-    judge = {"reward_models": [{"name": "judge", "path": "/judge", "weight": 2.0}]}
-    reference = {"kl": {}, "reference": {"where": "worker"}}
-    bench = Bench(reference, inference=judge, generate={"sampling": {"temperature": 0.7}})
+async def test_the_reference_is_asked_at_the_temperature_that_the_sample_was_drawn_at():
+    bench = Bench({"kl": {}, "reference": {"where": "worker"}}, generate={"sampling": {"temperature": 0.7}})
     (work,) = await _received(await bench.with_generator(), 1)
-    reward, _ = await bench.join("reward", "reward-0")
     inference, _ = await bench.join("inference", "inference-0")
-    for index in work.indices:
-        sample = answer_to(work, index)
-        bench.dispatcher.take_samples([sample], "generator-0")
-        (rules,), (models,) = await _received(reward, 1), await _received(inference, 1)
-        assert (models.prompt_ids, models.token_ids, models.temperature) == (sample.prompt_ids, sample.token_ids, 0.7)
-        assert bench.dispatcher.take_answers([_score(rules)]) == []
-        about = models.group_id, models.index, models.attempt, logprobs_to_bytes([-0.3, -0.4])
-        (scores,) = bench.dispatcher.take_answers([InferResult(*about, {"judge": 0.25}, "", "inference-0")])
-        assert [score.reward for score in scores.scores] == [1.5]
-    assert bench.buffer.counts().ready == 1
+    bench.dispatcher.take_samples([sample := answer_to(work)], "generator-0")
+    (asked,) = await _received(inference, 1)
+    assert (asked.prompt_ids, asked.token_ids, asked.temperature) == (sample.prompt_ids, sample.token_ids, 0.7)
 
 
 # -- groups that teach nothing

@@ -90,13 +90,15 @@ class Unreadable(TokenizerCodec):
         return (-1,)
 
 
-async def test_a_completion_that_the_tokenizer_cannot_read_fails_its_member_and_not_the_generator(codec, tmp_path):
+@pytest.mark.parametrize(("folder", "reason"), [(".", "turned into text: OverflowError"), ("gone", "cannot load a tokenizer")])
+async def test_what_no_tokenizer_can_read_fails_its_members_and_not_the_generator(codec, tmp_path, folder, reason):
     results = []
-    await run(FakeEngine(ReplayEngineConfig(), VirtualClock()), Unreadable(tmp_path), Prompt("p", text="1+2="), results)
+    codec = Unreadable(tmp_path / folder)
+    await run(FakeEngine(ReplayEngineConfig(), VirtualClock()), codec, Prompt("p", text="1+2="), results)
     assert len(results) == 2
     for result in results:
         assert isinstance(result, SampleFailure)
-        assert "cannot be turned into text: OverflowError" in result.reason
+        assert reason in result.reason
 
 
 @pytest.mark.parametrize(("prompt", "index", "reason"), [

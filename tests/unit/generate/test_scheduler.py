@@ -68,23 +68,15 @@ def test_other_weights_lend_nothing_nor_does_a_prompt_that_is_computed_again_wit
     assert step(decoder) == {3: 2}
 
 
-def test_prompts_take_the_whole_pieces_that_they_begin_with_from_a_running_request(decoder: SlotDecoder) -> None:
+def test_prompts_take_the_whole_pieces_they_begin_with_from_a_running_request_of_the_same_weights(decoder: SlotDecoder) -> None:
     piece = decoder.model.piece_tokens
     system = tuple(2 + i % 50 for i in range(2 * piece))
     submit(decoder, "a", "b", prompt=(*system, 3, 4))
     submit(decoder, "c", group_key="other", prompt=(*system, 5, 6, 7))
     submit(decoder, "d", group_key="half", prompt=(*system[: piece + 9], 1, 1), most=1)
     assert step(decoder) == {0: 2 * piece + 1, 2: 2, 3: 10}
-    submit(decoder, "e", group_key="more", prompt=(*system, 9))
+    submit(decoder, "e", group_key="more", prompt=(*system, 9), most=1)
     assert step(decoder) == {}
-
-
-def test_a_prefix_that_was_computed_under_other_weights_is_not_taken(decoder: SlotDecoder) -> None:
-    system = tuple(2 + i % 50 for i in range(decoder.model.piece_tokens))
-    submit(decoder, "a", prompt=(*system, 3, 4), most=30)
-    decoder.step()
     decoder.load_weights(1, tensors_of(make_model(1)), "keep")
-    submit(decoder, "b", prompt=(*system, 5, 6))
-    assert step(decoder) == {1: len(system) + 1}
-    submit(decoder, "c", prompt=(*system, 7, 8))
-    assert step(decoder) == {2: 1}
+    submit(decoder, "f", group_key="other weights", prompt=(*system, 8))
+    assert step(decoder) == {3: 2 * piece}

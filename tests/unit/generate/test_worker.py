@@ -14,7 +14,6 @@ from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.worker import GeneratorWorker
 from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel
 from asyncrl.schema.samples import (
-    ChatMessage,
     GroupWork,
     Prompt,
     Sample,
@@ -197,16 +196,6 @@ async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -
         assert 0 <= (await controller.report(VersionLive)).probe_error < 1e-5
         await controller.order(available(1, probe_of(wrong)))
         assert (await controller.report(VersionLive)).probe_error > 0.1
-
-
-async def test_prompt_that_cannot_be_tokenised_fails_with_the_reason(folder: Path) -> None:
-    async with generator(REAL, folder=folder) as controller:
-        chat = Prompt("p", messages=(ChatMessage("user", "hello"),))
-        for prompt in (Prompt("p", text="hello"), chat, Prompt("p", text="")):
-            await controller.connection.send(work(prompt=prompt, members=2))
-            for failure in await controller.results(2):
-                assert isinstance(failure, SampleFailure)
-                assert "cannot load a tokenizer" in failure.reason
 
 
 async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder: Path) -> None:

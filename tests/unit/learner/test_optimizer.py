@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim import optimizer as optim
-from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of, spread
+from asyncrl.learner.optim.master_weights import buckets_of, spread
 from asyncrl.learner.step.train_step import train_step
 
 EIGHT_BIT_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -25,38 +26,20 @@ def test_learning_rate_rises_linearly_and_stays_or_falls_along_a_cosine_to_its_f
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float16"), ("adamw", "bfloat16"), ("adamw_8bit", "float32")])
-def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, dtype, optimizer):
+def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, monkeypatch, dtype, optimizer):
+    """Nor do the buckets in which gradients come over, or a parameter without one."""
     models = []
-    for offload in (False, True):
+    for offload, bucket_elements in ((False, 0), (True, 1 << 24), (True, 5000)):
+        monkeypatch.setattr(optim, "buckets_of", partial(buckets_of, bucket_elements=bucket_elements))
         config = kit.config({}, {"dtype": dtype, "weight_decay": 0.1, "optimizer": optimizer, "offload_optimizer": offload})
         models.append(kit.model(dtype=dtype, **EIGHT_BIT_SIZES))
+        models[-1].unused = torch.nn.Parameter(torch.ones(7, dtype=getattr(torch, dtype)))
         train_state, before = kit.train_state(models[-1], config), kit.bits(models[-1])
         for step in range(3):
             train_step(train_state, kit.batch(kit.samples(seed=step), 30, step=step), config)
-    assert kit.same(*(model.parameters() for model in models))
+    assert kit.same(models[0].parameters(), models[1].parameters())
+    assert kit.same(models[0].parameters(), models[2].parameters())
     assert not kit.same(models[0].parameters(), before)
-
-
-@pytest.mark.parametrize("bucket_elements", [1, 25])
-def test_gradients_come_over_bucket_by_bucket(bucket_elements):
-    sizes = [(3, 4), (7,), (2, 2), (30,), (1,)]
-    masters = [Master("weight", torch.nn.Parameter(torch.zeros(size)), on_host=True) for size in sizes]
-    buckets = buckets_of(masters, bucket_elements)
-    assert [master for bucket in buckets for master in bucket] == masters
-    assert all(len(bucket) == 1 or sum(m.trained.numel() for m in bucket) <= bucket_elements for bucket in buckets)
-    host = HostGradients(buckets)
-    for turn in range(2):
-        for number, master in enumerate(masters):
-            master.parameter.grad = None if number == 1 else torch.full(sizes[number], 10.0 * turn + number)
-        seen = []
-        for index in host.arrivals():
-            for master in buckets[index]:
-                number = masters.index(master)
-                seen.append(number)
-                assert (master.trained.grad is None) == (number == 1)
-                assert master.trained.grad is None or torch.equal(master.trained.grad, master.parameter.grad)
-        assert seen == list(range(len(sizes)))
-        assert all(master.trained.grad is None for master in masters)
 
 
 def test_eight_bit_moments_take_a_byte_each_step_nearly_as_adamw_and_are_not_taken_for_its_own(kit, tmp_path):

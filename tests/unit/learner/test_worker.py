@@ -4,8 +4,6 @@ import asyncio
 
 import msgspec
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
@@ -17,7 +15,6 @@ from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady, PhaseReached, SetPhase, Shutdown
-from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from tests.builders import Controller, working
 
 ALPHABET = "abcdefghijklmnopqrstu"
@@ -36,15 +33,15 @@ class Publisher(Controller):
 
     def __init__(self, connection):
         super().__init__(connection)
-        self.published = {}
+        self.published = set()
 
     def publish(self, version, tensors, probe):
-        self.published[version] = ({name: tensor.detach().clone() for name, tensor in tensors.items()}, probe)
+        self.published.add(version)
         return 0.0
 
     def announce(self, available):
         assert available.manifest.total_bytes == 0
-        self.published[available.version] = None
+        self.published.add(available.version)
 
     async def step(self, batch):
         await self.connection.send(batch)
@@ -61,25 +58,6 @@ def learner(run_folder, config=CONFIG, examples=list):
     return working("learner", "learner", learn, Publisher)
 
 
-async def test_steps_make_versions_that_are_published_with_a_probe(kit, tmp_path):
-    async with learner(tmp_path) as controller:
-        ready = await controller.report(LearnerReady)
-        assert (ready.version, ready.model_folder) == (0, str(tmp_path / "model"))
-        for step in range(3):
-            done = await controller.step(kit.batch(kit.samples(seed=step), step=step))
-            assert (done.step, done.version) == (step, step + 1)
-            assert done.metrics["memory/allocated_gb"] > 0
-        assert await controller.connection.flush(TIMEOUT_S)
-        assert controller.connection.unacknowledged() == 0
-        assert sorted(controller.published) == [0, 1, 2, 3]
-        initial = load_file(tmp_path / "model" / "model.safetensors")
-        assert all(torch.equal(initial[name], tensor) for name, tensor in controller.published[0][0].items())
-        probes = [logprobs_from_bytes(probe.logprobs) for _, probe in controller.published.values()]
-        tokens = ids_from_bytes(controller.published[0][1].token_ids)
-        assert all(len(probe) == len(tokens) - 1 for probe in probes)
-        assert (probes[0] != probes[3]).any()
-
-
 @any_learner
 async def test_checkpoints_are_written_as_told_and_the_next_learner_goes_on_from_the_newest_whole_one(kit, tmp_path, config):
     """At every multiple of `every_steps`, where the controller says so, and at no other."""
@@ -94,7 +72,7 @@ async def test_checkpoints_are_written_as_told_and_the_next_learner_goes_on_from
         assert news[0].finished_s - news[0].started_s >= (config.learner.fake_step_s or 0.0)
         assert news[0].metrics["reward/min"] <= news[0].metrics["reward/mean"] <= news[0].metrics["reward/max"]
         assert await controller.connection.flush(TIMEOUT_S)
-        assert sorted(controller.published) == list(range(6))
+        assert controller.published == set(range(6))
     checkpoints, names = tmp_path / "checkpoints", ["step-000002", "step-000004", "step-000005"]
     assert sorted(path.name for path in checkpoints.iterdir()) == names
     assert "mine" in (checkpoints / names[-1] / "trainer" / "state.json").read_text()
@@ -113,7 +91,7 @@ async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_
         again = await controller.step(msgspec.structs.replace(batch, replay=True))
         assert again == first or config.learner.fake_step_s is not None
         assert (again.step, again.version) == (first.step, first.version) == (0, 1)
-        assert sorted(controller.published) == [0, 1]
+        assert controller.published == {0, 1}
         await controller.connection.send(kit.batch(kit.samples(), step=3))
         error = await asyncio.wait_for(controller.task, TIMEOUT_S)
     assert isinstance(error, LearnerError)
@@ -140,28 +118,24 @@ async def test_shutdown_interrupts_a_long_warm_start(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-COLOCATED = msgspec.structs.replace(CONFIG, placement=PlacementConfig(kind="colocated", device_memory_gib=1.0))
-
-
 async def set_phase(controller, phase, number):
     await controller.order(SetPhase(phase, number))
     return await controller.report(PhaseReached)
 
 
-@pytest.mark.parametrize(("offload_to", "nearer"), [("host", set()), ("disk", {("disk", "host")})])
-async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path, offload_to, nearer):
+async def test_phases_move_the_learner_off_its_device_and_back_and_steps_wait_for_their_turn(kit, tmp_path):
     """With a step in hand, what is on disk comes nearer before its turn."""
-    placement = msgspec.structs.replace(COLOCATED.placement, offload_to=offload_to)
-    async with learner(tmp_path, msgspec.structs.replace(COLOCATED, placement=placement)) as controller:
+    placement = PlacementConfig(kind="colocated", device_memory_gib=1.0, offload_to="disk")
+    async with learner(tmp_path, msgspec.structs.replace(CONFIG, placement=placement)) as controller:
         await controller.report(LearnerReady)
         left = await set_phase(controller, "rollout", 1)
         assert (left.name, left.phase, left.number, left.resident) == ("learner", "rollout", 1, {})
-        assert {(move.before, move.after) for move in left.moves} == {("device", offload_to)}
+        assert {(move.before, move.after) for move in left.moves} == {("device", "disk")}
         await controller.connection.send(kit.batch(kit.samples(), step=0))
         waiting = await controller.report(Heartbeat, lambda beat: "others have" in beat.waiting_for)
         assert waiting.gauges["process/version"] == 0
         back = await set_phase(controller, "train", 2)
-        assert {(move.before, move.after) for move in back.moves} == {("host", "device"), *nearer}
+        assert {(move.before, move.after) for move in back.moves} == {("disk", "host"), ("host", "device")}
         assert back.resident["policy"] > 0
         assert (await controller.report(StepDone)).version == 1
         onto_it = [move.num_bytes for move in back.moves if move.after == "device"]

@@ -3,8 +3,6 @@
 The GPU's own kernels: tests/gpu/test_attention.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -62,6 +60,15 @@ def row(lengths, shared):
     return build_layout(sequences, num_tokens), num_tokens
 
 
+def ranges(*parts):
+    return np.concatenate([np.arange(*part) for part in parts])
+
+
+@pytest.mark.parametrize("sequences", [[ranges((3, 6)), ranges((0, 3))], [ranges((0, 2), (4, 6)), ranges((2, 4))]])
+def test_tokens_in_another_order_have_no_runs(sequences):
+    assert build_layout(sequences, 6).runs is None
+
+
 def inputs(num_tokens):
     torch.manual_seed(0)
     return [torch.randn(1, heads, num_tokens, 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -69,7 +76,9 @@ def inputs(num_tokens):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_goes_into_flash_attention_says_what_the_buckets_say(monkeypatch, window):
-    layout, num_tokens = row([9, 12, 7, 20], 5)
+    sequences = [ranges((0, 9)), ranges((0, 5), (9, 16)), ranges((0, 5)), ranges((0, 5), (9, 12), (16, 28))]
+    layout, num_tokens = build_layout(sequences, 28), 28
+    assert layout.runs.longest == (12, 20)
     weights, found = torch.randn(1, num_tokens, 4, 8), []
     for has_flash in (False, True):
         monkeypatch.setattr(attention, "can_flash", lambda *_, has_flash=has_flash: has_flash)

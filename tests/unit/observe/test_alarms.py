@@ -113,6 +113,18 @@ def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward(
     assert [alarm.rule for alarm in told] == ["reward.collapse"]
 
 
+def test_a_reward_that_goes_up_while_held_out_accuracy_falls_is_hollow_until_that_is_back():
+    alarms, told = Alarms(groups_per_step=8), []
+    for step in range(40):
+        told += alarms.take(report(step, 0.2 + step / 100))
+        if step % 5 == 4:
+            alarms.take_evaluation(0.6 if 5 < step < 24 else 0.8)
+    assert [(alarm.rule, alarm.is_over, alarm.version) for alarm in told] == [
+        ("reward.hollow", False, 21), ("reward.hollow", True, 26)
+    ]  # fmt: skip
+    assert "read samples of high reward" in told[0].text
+
+
 def test_alarms_are_told_again_from_the_events_of_a_run():
     def event(seq, subject, text="", kind="alarm"):
         return RunEvent(seq=seq, time_s=float(seq), kind=kind, subject=subject, text=text, version=10 * seq)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{warning}") for warning in LEF
 FAMILIES = sorted(set(factory.DATASETS) - {"composite"})
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Their entries have no answer; several are right."""
+SLOW = {"arc_agi", "group_anagrams", "knight_swap", "figlet_font"}
 reward = build_reasoning_gym(ReasoningGymReward())
 
 
@@ -38,7 +39,7 @@ def test_reference_answers_pay_and_what_is_no_answer_does_not(family):
     if family not in NO_REFERENCE:
         assert score(entry, reference) == 1.0
     candidates = " ".join(map(str, range(30)))
-    others = [str(entry_of(family, seed)["answer"]) for seed in (4, 5)]
+    others = [str(entry_of(family, seed)["answer"]) for seed in (() if family in SLOW else (4, 5))]
     for junk in (
         *("nan", "inf", "0", "1", "-1", "[]", "{}", "()", "[0]", "[[]]", '{"a": 1}', "True", "yes", "*", "?"),
         *(f"{reference} or {other}" for other in others),

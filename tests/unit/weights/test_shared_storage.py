@@ -42,20 +42,6 @@ def ends(tmp_path: Path):
     assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
 
 
-def test_publishing_moves_parameters_once_and_keeps_objects_values_and_optimizer_state(ends):
-    parameters, expected = list(ends.model.parameters()), a_model().state_dict()
-    optimizer = torch.optim.Adam(ends.model.parameters(), lr=0.1)
-    ends.publish(0)
-    places = [parameter.data_ptr() for parameter in parameters]
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in ends.model.state_dict().items())
-    ends.model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    ends.publish(1)
-    assert [parameter.data_ptr() for parameter in ends.model.parameters()] == places
-    assert all(mine is theirs for mine, theirs in zip(parameters, ends.model.parameters(), strict=True))
-    assert ends.announced[0].fingerprint != ends.announced[1].fingerprint
-
-
 async def test_a_change_that_was_not_published_is_refused(ends):
     available = ends.publish(0)
     with torch.no_grad():

@@ -76,20 +76,3 @@ def test_environment_gives_each_process_its_share_of_cores(tmp_path: Path) -> No
     assert "x86_non_temporal_threshold" in environment["GLIBC_TUNABLES"]
     assert child_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, spec(tmp_path, ""))["GLIBC_TUNABLES"].endswith("=1")
     assert (environment["HOME"], environment["EXTRA"]) == ("/somewhere", "1")
-
-
-async def test_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    child = SAY + "from asyncrl.control.launch.process_main import watch_parent\nwatch_parent(); say('child up'); time.sleep(600)"
-    parent = (
-        "import asyncio, pathlib\n"
-        "from asyncrl.control.launch.local import LocalLauncher, ProcessSpec\n"
-        "async def main():\n"
-        f"    command = (sys.executable, '-c', {child!r}, sys.argv[1])\n"
-        f"    spec = ProcessSpec('c', 'generator', 1, command, pathlib.Path({str(tmp_path)!r}) / 'c.log')\n"
-        "    await (await LocalLauncher().start(spec)).wait()\n"
-        "asyncio.run(main())"
-    )
-    async with speaking(tmp_path, parent) as (process, pipe):
-        assert await next_line(pipe) == "child up"
-        process.kill()
-        await end_of(pipe)

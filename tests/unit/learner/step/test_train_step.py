@@ -98,21 +98,21 @@ def test_no_pass_is_made_that_nothing_needs(kit, algorithm, learner, passes):
     assert len(calls) == passes * len(batch.rows)
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
-def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where):
-    """k1 is told and answered to, not the k3 of the same two policies."""
+@pytest.mark.parametrize(("where", "share", "error"), [("loss", 0.9, -0.1), ("reward", 0.5, -0.2)])
+def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where, share, error):
+    """k1 is told and answered to, not the k3 of the same two policies; by a fifth at most."""
     samples, (policy, reference) = kit.samples(), (kit.model(seed, initializer_range=0.3) for seed in (0, 2))
     mask = torch.cat([torch.from_numpy(sample["mask"]).bool() for sample in samples])
     ours, theirs = (torch.cat(kit.plain_logprobs(model, samples)).detach()[mask] for model in (policy, reference))
     measured = (ours - theirs).mean().item()
     assert measured > 0.0
-    penalty = kinds.KLConfig(coefficient=0.5, estimator="k1", where=where, cap=math.inf, target=measured / 0.9, horizon=100)
+    penalty = kinds.KLConfig(coefficient=0.5, estimator="k1", where=where, cap=math.inf, target=measured / share, horizon=100)
     config = kit.config({"advantage": "reinforce_pp", "kl": penalty})
     train_state = kit.train_state(policy, config, reference=reference)
     metrics = train_step(train_state, kit.batch(samples, 40), config).metrics
     assert metrics["kl/penalty_mean"] == pytest.approx(measured, rel=1e-4)
     assert metrics["kl/reference_mean"] != pytest.approx(measured, rel=1e-2)
-    assert train_state.memory.kl_coefficient == pytest.approx(0.5 * (1.0 - 0.1 * 12 / 100), rel=1e-5)
+    assert train_state.memory.kl_coefficient == pytest.approx(0.5 * (1.0 + error * 12 / 100), rel=1e-5)
 
 
 def test_nothing_is_adapted_while_the_critic_is_trained_alone(kit):

@@ -102,7 +102,7 @@ class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
     gpu_memory_share: Fraction = 0.9
     """Of a GPU's memory that the engine may use. vLLM's `gpu_memory_utilization`."""
     kv_cache_gib: NonNegativeFloat = 0.0
-    """KV cache; 0: 1 GiB on a CPU, and what is left of `gpu_memory_share` on a GPU."""
+    """KV cache of each of its GPUs or ranks; 0: 1 GiB on a CPU, and what is left of `gpu_memory_share` on a GPU."""
     prefix_caching: bool = True
     """Shared prompts are computed once; never across versions."""
     enforce_eager: bool = False

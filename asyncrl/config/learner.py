@@ -106,4 +106,4 @@ class LearnerConfig(_Stage, frozen=True):
     logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once."""
     compile: bool = False
-    """Compile the model's layers with torch.compile, while the generators start. For CUDA."""
+    """Compile the model's layers with torch.compile: at the start; with several ranks or offload, in the first step. For CUDA."""

@@ -159,6 +159,9 @@ class LearnerWorker:
             lambda: load_or_make(self._config, self._run_folder, examples, alphabet, self._launcher, lambda: self._is_ending)
         )
         self._initial = initial
+        is_whole = initial.train_state.ranks.size == 1 and not needs_offload(self._config)  # else the first step compiles
+        if self._config.learner.compile and is_whole and not self._is_ending:
+            await self._on_thread(lambda: self._compile(initial.train_state))
         if self._config.observe.record == "batches" and initial.train_state.ranks.size == 1:
             (self._run_folder / RECORD_FOLDER).mkdir(exist_ok=True)
             self._versions = JsonLines(self._run_folder / RECORD_FOLDER / VERSIONS_FILE)
@@ -173,12 +176,12 @@ class LearnerWorker:
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._stage.tell(ready)
-        if self._config.learner.compile and initial.train_state.ranks.size == 1:
-            await self._on_thread(lambda: self._compile(initial.train_state))  # while the generators start
 
     def _compile(self, state: TrainState) -> None:
+        """Before the generators start: vLLM takes what others allocate while it measures the memory for its own."""
         compile_now(state.model, fused=self._config.learner.logprobs == "fused")
         state.optimizer.zero_grad()
+        torch.cuda.empty_cache()
 
     async def _obey(self, order: Message) -> None:
         """Note orders; `_serve` carries them out between steps."""

@@ -58,15 +58,15 @@ def runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
 
 def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether this GPU has flash attention for these."""
-    if not query.is_cuda or not _has_flash():
+    if not query.is_cuda or not _has_flash(query.device.index):
         return False
     dtypes, head_sizes = {query.dtype, key.dtype, value.dtype}, {query.shape[-1], value.shape[-1]}
     return len(dtypes) == len(head_sizes) == 1 and dtypes <= set(HALF) and head_sizes <= HEAD_SIZES
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_flash() -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= CAPABILITY
+def _has_flash(gpu: int | None) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(gpu) >= CAPABILITY
 
 
 def attend_runs(

@@ -123,7 +123,8 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
         if engine.device == "cuda" and rest_of_gpu:
             return Part("weights", whole), Part(f"KV cache: {rest_of_gpu}", 0)
         on_gpu = "" if engine.device == "cpu" or not rest_of_gpu else f" on a CPU, on a GPU {rest_of_gpu}"
-        return Part("weights", whole), Part(f"KV cache{on_gpu}", int((engine.kv_cache_gib or 1.0) * GIB))
+        cache = int((engine.kv_cache_gib or 1.0) * GIB) * engine.tensor_parallel * engine.data_parallel
+        return Part("weights", whole), Part(f"KV cache{on_gpu}", cache)
     if not isinstance(engine, TransformersEngineConfig):
         return ()
     held = BYTES[engine.dtype]

@@ -10,6 +10,7 @@ driven as 0.26 is, and were not tested.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import os
 import re
@@ -128,8 +129,10 @@ def where_weights_are(folder: Path) -> Path:
     """Return the folder that a run's model folder links to, if it does: vLLM finds what it has compiled by the model's path."""
     sources = {Path(os.readlink(file)).parent for file in folder.glob("*.safetensors") if file.is_symlink()}
     source = sources.pop() if len(sources) == 1 else folder
-    is_same = source.is_absolute() and all((source / file.name).is_file() for file in folder.iterdir())
-    return source if is_same else folder
+    if not source.is_absolute():
+        return folder
+    names = [file.name for file in folder.iterdir()]
+    return source if filecmp.cmpfiles(folder, source, names, shallow=True)[0] == names else folder
 
 
 def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: bool, fp32_head: bool = False) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
         arguments["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
     if on_cpu:
         arguments["block_size"] = _CPU_BLOCK_TOKENS
-        # A prompt cut in two ends vLLM there: it takes a request's random numbers back by a way that only GPUs have.
+        # A prompt cut in two ends vLLM 0.32 there: it takes a request's random numbers back by a way that only GPUs have.
         arguments["enable_chunked_prefill"] = False
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
@@ -261,8 +264,8 @@ def end(processes: set[psutil.Process]) -> None:
 
 
 def import_vllm() -> None:
-    """Import what `launch` will, so that it does not wait for it; where that fails, `launch` says why."""
-    with _quiet(), contextlib.suppress(Exception):
+    """Import what `launch` will, so that it does not wait for it; an error comes again there, which says what it means."""
+    with _quiet(), contextlib.suppress(ImportError, OSError, RuntimeError):
         import_module("vllm.engine.arg_utils")
         import_module("vllm.v1.engine.async_llm")
 

@@ -256,7 +256,9 @@ def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> 
 
 
 def compile_now(model: PreTrainedModel, *, fused: bool) -> None:
-    """Have compiled what rows of any size will run (`learner.compile`); the first step would wait for it. The gradients are 0.
+    """Have compiled what rows of any size run in forward and backward (`learner.compile`), before a step waits for it.
+
+    The gradients it leaves are 0.
 
     Args:
         model: From `made_ready`.

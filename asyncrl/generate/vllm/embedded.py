@@ -86,7 +86,7 @@ class EmbeddedVLLM:
             await asyncio.wait({starting})
             self.llm = None if starting.exception() else starting.result()
             raise
-        # A stat logger, which `_watch` is, has it count every token of every request too: a fifth of what a token costs here.
+        # A stat logger, which `_watch` is, has it count every token of every request too: a sixth of what a token costs here.
         self.llm.log_stats = self.llm.output_processor.log_stats = False
         self.processes = processes_of(path)
         cache = self.llm.vllm_config.cache_config

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.launch import installed_version
+from asyncrl.generate.vllm.worker_extension import is_plainly_loaded
 from asyncrl.learner.model.lora import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.tensors import MappedTensors
@@ -102,6 +104,25 @@ async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_half_way_stop_sam
         await engine.load_weights(2, deferred(tensors_of(new), tmp_path), "keep")
     assert held.result().versions == [2] * 20
     await assert_holds(engine, new)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports is
+async def test_only_a_model_whose_weights_are_used_as_they_are_loaded_is_loaded_plainly():
+    method_of = {
+        "linear": "UnquantizedLinearMethod",
+        "vocab_parallel_embedding": "UnquantizedEmbeddingMethod",
+    }
+    model = torch.nn.Module()
+    for place, name in method_of.items():
+        layer = torch.nn.Module()
+        layer.quant_method = getattr(import_module(f"vllm.model_executor.layers.{place}"), name)()
+        model.add_module(place, layer)
+    assert is_plainly_loaded(model)
+    model.linear.process_weights_after_loading = lambda _: None  # as layers of MLA have
+    assert not is_plainly_loaded(model)
+    del model.linear.process_weights_after_loading
+    model.linear.quant_method = object()  # another one: quantised, or of a mixture
+    assert not is_plainly_loaded(model)
 
 
 async def test_prompts_that_are_more_than_a_step_takes_all_complete(engine, model_folder):

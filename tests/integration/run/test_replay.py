@@ -82,13 +82,13 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
 
 
 async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny):
-    async with asyncrl.Run(tiny(num_steps=8, **NO_EVALUATION, observe__record="batches", generate__kv="keep")) as run:
+    async with asyncrl.Run(tiny(num_steps=20, **NO_EVALUATION, observe__record="batches", generate__kv="keep")) as run:
         await run.wait()
     learner = LearnerReplay(run.run_folder)
-    samples = SampleReplay(learner, 40, None)
+    samples = SampleReplay(learner, 120, None)
     learner.run(on_step=lambda step: samples.keep(step + 1))
     again = await asyncio.to_thread(samples.run)
-    assert (again.num_equal, again.difference) == (40, "")
+    assert (again.num_equal, again.difference) == (120, "")
     assert again.num_swapped > 0
     learner = LearnerReplay(run.run_folder)
     learner.config = msgspec.structs.replace(learner.config, seed=1)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.config.load import load_config as load_config
     from asyncrl.config.load import parse_config as parse_config
     from asyncrl.config.run import RunConfig as RunConfig
+    from asyncrl.endpoint.server import Endpoint as Endpoint
     from asyncrl.errors import AsyncRLError as AsyncRLError
     from asyncrl.errors import ConfigError as ConfigError
     from asyncrl.errors import LaunchError as LaunchError
@@ -67,6 +68,7 @@ _HOMES = {
     "asyncrl.clock": ("SystemClock",),
     "asyncrl.config.load": ("load_config", "parse_config"),
     "asyncrl.config.run": ("RunConfig",),
+    "asyncrl.endpoint.server": ("Endpoint",),
     "asyncrl.errors": ("AsyncRLError", "ConfigError", "LaunchError", "RunError", "RunLostError"),
     "asyncrl.groups": ("GroupStream", "batched", "group_norm", "with_rewards"),
     "asyncrl.learner.step.train_step": ("StepResult",),

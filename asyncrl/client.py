@@ -43,7 +43,7 @@ from asyncrl.folders import lock_folder, write_whole
 from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
 from asyncrl.reward.caller import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import ScoreRequest
+from asyncrl.schema.samples import Progress, ScoreRequest
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
@@ -234,6 +234,21 @@ class RunClient:
         What is not returned yet is generated all the same; asking for the same again gives the same groups.
         """
         return await self._call("POST", "generate", list[GroupGiven], asked)
+
+    async def progress(self, asked: GroupsAsked) -> AsyncIterator[Progress]:
+        """Have groups generated as `generate` does, and yield the tokens of the first, which is followed, as they come.
+
+        It ends once the group is ready, or over. Where a generator was lost, tokens come again, of a later attempt.
+        """
+        body = io.BytesIO(msgspec.msgpack.encode(asked))
+        try:
+            async with self._session().post("progress", data=body, headers={"Accept": "*/*"}) as response:
+                if response.status >= 400:
+                    raise RunError(await response.text())
+                async for line in response.content:
+                    yield msgspec.json.decode(line, type=Progress)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost() from error
 
     async def release(self, released: Released) -> None:
         """Give the places of groups back that will not be trained (`learner.kind = "driven"`)."""

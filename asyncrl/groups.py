@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.client import RunClient
 from asyncrl.control.stall_detector import CALLER_HOLDS
 from asyncrl.errors import ConfigError, LearnerError, RunError
-from asyncrl.schema.samples import Prompt, ScoredGroup
+from asyncrl.schema.samples import Progress, Prompt, ScoredGroup
 from asyncrl.schema.status import GroupAsked, GroupGiven, GroupsAsked, Released
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class GroupStream:
         window: Groups asked for and not given yet, at most.
         is_over: Whether the stream ends here.
         say_after_s: A stream that waits for its caller says so then.
+        is_followed: Whether `progress` is asked for.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class GroupStream:
         window: int,
         is_over: Callable[[], bool],
         say_after_s: float = 10.0,
+        *,
+        is_followed: bool = False,
     ) -> None:
         if prompts is None or isinstance(prompts, (str, Mapping, Prompt)):
             raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
         self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
-        self._window, self._is_over, self._say_after_s = window, is_over, say_after_s
+        self._window, self._is_over, self._say_after_s, self._is_followed = window, is_over, say_after_s, is_followed
         self._name = uuid.uuid4().hex
         self._prompts = enumerate(prompts)
         self._waiting: deque[GroupAsked] = deque()
@@ -109,6 +112,17 @@ class GroupStream:
             self._pass()
         return groups
 
+    async def progress(self) -> AsyncIterator[Progress]:
+        """Yield the tokens of the next group as they come, until it can be had; of a stream that is followed."""
+        if (asked := self._asked()) is not None:
+            async for piece in self._run.progress(asked):
+                yield piece
+
+    async def only(self) -> ScoredGroup:
+        """Return the group of a stream of one prompt. Raises RunError as `all`."""
+        (group,) = await self.all()
+        return group
+
     async def close(self) -> None:
         """Release every group of the stream that is not trained; it is done also where the caller is cancelled meanwhile."""
         try:
@@ -119,21 +133,25 @@ class GroupStream:
     async def _next(self) -> GroupGiven | None:
         """Return what became of the next group, waiting for it; None: there are no more prompts."""
         if not self._given:
-            for number, prompt in itertools.islice(self._prompts, self._window - len(self._waiting)):
-                one = _as_prompt(prompt, f"{self._name}/{number}")
-                self._waiting.append(GroupAsked(number, one, self._size, self._max_new_tokens))
-                self._unsaid.add(number)
-            if not self._waiting:
+            if (asked := self._asked()) is None:
                 return None
-            said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
             saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
             try:
-                self._given.extend(await self._run.generate(GroupsAsked(self._name, said, self.wanted)))
+                self._given.extend(await self._run.generate(asked))
             finally:
                 saying.cancel()
                 await asyncio.wait([saying])
             self._unsaid.clear()
         return self._given[0]
+
+    def _asked(self) -> GroupsAsked | None:
+        """Return what is not given yet, with new prompts as far as the window goes; None: there is nothing."""
+        for number, prompt in itertools.islice(self._prompts, self._window - len(self._waiting)):
+            one = _as_prompt(prompt, f"{self._name}/{number}")
+            self._waiting.append(GroupAsked(number, one, self._size, self._max_new_tokens, self._is_followed))
+            self._unsaid.add(number)
+        said = tuple(one if one.number in self._unsaid else GroupAsked(one.number) for one in self._waiting)
+        return GroupsAsked(self._name, said, self.wanted) if said else None
 
     async def _say_what_is_held(self) -> None:
         """Say so once where nothing comes until the caller does something."""

@@ -226,7 +226,14 @@ class Session:
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
-    def stream(self, prompts: Iterable[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None) -> GroupStream:
+    def stream(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int | None = None,
+        max_new_tokens: int | None = None,
+        is_followed: bool = False,
+    ) -> GroupStream:
         """Return groups of these prompts, in this order, generated ahead as far as the staleness bound has places.
 
         Use as an async context manager: leaving it releases the groups that are not trained, and stops what is being generated.
@@ -236,6 +243,7 @@ class Session:
             prompts: Texts, `{"prompt": ..., "answer": ...}` or Prompts; read as they are needed, so there may be no last one.
             n: Members of each group; None: `algorithm.group_size`.
             max_new_tokens: Of each member, at most the config's; None: the config's.
+            is_followed: The stream's `progress` gives the tokens of its next group as they come.
         """
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -243,7 +251,8 @@ class Session:
         _ = self._ready
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
         return GroupStream(
-            self.run, prompts, n or 0, max_new_tokens or 0, window, is_over=lambda: self.version >= self.config.num_steps
+            self.run, prompts, n or 0, max_new_tokens or 0, window, is_over=lambda: self.version >= self.config.num_steps,
+            is_followed=is_followed,
         )  # fmt: skip
 
     async def generate(
@@ -425,6 +434,11 @@ class Session:
             raise RunError(NOT_OPEN)
         model: torch.nn.Module = self._policy.train_state.model
         return model
+
+    @property
+    def tokenizer(self) -> Any:  # noqa: ANN401 - transformers is untyped
+        """The policy's."""
+        return self._ready.tokenizer
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 

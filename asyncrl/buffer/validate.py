@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.staleness import VersionCounts
-from asyncrl.schema.samples import Sample, Samples, Score, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import Progress, Sample, Samples, Score, ids_from_bytes, logprobs_from_bytes
 
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
@@ -75,6 +75,18 @@ def shape_fault(samples: Samples) -> str:
         return f"the attempt is {samples.attempt}; attempts are counted from 0"
     if not math.isfinite(samples.started_s + samples.finished_s):
         return f"the times are {samples.started_s} and {samples.finished_s} s; they must be finite"
+    return ""
+
+
+def progress_fault(piece: Progress, most_tokens: int) -> str:
+    """Return why these cannot be further tokens of a sample of `most_tokens` at most, or nothing."""
+    num = len(piece.token_ids) // 4
+    if not num or len(piece.token_ids) % 4 or len(piece.logprobs) != 4 * num:
+        return f"{len(piece.token_ids) / 4:g} tokens and {len(piece.logprobs) / 4:g} logprobs; there is one of each or more"
+    if piece.start < 0 or piece.start + num > most_tokens:
+        return f"tokens {piece.start} to {piece.start + num} of a sample that has {most_tokens} at most"
+    if _largest_id(piece.token_ids) >= MAX_ID or not _are_logprobs(piece.logprobs):
+        return "a token id is negative, or a logprob not finite and at most 0"
     return ""
 
 

@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import Score, ScoreRequest
+from asyncrl.schema.samples import Progress, Score, ScoreRequest
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
@@ -127,6 +127,16 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
+    async def progress(request: web.Request) -> web.StreamResponse:
+        asked = msgspec.msgpack.decode(await read_body(request, MOST_GROUP_BYTES, read_timeout_s), type=GroupsAsked)
+        pieces = control.progress(asked)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for piece in pieces:
+            await response.write(msgspec.json.encode(piece) + b"\n")
+        await response.write_eof()
+        return response
+
     def streams(file: str, number: str, place: str, first: int) -> Handler:
         """Return the handler of a stream of a file's rows, from the one whose number the query's field says, or says plus 1."""
 
@@ -149,6 +159,7 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         web.get("/events", streams(EVENTS_FILE, "seq", "after", 0)),
         web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
         web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
+        web.post("/progress", progress),
         web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
         web.post("/release", answers(control.release, Released)),
         web.post("/lease", answers(control.take_these, StepAsked)),
@@ -375,6 +386,34 @@ class RunApi:
             GroupGiven(None, one.why_over) if one.why_over else GroupGiven(run.buffer.scored_group(one.group_id))
             for one in settled
         ]  # fmt: skip
+
+    def progress(self, asked: GroupsAsked) -> AsyncIterator[Progress]:
+        """Have groups generated; return the tokens of the first of them as they come, until it is ready or over."""
+        source, run = self._asked(), self._run
+        if not asked.groups:
+            raise RunError("there is no group to follow")
+        source.enter(asked)
+        run.dispatcher.changed()
+
+        async def pieces() -> AsyncIterator[Progress]:
+            one, num_told = source.first(asked), 0
+            source.num_waiting += 1
+            try:
+                while True:
+                    is_over = one.is_ready or bool(one.why_over) or run.ending.is_set()
+                    for piece in one.pieces[num_told:]:
+                        num_told += 1
+                        yield piece
+                    if is_over:
+                        return
+                    one.news.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_AGAIN_S):
+                            await one.news.wait()
+            finally:
+                source.num_waiting -= 1
+
+        return pieces()
 
     def release(self, released: Released) -> None:
         """Let go of groups that will not be trained: their places are free."""

@@ -61,7 +61,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.samples import InferResult, SampleFailure, Samples, Scores
+from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores
 from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.sampler import PromptSequence
@@ -410,6 +410,9 @@ class Controller:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
         elif kind is Scores or kind is InferResult:
             self.take_answers(messages)
+        elif kind is Progress:
+            for piece in messages:
+                self.dispatcher.take_progress(piece)
         elif kind is SampleFailure:
             for failure in messages:
                 is_awaited = self.dispatcher.take_failure(failure, peer.name)

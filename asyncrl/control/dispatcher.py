@@ -31,6 +31,7 @@ from asyncrl.schema.samples import (
     GroupWork,
     InferRequest,
     InferResult,
+    Progress,
     Prompt,
     Sample,
     SampleFailure,
@@ -96,6 +97,11 @@ class Dispatcher:
         self._spoiled: set[int] = set()
         """Groups that go on without a member that failed at a joined generator."""
 
+    @property
+    def most_new_tokens(self) -> int:
+        """Of a sample."""
+        return self._sampling.max_new_tokens
+
     # -- what goes out ---------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
@@ -125,7 +131,7 @@ class Dispatcher:
                 sampling = msgspec.structs.replace(sampling, max_new_tokens=most)
             work = GroupWork(
                 group.group_id, group.attempt, self.buffer.prompt(group.group_id), group.pending, sampling, self._config.seed,
-                greedy_index=self.state.limits.screen.greedy_index,
+                greedy_index=self.state.limits.screen.greedy_index, is_followed=asked is not None and asked.is_followed,
             )  # fmt: skip
             self._hand_out(issue.generator, work)
         for name, outbox in list(self._outboxes.items()):
@@ -256,6 +262,11 @@ class Dispatcher:
         if answered and not members:
             del self._out[generator][group_id, attempt]
         return answered
+
+    def take_progress(self, piece: Progress) -> None:
+        """Have whoever follows a group know of its next tokens."""
+        if self.asked is not None:
+            self.asked.progress(piece)
 
     def take_failure(self, failure: SampleFailure, generator: str) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""

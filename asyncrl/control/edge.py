@@ -18,19 +18,19 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.validate import MAX_ATTEMPT, shape_fault
+from asyncrl.buffer.validate import MAX_ATTEMPT, progress_fault, shape_fault
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peer
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.samples import InferResult, SampleFailure, Samples, Scores
+from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 EVERYBODY: frozenset[type] = frozenset({msg.Heartbeat, msg.Fault})
 MAY_SEND: dict[msg.ProcessKind, frozenset[type]] = {
-    "generator": EVERYBODY | {Samples, SampleFailure, msg.EngineReady, msg.EngineRoom, VersionLive, msg.PhaseReached},
+    "generator": EVERYBODY | {Samples, SampleFailure, Progress, msg.EngineReady, msg.EngineRoom, VersionLive, msg.PhaseReached},
     "reward": EVERYBODY | {Scores},
     "inference": EVERYBODY | {InferResult, msg.ModelsReady, msg.PhaseReached},
     "learner": EVERYBODY | {msg.LearnerReady, StepDone, WeightsAvailable, msg.CheckpointDone, msg.PhaseReached},
@@ -66,7 +66,7 @@ class Edge:
         self._feeder = feeder
         self._checks: dict[type[Message], Callable[[Peer, Any], str]] = {
             Samples: self._member_refusal, SampleFailure: self._member_refusal,
-            Scores: self._answer_refusal, InferResult: self._answer_refusal,
+            Progress: self._progress_refusal, Scores: self._answer_refusal, InferResult: self._answer_refusal,
         }  # fmt: skip
         """Of what comes often."""
         self._prompts: dict[int, bytes] = {}
@@ -136,6 +136,15 @@ class Edge:
     def _answer_refusal(self, peer: Peer, message: Scores | InferResult) -> str:
         """Return why this peer cannot say that of a sample."""
         return _beyond("attempt", message.attempt, 0, MAX_ATTEMPT) or self._dispatcher.scores.refusal(message, peer.name)
+
+    def _progress_refusal(self, peer: Peer, message: Progress) -> str:
+        """Return why this peer cannot tell these tokens of a member."""
+        group, most = self._buffer.state.groups.get(message.group_id), self._dispatcher.most_new_tokens
+        if refusal := _beyond("attempt", message.attempt, 0, MAX_ATTEMPT):
+            return refusal
+        if group is not None and (group.holders.get(message.attempt) != peer.name or not 0 <= message.index < group.size):
+            return f"member {message.index} of group {message.group_id} was not given to it"
+        return progress_fault(message, most)
 
     def _folder_refusal(self, folder: str) -> str:
         return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"

@@ -5,6 +5,7 @@ Invariants:
 - The member `greedy_index` is drawn at temperature 0, all others as the work says.
 - A sample's ids are those the engine sampled; its text is only for rewards and people.
 - Members are submitted together, so that the engine prefills their prompt once.
+- Of a group that is followed, every token is told before its sample is.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from asyncrl.clock import Clock
 from asyncrl.errors import MOST_TRACE_CHARS, EngineDied, GenerationError, kind_of, trace_of
 from asyncrl.generate.engine import Engine, EngineRequest, TokenStream
 from asyncrl.generate.tokenizer import PromptCodec
-from asyncrl.schema.samples import FinishReason, GroupWork, SampleFailure, Samples, derive_seed, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import (
+    FinishReason,
+    GroupWork,
+    Progress,
+    SampleFailure,
+    Samples,
+    derive_seed,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
 
-SendResult = Callable[[Samples | SampleFailure], Awaitable[None]]
+SendResult = Callable[[Samples | SampleFailure | Progress], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -71,6 +81,8 @@ class Rollout:
                 finished = list[_Member]()
                 for member in tuple(members):
                     failure = self._take(work, member)
+                    if work.is_followed and (progress := member.progress(work)) is not None:
+                        await self.send(progress)
                     if failure is not None or member.finish_reason is not None:
                         members.remove(member)
                     if failure is not None:
@@ -138,6 +150,16 @@ class _Member:
     finish_reason: FinishReason | None = None
     """None while it goes on."""
     text: str = ""
+    num_told: int = 0
+    """Tokens that were told as they came."""
+
+    def progress(self, work: GroupWork) -> Progress | None:
+        """Return the tokens that nobody was told yet, if there are any."""
+        start, self.num_told = self.num_told, len(self.token_ids)
+        if start == self.num_told:
+            return None
+        ids, logprobs = ids_to_bytes(self.token_ids[start:]), logprobs_to_bytes(self.logprobs[start:])
+        return Progress(work.group_id, self.index, work.attempt, start, ids, logprobs)
 
 
 def request_id_of(work: GroupWork, index: int) -> str:

@@ -93,6 +93,8 @@ class GroupWork(Message, frozen=True, gc=False, tag="group_work"):
     purpose: Purpose = "train"
     greedy_index: int = -1
     """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
+    is_followed: bool = False
+    """Each member's tokens are told as they come (`Progress`)."""
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -181,6 +183,20 @@ class Samples(Message, frozen=True, gc=False, tag="samples"):
             )  # fmt: skip
             start = end
         return samples
+
+
+class Progress(Message, frozen=True, gc=False, tag="progress"):
+    """Generator to controller: further tokens of a member that somebody follows; its `Samples` comes behind the last of them."""
+
+    group_id: int
+    index: int
+    attempt: int
+    start: int
+    """Tokens of this member that were told before, in this attempt."""
+    token_ids: bytes
+    """int32 [N], the next N of those that will be in its sample."""
+    logprobs: bytes
+    """float32 [N], as in `Sample`."""
 
 
 class SampleFailure(Message, frozen=True, tag="sample_failure"):

@@ -149,6 +149,8 @@ class GroupAsked(msgspec.Struct, frozen=True):
     """Members; 0: as the config says."""
     max_new_tokens: int = 0
     """Of each; 0: the config's."""
+    is_followed: bool = False
+    """Its tokens are told as they come."""
 
 
 class GroupsAsked(msgspec.Struct, frozen=True):

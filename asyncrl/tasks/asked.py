@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.errors import RunError
-from asyncrl.schema.samples import Prompt
+from asyncrl.schema.samples import Progress, Prompt
 from asyncrl.schema.status import GroupsAsked
 
 MOST_QUEUED = 1 << 16
@@ -31,6 +31,11 @@ class Asked:
     size: int
     max_new_tokens: int
     """0: the config's."""
+    is_followed: bool = False
+    pieces: list[Progress] = field(default_factory=list)
+    """Its tokens so far, where it is followed."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever a piece came, and at its end."""
     group_id: int = -1
     """-1: not issued yet."""
     oldest: int = -1
@@ -69,7 +74,7 @@ class AskedPrompts:
                 raise RunError(f"group {one.number} of stream {asked.stream} is over; ask for another")
             if len(self._queue) >= MOST_QUEUED:
                 raise RunError(f"{MOST_QUEUED} prompts wait to be issued, which is the most that may")
-            stream[one.number] = Asked(one.prompt, one.size, one.max_new_tokens)
+            stream[one.number] = Asked(one.prompt, one.size, one.max_new_tokens, one.is_followed)
             self._queue.append(stream[one.number])
 
     def next(self) -> Asked | None:
@@ -90,16 +95,28 @@ class AskedPrompts:
         """Return what a group was issued for."""
         return self._by_group.get(group_id)
 
+    def first(self, asked: GroupsAsked) -> Asked:
+        """Return the first of these groups, which were entered."""
+        return self._streams[asked.stream][asked.groups[0].number]
+
+    def progress(self, piece: Progress) -> None:
+        """Note further tokens of a group, for whoever follows it."""
+        if asked := self._by_group.get(piece.group_id):
+            asked.pieces.append(piece)
+            asked.news.set()
+
     def ready(self, group_id: int, oldest: int) -> None:
         """Note that a group is ready to be trained."""
         if asked := self._by_group.get(group_id):
             asked.is_ready, asked.oldest = True, oldest
+            asked.news.set()
             self.wake()
 
     def over(self, group_id: int, reason: str) -> None:
         """Note that a group will never be trained."""
         if asked := self._by_group.get(group_id):
             asked.why_over = reason if reason.startswith("failed") else f"{reason}; its oldest token is of version {asked.oldest}"
+            asked.news.set()
             self.wake()
 
     def wake(self) -> None:
@@ -131,6 +148,9 @@ class AskedPrompts:
         """Let go of a stream; return the groups that were issued for it."""
         self._closed.append(stream)
         mine = list(self._streams.pop(stream, {}).values())
+        for one in mine:
+            one.why_over = one.why_over or "released"
+            one.news.set()
         queued = {id(one) for one in mine if one.group_id < 0}
         self._queue = deque(one for one in self._queue if id(one) not in queued)
         groups = [one.group_id for one in mine if one.group_id >= 0]

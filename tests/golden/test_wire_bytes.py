@@ -45,6 +45,7 @@ MESSAGES = {
         17, 1, "generator-0", _SAID, (0, 3), (1, 2), ids_to_bytes([4, 8, 9]), logprobs_to_bytes([-1.0, -0.5, -1.25]),
         ids_to_bytes([1, 0, 1]), ("length", "stop"), ("4", "42"), 10.5, 11.25, bytes([1, 1, 0]),
     ),
+    "progress": samples.Progress(17, 3, 1, 2, ids_to_bytes([8, 9]), logprobs_to_bytes([-0.5, -1.25])),
     "sample_failure": samples.SampleFailure(17, 3, 2, "generate", "engine died"),
     "score_request": samples.ScoreRequest(17, 1, _PROMPT, (0, 3), ("4", "42"), ("length", "stop"), (1, 2)),
     "infer_request": samples.InferRequest(17, 3, 1, _SAID, ids_to_bytes([8, 9]), 0.7, "eval"),

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP endpoint over the policy of a session."""

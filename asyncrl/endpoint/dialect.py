@@ -1,0 +1,289 @@
+"""OpenAI's requests and answers, as far as the endpoint speaks them. Pure.
+
+What a client may ask for and what not: docs/endpoint.md. A field that would change what is sampled is refused, never ignored in
+silence: the logprobs that are trained on are those of the run's own sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.schema.samples import ChatMessage, FinishReason
+
+MOST_CHOICES = 128
+"""Of one request."""
+ROLES = {"developer": "system", "function": "tool"}
+"""Older and newer names of roles."""
+SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "logit_bias", "stop", "seed")
+"""What the run's config says, or what the engines do not do."""
+
+
+class RefusedError(AsyncRLError):
+    """A request that is answered by an error of OpenAI's form."""
+
+    def __init__(self, status: int, text: str, code: str, param: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.code, self.param = status, code, param
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Of a request that is streamed."""
+
+    include_usage: bool = False
+
+
+class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str = ""
+    n: int = 1
+    max_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Not OpenAI's, but vLLM's: each choice has `token_ids`, and the answer `prompt_token_ids`."""
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+
+
+class CompletionAsked(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[int]
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatAsked(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class Rewarded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /v1/rewards."""
+
+    id: str
+    """Of the answer."""
+    rewards: list[float]
+    """Of each of its choices, in their order."""
+
+
+def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored: Collection[str]) -> Any:  # noqa: ANN401
+    """Return a request.
+
+    Args:
+        body: JSON.
+        kind: Of the request.
+        sampling: The run's own, by name: these values may be asked for.
+        ignored: Names of SAMPLING that are not looked at.
+
+    Raises:
+        RefusedError: It is none, or asks for what is not done here.
+    """
+    try:
+        asked = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the body cannot be understood: {error}", "invalid_request") from error
+    if not 1 <= asked.n <= MOST_CHOICES:
+        raise RefusedError(400, f"n is {asked.n}, and must be 1 to {MOST_CHOICES}", "invalid_value", "n")
+    for name in SAMPLING:
+        value = getattr(asked, name)
+        if value in (None, "", [], {}) or name in ignored or sampling.get(name) == value:
+            continue
+        told = f"the run samples with {sampling[name]:g}" if name in sampling else "it is not supported"
+        advice = f"leave it out, or have it ignored: Endpoint(ignored=[{name!r}])"
+        raise RefusedError(400, f"{name} is {value!r}, and {told}; {advice}", "unsupported_value", name)
+    check = _chat_refusal if kind is ChatAsked else _completion_refusal
+    if name := check(asked):
+        raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; leave it out", "unsupported_value", name)
+    return asked
+
+
+def _completion_refusal(asked: CompletionAsked) -> str:
+    wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n}, "suffix": bool(asked.suffix)}
+    wrong["logprobs"] = asked.logprobs not in {None, 0, 1}
+    return next((name for name, is_wrong in wrong.items() if is_wrong), "")
+
+
+def _chat_refusal(asked: ChatAsked) -> str:
+    wrong = {
+        "top_logprobs": bool(asked.top_logprobs),
+        "tool_choice": asked.tool_choice not in (None, "auto", "none"),
+        "response_format": (asked.response_format or {}).get("type", "text") != "text",
+    }
+    return next((name for name, is_wrong in wrong.items() if is_wrong), "")
+
+
+def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: contents are texts, and arguments of tool calls are what their JSON says.
+
+    Raises:
+        RefusedError: There are none, or one is not understood.
+    """
+    if not messages:
+        raise RefusedError(400, "there are no messages", "invalid_value", "messages")
+    return [_turn(number, message) for number, message in enumerate(messages)]
+
+
+def _turn(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where, role = f"messages[{number}]", message.get("role")
+    role = ROLES.get(str(role), role)
+    if role not in {"system", "user", "assistant", "tool"}:
+        raise RefusedError(400, f"{where}.role is {role!r}, none of system, user, assistant, tool", "invalid_value", where)
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RefusedError(
+                400, f"{where}.content has parts that are no text; only texts are understood", "invalid_value", where
+            )
+        content = "".join(part["text"] for part in content)
+    calls = message.get("tool_calls") or []
+    if content is not None and not isinstance(content, str):
+        raise RefusedError(400, f"{where}.content must be a text, got {content!r:.80}", "invalid_value", where)
+    if content is None and not calls:
+        raise RefusedError(400, f"{where} has neither a content nor tool calls", "invalid_value", where)
+    turn: dict[str, Any] = {"role": role, "content": content or ""}
+    turn |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    if calls:
+        try:
+            turn["tool_calls"] = [
+                {"type": "function", "id": str(call.get("id", "")), "function": _called(call["function"])} for call in calls
+            ]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RefusedError(400, f"{where}.tool_calls is not understood: {error!r}", "invalid_value", where) from error
+    return turn
+
+
+def _called(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments") or "{}"
+    with contextlib.suppress(TypeError, ValueError):  # else as the model wrote it
+        arguments = json.loads(arguments)
+    return {"name": str(function["name"]), "arguments": arguments}
+
+
+def as_prompt(turns: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
+    """Return messages as rewards see them."""
+    return tuple(ChatMessage(turn["role"], turn["content"]) for turn in turns)
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One choice, or a further part of it, before it has a client's form."""
+
+    index: int
+    text: str = ""
+    calls: list[dict[str, Any]] = []
+    tokens: list[tuple[int, str, float]] = []
+    """Id, text and logprob of each."""
+    is_first: bool = True
+    """Of a stream: nothing of this choice was told before."""
+    finish_reason: FinishReason | None = None
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request's answer is written."""
+
+    id: str
+    model: str
+    created: int
+    is_chat: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    prompt_ids: tuple[int, ...]
+
+    def answer(self, choices: Sequence[Choice], versions: str) -> dict[str, Any]:
+        """Return the whole answer.
+
+        Args:
+            choices: Each of them whole.
+            versions: Those that sampled it, for `system_fingerprint`.
+        """
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        written = [self._choice(choice, "message") for choice in choices]
+        head = self._head(kind) | {"system_fingerprint": versions, "choices": written}
+        return head | {"usage": self.usage(sum(len(choice.tokens) for choice in choices))}
+
+    def part(self, choice: Choice) -> dict[str, Any]:
+        """Return an event of a stream: a further part of a choice."""
+        return self._head(self._part_kind) | {"choices": [self._choice(choice, "delta")]}
+
+    def last_part(self, num_tokens: int, versions: str) -> dict[str, Any]:
+        """Return the event that has a stream's usage."""
+        return self._head(self._part_kind) | {"system_fingerprint": versions, "choices": [], "usage": self.usage(num_tokens)}
+
+    @property
+    def _part_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def usage(self, num_tokens: int) -> dict[str, int]:
+        """Return what was used."""
+        num_prompt = len(self.prompt_ids)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | ({"prompt_token_ids": self.prompt_ids} if self.has_token_ids else {})
+
+    def _choice(self, choice: Choice, field: Literal["message", "delta"]) -> dict[str, Any]:
+        reason = "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
+        written: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
+        if self.has_logprobs:
+            written["logprobs"] = _chat_logprobs(choice) if self.is_chat else _completion_logprobs(choice)
+        if self.has_token_ids:
+            written["token_ids"] = [token for token, _, _ in choice.tokens]
+        if not self.is_chat:
+            return written | {"text": choice.text}
+        message: dict[str, Any] = {"role": "assistant"} if choice.is_first else {}
+        message["content"] = choice.text or None if choice.calls else choice.text
+        if choice.calls:
+            is_part = field == "delta"
+            message["tool_calls"] = [{**call, "index": number} if is_part else call for number, call in enumerate(choice.calls)]
+        return written | {field: message}
+
+
+def _chat_logprobs(choice: Choice) -> dict[str, Any]:
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for _, text, logprob in choice.tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _completion_logprobs(choice: Choice) -> dict[str, Any]:
+    texts = [text for _, text, _ in choice.tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [logprob for _, _, logprob in choice.tokens],
+        "top_logprobs": None,
+        "text_offset": [],
+    }
+
+
+def error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

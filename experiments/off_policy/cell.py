@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from asyncrl.learner.step.microbatch import Division, Row, prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
+from asyncrl.sweep.results import code_now, machine_now
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 
@@ -61,6 +63,9 @@ class Outcome(msgspec.Struct, frozen=True):
     fault: str
     """Why it ended early; empty where it did not."""
     seconds: float
+    code: str
+    machine: str
+    date: str
 
 
 def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
@@ -175,7 +180,8 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
         past.append(_copy(train_state.model))
     accuracy.append(_accuracy(train_state.model, judged))
     await engine.close()
-    return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s)
+    made = code_now().commit, machine_now(), datetime.now(tz=UTC).date().isoformat()
+    return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s, *made)
 
 
 def _judged_row(prompts: Sequence[Prompt], tokenizer: Any) -> Row:

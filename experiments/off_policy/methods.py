@@ -31,7 +31,9 @@ METHODS: dict[str, dict[str, object]] = {
     "m2po clip": {"loss": "ppo_clip", "proximal": "behaviour", "corrections": [{"kind": "m2po_clip", "threshold": 0.04}]},
     "auto": {"kind": "auto"},
 }
-UNCORRECTED = ("no correction",)
-"""Expected to collapse at high lag; every other is expected not to."""
-SUBSET = ("no correction", "decoupled + tis token")
-"""What CI runs."""
+COMPARED = (
+    "no correction", "ppo against behaviour", "gspo", "cispo (here the same as aipo)", "importance sampling",
+    "decoupled + tis token", "decoupled + icepop", "m2po clip", "auto",
+)  # fmt: skip
+BASELINE = "auto"
+"""Every other is compared with it: does who leaves the choice to the program lose anything?"""

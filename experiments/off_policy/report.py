@@ -1,9 +1,8 @@
-"""From outcomes to RESULTS.md, heatmap.png and curves.png."""
+"""From outcomes to RESULTS.md and curves.png; no number is typed by hand."""
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,13 +10,15 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from cell import Outcome
-from methods import METHODS, UNCORRECTED
+from cell import EVALUATE_EVERY, Outcome
+from methods import BASELINE
+
+from asyncrl.sweep.statistics import Comparison, bootstrap_interval, compare
 
 COLLAPSE_SHARE = 0.5
 """A run collapsed where it ended under this share of the accuracy it began with, or on a loss that was not finite."""
-LEVEL = 5e-4
-"""Methods whose accuracies are not further apart than this stand level: at lag 0 most are one and the same computation."""
+SIGNIFICANT = 0.05
+HEAD = "| method | accuracy [95 %] | collapsed | against {baseline} | p | p, corrected | | mean KL, largest | smallest ESS |"
 
 
 def collapsed(outcome: Outcome) -> bool:
@@ -25,87 +26,66 @@ def collapsed(outcome: Outcome) -> bool:
     return bool(outcome.fault) or outcome.accuracy[-1] < COLLAPSE_SHARE * outcome.accuracy[0]
 
 
-def write_report(outcomes: list[Outcome], folder: Path, seconds: float) -> None:
-    """Write the table and the pictures."""
-    cells: dict[tuple[str, int], list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        cells[outcome.cell.method, outcome.cell.lag].append(outcome)
-    methods = [name for name in METHODS if any(method == name for method, _ in cells)]
-    lags = sorted({lag for _, lag in cells})
-    accuracy = np.array([[statistics.mean(run.accuracy[-1] for run in cells[name, lag]) for lag in lags] for name in methods])
-    rate = np.array([[statistics.mean(map(collapsed, cells[name, lag])) for lag in lags] for name in methods])
-    _draw(methods, lags, accuracy, rate, folder / "heatmap.png")
-    (folder / "RESULTS.md").write_text(_table(methods, lags, accuracy, rate, outcomes, seconds), encoding="utf-8")
-
-
-def _table(
-    methods: list[str], lags: list[int], accuracy: np.ndarray, rate: np.ndarray, outcomes: list[Outcome], seconds: float
-) -> str:
-    first = outcomes[0]
-    seeds = len({outcome.cell.seed for outcome in outcomes})
+def write_report(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Write the tables and the picture."""
+    lags = sorted({outcome.cell.lag for outcome in outcomes})
+    by_lag = {lag: _by_method([outcome for outcome in outcomes if outcome.cell.lag == lag]) for lag in lags}
+    seeds, first = len({outcome.cell.seed for outcome in outcomes}), outcomes[0]
+    codes, dates = sorted({outcome.code for outcome in outcomes}), sorted({outcome.date for outcome in outcomes})
     lines = [
         "# Off-policy: what a lag does to each method",
         "",
-        f"`python experiments/off_policy/run.py`: {len(outcomes)} runs of {first.cell.num_steps} steps, {seeds} seeds, "
-        f"{seconds / 60:.0f} min. Accuracy (the probability of the right answer) on 512 held-out sums after the last step, mean "
-        "over seeds; "
-        f"all begin at {statistics.mean(outcome.accuracy[0] for outcome in outcomes):.2f}. In brackets how many of the {seeds} "
-        f"collapsed (ended under {COLLAPSE_SHARE:.0%} of where they began, or on a loss that was not finite).",
+        f"{len(outcomes)} runs of {first.cell.num_steps} steps, {seeds} seeds; code {', '.join(codes)}; {first.machine}; "
+        f"{' and '.join(dates)}; `python experiments/off_policy/run.py`.",
         "",
-        "| method | " + " | ".join(f"lag {lag}" for lag in lags) + " |",
-        "|---|" + "---|" * len(lags),
+        "Accuracy: the probability of the right answer on 512 held-out sums after the last step; mean over seeds [95 % bootstrap "
+        f"interval]. All runs begin at {first.accuracy[0]:.2f}. Collapsed: ended under {COLLAPSE_SHARE:.0%} of that, or on a loss "
+        "not finite. Differences are paired by seed; p: exact, by permutation of signs; corrected: by Holm, over the methods of "
+        "one lag.",
+        "",
+        "![Curves](curves.png)",
+        "",
     ]
-    for row, name in enumerate(methods):
-        figures = []
-        for column in range(len(lags)):
-            fallen = round(rate[row, column] * seeds)
-            figures.append(f"{accuracy[row, column]:.2f}" + (f" ({fallen})" if fallen else ""))
-        lines.append(f"| {name}{' *' if name in UNCORRECTED else ''} | " + " | ".join(figures) + " |")
-    lines += ["", "\\* without any correction.", "", "![heat map](heatmap.png)", ""]
-    return "\n".join([*lines, *_auto_lines(methods, lags, accuracy)])
+    for lag, methods in by_lag.items():
+        compared = compare({name: {one.cell.seed: one.accuracy[-1] for one in runs} for name, runs in methods.items()}, BASELINE)
+        lines += [f"## Lag {lag}", "", HEAD.format(baseline=f"`{BASELINE}`"), "|---" * 9 + "|"]
+        lines += [_row(one, methods[one.arm]) for one in sorted(compared, key=lambda one: -one.mean)]
+        lines.append("")
+    (folder / "RESULTS.md").write_text("\n".join(lines), encoding="utf-8")
+    _draw(by_lag, folder / "curves.png")
 
 
-def _auto_lines(methods: list[str], lags: list[int], accuracy: np.ndarray) -> list[str]:
-    if "auto" not in methods or len(methods) == 1:
-        return []
-    lines = [
-        '## `kind = "auto"` against the best and the worst of the others',
-        "",
-        "| lag | auto | best | worst | auto / best | others ahead, level, behind |",
-        "|---|---|---|---|---|---|",
-    ]
-    auto = methods.index("auto")
-    for column, lag in enumerate(lags):
-        others = {name: accuracy[row, column] for row, name in enumerate(methods) if row != auto}
-        best, worst = max(others, key=others.__getitem__), min(others, key=others.__getitem__)
-        share = accuracy[auto, column] / others[best]
-        best_cell, worst_cell = f"{others[best]:.2f} ({best})", f"{others[worst]:.2f} ({worst})"
-        gaps = [value - accuracy[auto, column] for value in others.values()]
-        ahead, behind = sum(gap > LEVEL for gap in gaps), sum(gap < -LEVEL for gap in gaps)
-        places = f"{ahead}, {len(gaps) - ahead - behind}, {behind}"
-        lines.append(f"| {lag} | {accuracy[auto, column]:.2f} | {best_cell} | {worst_cell} | {share:.2f} | {places} |")
-    level_note = (
-        f"Level: within {LEVEL:g}. With no lag and one update a step every ratio is 1, so every method with the same aggregation "
-        "is the same computation, auto among them."
+def _by_method(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    names = dict.fromkeys(outcome.cell.method for outcome in outcomes)
+    return {name: [outcome for outcome in outcomes if outcome.cell.method == name] for name in names}
+
+
+def _row(one: Comparison, runs: Sequence[Outcome]) -> str:
+    low, high = one.interval
+    fallen = sum(map(collapsed, runs))
+    figures = f"{one.mean:.3f} [{low:.3f}, {high:.3f}] | {fallen or ''}"
+    far = f"{np.median([run.kl_max for run in runs]):.2g} | {np.median([run.ess_min for run in runs]):.2g}"
+    if not one.pairs:
+        return f"| {one.arm} | {figures} | | | | | {far} |"
+    verdict = ("higher" if one.difference > 0 else "lower") if one.family_p < SIGNIFICANT else "not told apart"
+    return f"| {one.arm} | {figures} | {one.difference:+.3f} | {one.p:.4f} | {one.family_p:.4f} | {verdict} | {far} |"
+
+
+def _draw(by_lag: dict[int, dict[str, list[Outcome]]], path: Path) -> None:
+    figure, axes = plt.subplots(
+        1, len(by_lag), figsize=(6.5 * len(by_lag), 4.6), sharey=True, layout="constrained", squeeze=False
     )
-    return [*lines, "", level_note, ""]
-
-
-def _draw(methods: list[str], lags: list[int], accuracy: np.ndarray, rate: np.ndarray, path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.42 * len(methods) + 1.6), sharey=True, layout="constrained")
-    for axis, values, title, colours in (
-        (left, accuracy, "final accuracy", "viridis"),
-        (right, rate, "share of seeds that collapsed", "Reds"),
-    ):
-        axis.imshow(values, aspect="auto", cmap=colours, vmin=0, vmax=1)
-        axis.set_title(title)
-        axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
-        axis.set_xlabel("lag (versions)")
-        axis.set_yticks(range(len(methods)), methods)
-        for row in range(len(methods)):
-            for column in range(len(lags)):
-                value = values[row, column]
-                dark = (value < 0.6) if axis is left else (value > 0.6)
-                axis.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if dark else "black", fontsize=8)
+    for axis, (lag, methods) in zip(axes[0], by_lag.items(), strict=True):
+        for number, (name, runs) in enumerate(methods.items()):
+            length = max(len(run.accuracy) for run in runs)
+            curves = np.array([[*run.accuracy, *[0.0] * (length - len(run.accuracy))] for run in runs])
+            steps = np.minimum(np.arange(length) * EVALUATE_EVERY, runs[0].cell.num_steps)
+            band = np.array([bootstrap_interval(column) for column in curves.T])
+            line = axis.plot(steps, curves.mean(axis=0), label=name, color=f"C{number}")[0]
+            axis.fill_between(steps, band[:, 0], band[:, 1], color=line.get_color(), alpha=0.12, linewidth=0)
+        axis.set_title(f"every sample is {lag} versions old")
+        axis.set_xlabel("step")
+    axes[0][0].set_ylabel("held-out accuracy")
+    axes[0][-1].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

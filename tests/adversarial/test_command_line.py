@@ -1,7 +1,5 @@
 """The command line under wrong input, damaged run folders, two starts at once, and an output that is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -3,8 +3,6 @@
 Each attack that was tried once is a test of its own. The property drives every role with every message, in several states.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import types

@@ -1,7 +1,5 @@
 """What goes wrong is on the screen, and a run that cannot succeed ends: the real command line, with short runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The channel contract, held by every implementation: in-process, ipc and tcp in plain text, tcp with CURVE."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What the ZeroMQ channels do when the network, the peer or a stranger misbehaves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

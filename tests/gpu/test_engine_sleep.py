@@ -1,7 +1,5 @@
 """Sleep on a device: its memory is free meanwhile, and what wakes is what fell asleep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM gives its device memory back and takes it again: nothing is sampled meanwhile, or from weights that are not there."""
 
-from __future__ import annotations
-
 import asyncio
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """The engine contract, over every engine; what needs a real model, over transformers and vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sleep and wake of engines: memory is really given back, nothing is lost, nothing is sampled from weights that are not there."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What only vLLM can get wrong: its processes, its workers' copies of the weights, its queues, its prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """vLLM over several ranks: two replicas (data parallel) of two ranks each (tensor parallel) do as a single one does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weight-medium contract, over every medium, with a second process at the other end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

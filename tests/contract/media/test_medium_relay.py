@@ -1,7 +1,5 @@
 """Generators that feed each other over `zeromq`: real processes, real sockets; relays that die, stand still or crawl."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 One cluster for all tests here. Nodes are killed outright (SIGKILL to the node's Ray processes), the controller by its actor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

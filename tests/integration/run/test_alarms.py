@@ -5,8 +5,6 @@ experiments/alarms, over runs that collapse. Every rule has its trouble and its 
 some are there alone: a disk or a memory that fills up, a slow generator, a hollow reward.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """Whole runs through the Python API: real processes, real sockets, a real model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

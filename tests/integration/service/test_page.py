@@ -1,7 +1,5 @@
 """The page in a real browser: its numbers are the files', it is alone, and hostile text does nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The daemon as it is used: a real process, real runs, real kills."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -16,6 +16,8 @@ from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
 from asyncrl.errors import ConnectionClosed
+from asyncrl.observe.alarms import STALL_S, STALL_STEPS
+from asyncrl.observe.steps import read_events
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
@@ -29,6 +31,15 @@ from tests.in_process import InProcessListener
 B = G = 2
 ETA = 1
 NUM_STEPS = 2
+
+
+class Clock(SystemClock):
+    """The machine's time, and so much more."""
+
+    ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
 
 
 class World:
@@ -50,9 +61,8 @@ class World:
         task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
         self.listener = InProcessListener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
-        self.controller = Controller(
-            config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock()
-        )  # fmt: skip
+        self.clock = Clock()
+        self.controller = Controller(config, folder, self.buffer, task, self.listener, self.launcher, membership, self.clock)
 
     async def join(self, kind: str, name: str) -> Connection:
         return await self.listener.connect(hello(kind, name))
@@ -156,6 +166,21 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         assert (world.controller.lifecycle.phase, counts.trained, counts.taken, counts.ready) == ("stopped", 2 * B, 0, 2 * B)
 
 
+async def test_a_step_that_stays_open_is_told_while_it_lasts_and_is_over_with_the_next(tmp_path):
+    async with _running(tmp_path, num_steps=9, buffer={"max_staleness": STALL_STEPS}) as world:
+        learner, reward, generator = await world.start()
+        await _generate(generator, reward, (STALL_STEPS + 1) * B)
+        await _train(learner, range(STALL_STEPS))
+        await until(lambda: world.controller.feeder.version == STALL_STEPS)
+        assert "stall.early" not in world.controller.reporter.alarms.standing
+        world.clock.ahead_s = 1.5 * STALL_S
+        await until(lambda: "stall.early" in world.controller.reporter.alarms.standing)
+        await _train(learner, range(STALL_STEPS, STALL_STEPS + 1))
+        await until(lambda: "stall.early" not in world.controller.reporter.alarms.standing)
+        told = [event.version for event in read_events(tmp_path) if event.subject == "stall.early"]
+        assert told == [STALL_STEPS, STALL_STEPS + 1]
+
+
 async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_was_given(tmp_path):
     async with _running(tmp_path, window=1) as world:
         _, reward, generator = await world.start()
@@ -201,6 +226,3 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await receive(again, JoinTerms)
         assert (membership.counts()["here"], membership.counts()["came"]) == (1, 2)
-
-
-# -- generators that come and go -------------------------------------------------------------------------------------------

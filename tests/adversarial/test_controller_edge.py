@@ -22,18 +22,9 @@ from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.steps import read_steps
+from asyncrl.schema import control
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
-from asyncrl.schema.control import (
-    CheckpointDone,
-    EngineReady,
-    EngineRoom,
-    Fault,
-    Heartbeat,
-    LearnerReady,
-    ModelsReady,
-    PhaseReached,
-)
 from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
@@ -84,25 +75,25 @@ def weights(version):
 # -- the attacks that were tried -----------------------------------------------------------------------------------------
 
 FROM_A_GUEST = [
-    ModelsReady(GUEST, ("m",), 1),
+    control.ModelsReady(GUEST, ("m",), 1),
     StepDone(10**6, 10**6 + 1, {}, 0.0, 1.0),
-    LearnerReady(10**6, "model"),
-    LearnerReady(0, "model"),
-    Fault("nobody", "it fell over", fatal=True),
-    Fault("learner", "it fell over", fatal=True),
-    Fault("generator-0", "it fell over", fatal=False),
+    control.LearnerReady(10**6, "model"),
+    control.LearnerReady(0, "model"),
+    control.Fault("nobody", "it fell over", fatal=True),
+    control.Fault("learner", "it fell over", fatal=True),
+    control.Fault("generator-0", "it fell over", fatal=False),
     weights(10**7),
-    CheckpointDone(10**6, "/", 0.1),
-    EngineRoom("generator-0", 0),
-    EngineReady("generator-0", 0, 0),
+    control.CheckpointDone(10**6, "/", 0.1),
+    control.EngineRoom("generator-0", 0),
+    control.EngineReady("generator-0", 0, 0),
     VersionLive(10**7, GUEST, 0.0, 0.0, 0.0),
     VersionLive(0, "generator-0", 0.0, 0.0, 0.0),
-    Heartbeat("learner", 0.0),
-    Heartbeat(GUEST, float("nan")),
-    Heartbeat(GUEST, 0.0, "\x1b[2Ja screen of its own"),
-    Heartbeat(GUEST, 0.0, "w" * 10**5),
-    Heartbeat(GUEST, 0.0, gauges={"n" * 10**5: 1.0}),
-    PhaseReached("learner", "train", 0),
+    control.Heartbeat("learner", 0.0),
+    control.Heartbeat(GUEST, float("nan")),
+    control.Heartbeat(GUEST, 0.0, "\x1b[2Ja screen of its own"),
+    control.Heartbeat(GUEST, 0.0, "w" * 10**5),
+    control.Heartbeat(GUEST, 0.0, gauges={"n" * 10**5: 1.0}),
+    control.PhaseReached("learner", "train", 0),
     score_of(0, 0),
     InferResult(0, 0, 0),
 ]
@@ -125,7 +116,7 @@ async def test_an_engine_with_no_slots_is_refused(tmp_path):
     async with running(tmp_path) as world:
         await world.launcher.started("generator-0")
         generator = await world.join("generator", "generator-0")
-        await generator.send(EngineReady("generator-0", 0, -1), Lane.CONTROL)
+        await generator.send(control.EngineReady("generator-0", 0, -1), Lane.CONTROL)
         await settled(world, 1)
         assert len(world.buffer.state.pool) == 0
 
@@ -203,9 +194,9 @@ async def test_a_learner_says_which_checkpoint_it_began_from_and_it_must_be_one_
     async with running(tmp_path) as world:
         await world.launcher.started("generator-0")
         learner = await world.join("learner", "learner")
-        await learner.send(LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
+        await learner.send(control.LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
         await settled(world, 1)
-        await learner.send(LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
+        await learner.send(control.LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
         await until(lambda: world.controller.feeder.version >= 0)
         assert RunApi(world.controller).status().resumed == ""  # it was not: nothing was issued before
 
@@ -263,7 +254,7 @@ async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(t
         await world.start()
         guest = await world.let_in()
         for _ in range(MOST_REFUSALS):
-            await guest.send(Heartbeat("learner", 0.0), Lane.CONTROL)
+            await guest.send(control.Heartbeat("learner", 0.0), Lane.CONTROL)
         await until(lambda: guest.closed_reason and not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if "is ended" in record.message]
         assert lines == [
@@ -322,7 +313,7 @@ async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_p
             (await world.launcher.started("learner", life)).exit(-9)
             await world.launcher.started("learner", life + 1)
             learner = await world.join("learner", "learner")
-            await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+            await learner.send(control.LearnerReady(0, "model"), Lane.CONTROL)
         path = tmp_path / "set_aside" / "step-0.msgpack"
         await until(path.exists)
         assert [group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] == [0, 1]

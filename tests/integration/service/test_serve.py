@@ -17,22 +17,14 @@ import pytest
 import asyncrl
 from asyncrl.control.launch.controller_process import find_controllers, is_live, read_endpoint
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines
-from tests.integration.conftest import (
-    NO_EVALUATION,
-    NO_MODEL,
-    NO_MODELS,
-    assert_every_step_once,
-    command_line,
-    recorded_pids,
-    tiny_settings,
-)
+from tests.integration import conftest as kit
 
 pytestmark = pytest.mark.timeout(300)
-SLOW = {**NO_MODEL, "token_latency_s": 0.1}
+SLOW = {**kit.NO_MODEL, "token_latency_s": 0.1}
 
 
 def settings(folder: Path, **more):
-    config = tiny_settings(folder, **NO_MODELS | NO_EVALUATION | more)
+    config = kit.tiny_settings(folder, **kit.NO_MODELS | kit.NO_EVALUATION | more)
     return {key: value for key, value in config.items() if key not in {"folder", "name"}}
 
 
@@ -118,7 +110,7 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
         async with server._http.get(f"{server._url}/v1/runs/one/seconds") as answer:
             told = [row["time_s"] for row in (await answer.json())["rows"]]
-    assert_every_step_once(folder, 40)
+    kit.assert_every_step_once(folder, 40)
     after = seconds_of(folder)
     assert after[: len(before)] == before != after
     assert told == after == sorted(set(after))
@@ -144,7 +136,7 @@ async def test_a_run_whose_daemon_and_controller_are_killed_ends_with_the_weight
             assert (ended.outcome, ended.version, ended.attempts) == ("done", 60, 3), ended.reason
     weights = [(runs / name / "checkpoints" / "step-000060" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
-    assert_every_step_once(runs / "killed", 60)
+    kit.assert_every_step_once(runs / "killed", 60)
 
 
 async def kill_both(daemon: Daemon, run: str) -> None:
@@ -178,7 +170,7 @@ async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_ne
                     await client.drain()
         ended = await until(server, "one", lambda record: record.state == "ended")
     assert (seen, ended.outcome) == (list(range(ended.version)), "stopped")
-    assert_every_step_once(folder, ended.version)
+    kit.assert_every_step_once(folder, ended.version)
 
 
 async def version_of(daemon) -> str:
@@ -213,7 +205,7 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
             assert answer.status == 200
         async for ended in server.ended(["first"]):
             assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-        assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
+        kit.assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
         forked = await server.fork("first", "child", set={"num_steps": 2})
         shutil.rmtree(daemon.folder / "runs" / "first" / "checkpoints")  # as a run does that goes on while its fork waits
         assert forked.parent.startswith("first/checkpoints/step-")
@@ -247,7 +239,7 @@ async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resu
             with pytest.raises(asyncrl.RunError, match="reward functions of its own"):
                 await client.score(reward)
             await client.stop()
-    assert_every_step_once(folder, 20)
+    kit.assert_every_step_once(folder, 20)
     assert len(judged) >= 20 * 16
 
 
@@ -310,17 +302,17 @@ async def test_killed_controllers_are_started_again_and_no_more_often_than_allow
             os.kill(pid, signal.SIGKILL)
         async for ended in server.ended(["one"]):
             assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-        assert_every_step_once(folder, 3)
+        kit.assert_every_step_once(folder, 3)
         await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="stopped")
         await until(server, "stopped", lambda record: record.version >= 1)
         folder = daemon.folder / "runs" / "stopped"
-        learner = psutil.Process(recorded_pids(folder)["learner"])
+        learner = psutil.Process(kit.recorded_pids(folder)["learner"])
         learner.suspend()
         os.kill(read_endpoint(folder).pid, signal.SIGKILL)
         async for ended in server.ended(["stopped"]):
             assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
         assert not learner.is_running()
-        assert_every_step_once(folder, 20)
+        kit.assert_every_step_once(folder, 20)
         await server.submit(settings(tmp_path, num_steps=3), name="two")
         async with asyncio.timeout(120):
             while (record := await server.show("two")).state != "ended":
@@ -353,7 +345,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
     async with await daemon.start() as server:
         async for ended in server.ended(["adopted"]):
             assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
-    assert_every_step_once(folder, 3)
+    kit.assert_every_step_once(folder, 3)
 
 
 async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_path):
@@ -364,7 +356,7 @@ async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_
             ("cannot listen", tmp_path / "b", "--port", port),
             ("--tls-cert", tmp_path / "b", "--host", "0.0.0.0"),
         ):
-            refused = await asyncio.to_thread(command_line, "serve", "--folder", *options)
+            refused = await asyncio.to_thread(kit.command_line, "serve", "--folder", *options)
             assert (refused.returncode, said in refused.stderr) == (2, True)
     with pytest.raises(asyncrl.LaunchError, match="no daemon answers"):
         async with asyncrl.Server("http://127.0.0.1:9", "x"):

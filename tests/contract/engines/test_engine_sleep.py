@@ -20,17 +20,6 @@ LARGE_BYTES = LARGE_VOCABULARY * 256 * 4
 """Of the large model's embeddings: past what an allocator keeps for itself."""
 
 
-class CountingModel(SlotModel):
-    """Counts the tokens whose keys and values were computed before their turn."""
-
-    num_prefilled = 0
-
-    def prefill(self, sequences):
-        sequences = list(sequences)
-        CountingModel.num_prefilled += sum(len(ids) - shared for _, ids, shared in sequences)
-        super().prefill(sequences)
-
-
 @pytest.fixture(params=["transformers", "fake"])
 async def engine(request: pytest.FixtureRequest, model_folder: Path):
     async with cases.fake_engine() if request.param == "fake" else cases.transformers_engine(model_folder) as made:
@@ -125,23 +114,6 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
         made[sleeps] = {request_id: list(news.logprobs) for request_id, news in emissions}
         assert {name: len(logprobs) for name, logprobs in made[sleeps].items()} == {"long": 200, "short": 40, "aborted": 70}
     assert made[True] == made[False]
-
-
-def test_keys_and_values_kept_are_not_computed_again(model_folder: Path) -> None:
-    decoder = SlotDecoder(CountingModel.load(model_folder, cases.config_of()), cases.SLOTS)
-    decoder.load_weights(0, cases.tensors_of(cases.make_model(0)), "keep")
-    decoder.submit(InFlight(long_request("a"), frozenset()))
-    for _ in range(5):
-        decoder.step()
-    prefilled = CountingModel.num_prefilled
-    decoder.sleep(2, "keep")
-    decoder.wake()
-    decoder.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep")
-    assert CountingModel.num_prefilled == prefilled
-    decoder.sleep(2, "recompute")
-    decoder.wake()
-    decoder.load_weights(2, cases.tensors_of(cases.make_model(1)), "keep")
-    assert CountingModel.num_prefilled == prefilled + len(cases.PROMPT) + 5 - 1
 
 
 async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:

@@ -114,10 +114,12 @@ async def page():
 
 @contextlib.asynccontextmanager
 async def viewed(page, *folders: Path):
+    """Look at runs where they lie; the page is at their list."""
     command = [sys.executable, "-m", "asyncrl", "view", *map(str, folders)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
-        yield (await process.stdout.readline()).decode().strip()
+        await page.goto((await process.stdout.readline()).decode().strip())
+        yield
     finally:
         await page.goto("about:blank")
         process.terminate()
@@ -264,8 +266,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
     copied = shutil.copytree(recorded, tmp_path / "copied")
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
     steps, evals = files.read_steps(recorded), files.read_evals(recorded)
-    async with viewed(page, recorded, copied) as url:
-        await page.goto(url)
+    async with viewed(page, recorded, copied):
         listed = await rows_of_table(page, "2 of 2 runs, newest first")
         assert [row[1:7] for row in listed] == [
             [name, "done", "6", "6", repr(evals[0].accuracy), repr(evals[-1].accuracy)] for name in ("copied", "tiny")
@@ -374,8 +375,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
 async def test_the_timeline_tells_what_the_spans_tell_and_moves_by_keyboard(page, real):
     spans = list(read_spans(real))
     first, last = spans[0].start_s, max(span.end_s for span in spans)
-    async with viewed(page, real) as url:
-        await page.goto(url)
+    async with viewed(page, real):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="timeline").click()
         told = {}
@@ -416,8 +416,7 @@ async def test_a_million_spans_do_not_hold_the_timeline(page, recorded):
         for i in range(10):
             file.write(b'{"name":"swap","start_s":%d,"end_s":%d,"process":"generator-0","attributes":{"version":%d}}\n'
                        % (1000 + 1000 * i, 1001 + 1000 * i, i))  # fmt: skip
-    async with viewed(page, recorded) as url:
-        await page.goto(url)
+    async with viewed(page, recorded):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="timeline").click()
         found = {(row[0], row[1]): row[3:] for row in await rows_of_table(page, "What is in the window")}
@@ -454,8 +453,7 @@ async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real
     kept = {(row.group_id, row.index): row for row in sampled.read_samples(real) if row.step == 4}
     tokens = sampled.read_tokens(real, 4)
     assert tokens.keys() >= kept.keys()
-    async with viewed(page, real) as url:
-        await page.goto(url)
+    async with viewed(page, real):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="samples").click()
         await page.get_by_label("Step (").fill("4")
@@ -514,8 +512,7 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
             written.write(sampled.TokenRow(row.step, row.group_id, row.index, 1.0, first, ids, ids, *floats, b"\3" * size, texts))
     written.close()
     (folder / "logs" / "learner.log").write_text(HOSTILE)
-    async with viewed(page, folder) as url:
-        await page.goto(url)
+    async with viewed(page, folder):
         await page.get_by_role("link", name="long").click()
         await page.get_by_text(f"Every value of step {NUM_STEPS - 1}").wait_for()
         took_ms = await page.evaluate("() => performance.now()")
@@ -555,8 +552,7 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
 
 async def test_the_keyboard_and_a_screen_reader_reach_everything(page, recorded, tmp_path):
     devtools = await page.context.new_cdp_session(page)
-    async with viewed(page, recorded, shutil.copytree(recorded, tmp_path / "copied")) as url:
-        await page.goto(url)
+    async with viewed(page, recorded, shutil.copytree(recorded, tmp_path / "copied")):
         await page.get_by_role("link", name="tiny").wait_for()
         for path, heading in HEADINGS.items():
             await go(page, path)

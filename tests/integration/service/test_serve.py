@@ -74,6 +74,13 @@ async def until(server, run, reached, within_s=120):
     return record
 
 
+async def ended_as(server, run, outcome, attempts, version=None):
+    """Wait for the end of a run, and see that it is this one."""
+    async for ended in server.ended([run]):
+        told = (ended.outcome, ended.attempts, ended.version)
+        assert told == (outcome, attempts, ended.version if version is None else version), ended.reason
+
+
 def seconds_of(folder):
     return [second.time_s for second in read_lines(folder / SECONDS_FILE, SecondReport)]
 
@@ -106,8 +113,7 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
         async with server.connect("one") as client:
             events = [event async for event in client.events()]  # until it ends
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
+        await ended_as(server, "one", "done", 2, version=40)
         async with server._http.get(f"{server._url}/v1/runs/one/seconds") as answer:
             told = [row["time_s"] for row in (await answer.json())["rows"]]
     kit.assert_every_step_once(folder, 40)
@@ -132,8 +138,7 @@ async def test_a_run_whose_daemon_and_controller_are_killed_ends_with_the_weight
         await until(server, "killed", lambda record: record.version >= 30)
         await kill_both(daemon, "killed")
     async with await daemon.start() as server:
-        async for ended in server.ended(["killed"]):
-            assert (ended.outcome, ended.version, ended.attempts) == ("done", 60, 3), ended.reason
+        await ended_as(server, "killed", "done", 3, version=60)
     weights = [(runs / name / "checkpoints" / "step-000060" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
     kit.assert_every_step_once(runs / "killed", 60)
@@ -203,8 +208,7 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
         goal = {"num_steps": status.version + 2}
         async with server._http.post(f"{server._url}/v1/runs/first/resume", json=goal) as answer:
             assert answer.status == 200
-        async for ended in server.ended(["first"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await ended_as(server, "first", "done", 2)
         kit.assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
         forked = await server.fork("first", "child", set={"num_steps": 2})
         shutil.rmtree(daemon.folder / "runs" / "first" / "checkpoints")  # as a run does that goes on while its fork waits
@@ -231,8 +235,7 @@ async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resu
             group.create_task(client.score(reward))
             await until(server, "one", lambda record: record.version >= 2)
             os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-            async for ended in server.ended(["one"]):
-                assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+            await ended_as(server, "one", "done", 2)
         await server.submit(settings(tmp_path, num_steps=1000), name="own")
         await until(server, "own", lambda record: record.version >= 1)
         async with server.connect("own") as client:
@@ -300,8 +303,7 @@ async def test_killed_controllers_are_started_again_and_no_more_often_than_allow
         folder, killed = daemon.folder / "runs" / "one", 0
         for pid in await controllers_of(folder):
             os.kill(pid, signal.SIGKILL)
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await ended_as(server, "one", "done", 2)
         kit.assert_every_step_once(folder, 3)
         await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="stopped")
         await until(server, "stopped", lambda record: record.version >= 1)
@@ -309,8 +311,7 @@ async def test_killed_controllers_are_started_again_and_no_more_often_than_allow
         learner = psutil.Process(kit.recorded_pids(folder)["learner"])
         learner.suspend()
         os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-        async for ended in server.ended(["stopped"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await ended_as(server, "stopped", "done", 2)
         assert not learner.is_running()
         kit.assert_every_step_once(folder, 20)
         await server.submit(settings(tmp_path, num_steps=3), name="two")
@@ -334,8 +335,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
             assert (await server.show(order)).state == "starting"
             async with server._http.post(f"{server._url}/v1/runs/{order}/{order}") as answer:
                 assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
-            async for ended in server.ended([order]):
-                assert (ended.outcome, ended.attempts) == ("stopped", 1)
+            await ended_as(server, order, "stopped", 1)
             assert not find_controllers(daemon.folder / "runs" / order)
         await server.submit(settings(tmp_path, num_steps=3), name="adopted")
         folder = daemon.folder / "runs" / "adopted"
@@ -343,8 +343,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
         await daemon.kill()
     assert read_endpoint(folder) is None
     async with await daemon.start() as server:
-        async for ended in server.ended(["adopted"]):
-            assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
+        await ended_as(server, "adopted", "done", 1)
     kit.assert_every_step_once(folder, 3)
 
 

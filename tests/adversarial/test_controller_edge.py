@@ -7,7 +7,6 @@ import asyncio
 import tempfile
 import types
 import typing
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,54 +17,25 @@ from hypothesis import strategies as st
 from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.dispatcher import MOST_GUEST_FAILURES
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
-from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema import control
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, receive, score_of, until
-from tests.unit.control.test_controller import World
+from tests.unit.control.test_controller import generate, running
 
 GUEST = "joined-b-7-0"
-
-
-@asynccontextmanager
-async def running(folder, **settings):
-    """Yield a world whose controller runs; fail where a loop of it has raised."""
-    world = World(folder, **settings)
-    run = asyncio.get_running_loop().create_task(world.controller.run(Ownership()))
-    try:
-        yield world
-        assert not run.done() or run.exception() is None, run.exception()
-        world.buffer.state.check_invariants()
-        world.buffer.ledger.sync()
-    finally:
-        run.cancel()
-        await asyncio.wait([run])
-        world.controller.reporter.newest = None
-        await world.controller.reporter.close(folder)
-        world.buffer.close()
 
 
 async def settled(world, refused):
     """Wait until so many messages were refused."""
     await until(lambda: world.controller.edge.refused.total() >= refused)
-
-
-async def generate_and_score(generator, reward, num_groups):
-    """Answer so many groups as their generator and their reward worker do."""
-    for _ in range(num_groups):
-        work = await receive(generator, GroupWork, Lane.DATA)
-        for index in work.indices:
-            await generator.send(answer_to(work, index))
-            request = await receive(reward, ScoreRequest, Lane.DATA)
-            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
 
 
 def weights(version):
@@ -205,7 +175,7 @@ async def test_a_step_is_done_after_the_one_before_it(tmp_path):
     """One that was passed over would stay taken for ever."""
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 4)
+        await generate(generator, reward, 4)
         assert [(await receive(learner, StepBatch, Lane.DATA)).step for _ in range(2)] == [0, 1]
         await learner.send(StepDone(1, 2, {}, 0.0, 1.0), Lane.CONTROL)
         await settled(world, 1)
@@ -240,7 +210,7 @@ async def test_failures_without_words_end_nothing(tmp_path):
 async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_can_be_read(tmp_path, name):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 2)
+        await generate(generator, reward, 2)
         batch = await receive(learner, StepBatch, Lane.DATA)
         await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
         async with asyncio.timeout(30):
@@ -307,7 +277,7 @@ async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tm
 async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 3)
+        await generate(generator, reward, 3)
         for life in (1, 2):
             await receive(learner, StepBatch, Lane.DATA)
             (await world.launcher.started("learner", life)).exit(-9)

@@ -407,9 +407,7 @@ async def test_an_engine_given_the_adapters_alone_agrees_with_the_learner(tmp_pa
     assert completions[0].token_ids != completions[1].token_ids, "the adapters are in force"
 
 
-async def test_with_float32_heads_a_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(
-    tmp_path: Path,
-) -> None:
+async def test_with_float32_heads_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(tmp_path) -> None:
     torch.manual_seed(0)
     folder, token_ids = learner_folder(tmp_path, torch.bfloat16), torch.randint(0, VOCABULARY, (200,)).tolist()
     errors = {}

@@ -100,9 +100,7 @@ async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEn
         assert (await cases.collect(stream, first)).token_ids == whole.token_ids
 
 
-async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(
-    engine: VLLMEngine, tmp_path: Path
-) -> None:
+async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(engine, tmp_path: Path) -> None:
     """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
     pid = cores_of(engine)[-1].pid
     with pytest.raises(BroadcastError, match="the sender is gone"):

@@ -181,9 +181,7 @@ def states(status: RunStatus) -> dict[str, str]:
     return {process.name: process.state for process in status.processes}
 
 
-async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controller_is_lost_is_resumed(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controller_is_lost_is_resumed(nodes, tmp_path) -> None:
     """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins; none leaves."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000)
     settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1,

@@ -177,17 +177,14 @@ async def test_versions_never_decrease_when_weights_change_in_flight(engine: Eng
     assert completions[-1].versions == [3] * LONG
 
 
-@pytest.mark.parametrize(
-    ("request_", "expected"),
-    [
-        (make_request("a", prompt=()), "no prompt tokens"),
-        (make_request("a", prompt=(5, VOCABULARY)), "token id 64 is outside the vocabulary: allowed are 0 to 63"),
-        (make_request("a", prompt=(-1,)), "token id -1 is outside the vocabulary"),
-        (make_request("a", prompt=(5,) * 200, max_new_tokens=57), r"200 tokens plus max_new_tokens 57 is 257, over .*\(256\)"),
-        (make_request("a", max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
-        (make_request("running"), "running already"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "expected"), [
+    (make_request("a", prompt=()), "no prompt tokens"),
+    (make_request("a", prompt=(5, VOCABULARY)), "token id 64 is outside the vocabulary: allowed are 0 to 63"),
+    (make_request("a", prompt=(-1,)), "token id -1 is outside the vocabulary"),
+    (make_request("a", prompt=(5,) * 200, max_new_tokens=57), r"200 tokens plus max_new_tokens 57 is 257, over .*\(256\)"),
+    (make_request("a", max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    (make_request("running"), "running already"),
+])  # fmt: skip
 async def test_bad_request_is_refused_with_the_numbers(engine: Engine, request_: EngineRequest, expected: str) -> None:
     stream = engine.submit(make_request("running"))
     with pytest.raises(GenerationError, match=expected):

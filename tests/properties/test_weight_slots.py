@@ -16,7 +16,9 @@ from asyncrl.weights.publisher import Slots
         st.tuples(st.sampled_from(["publish", "break off", "commit", "fail"]), st.sets(st.integers(0, 3)), st.integers(1, 3))
     ),
 )
-def test_every_version_is_committed_superseded_or_failed_and_the_newest_is_never_superseded(keeps_slots, num_slots, moves):
+def test_every_published_version_is_committed_superseded_or_failed_and_the_newest_is_never_superseded(
+    keeps_slots, num_slots, moves
+):
     slots = Slots(num_slots, keeps_slots)
     published, committed, failed, committing = [], [], [], []
 

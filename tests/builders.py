@@ -1,7 +1,5 @@
 """Samples, and what a process says and hears, that many tests begin with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What a test asks about the file descriptors of its own process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

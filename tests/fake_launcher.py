@@ -1,7 +1,5 @@
 """A launcher without processes: whoever holds it decides when each one exits."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -3,8 +3,6 @@
 Messages still go through the codec, so what would not travel between processes does not travel here either.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 

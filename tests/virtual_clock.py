@@ -1,7 +1,5 @@
 """The second implementation of `Clock`."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import itertools

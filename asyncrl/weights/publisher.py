@@ -5,7 +5,8 @@ version fetchable (whole, as a delta, or both: delta_chain.py) and calls `on_ava
 
 Invariants:
 - `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
-- A version that newer ones overtake before its commit begins is superseded: it is not announced, and the newest always is.
+- A version that newer ones overtake before its commit begins is superseded: it is not announced, and the newest always is, but
+  for one whose snapshot broke off: `publish` raised that, and the version before may be superseded by it.
 - Announcements are made in the order of versions, on the publisher's thread.
 - A commit that failed is raised by the next `publish`, `flush` or `close`: no version goes missing silently.
 """

@@ -3,13 +3,10 @@
 Each attack that was tried once is a test of its own. The property drives every role with every message, in several states.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import types
 import typing
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,63 +17,25 @@ from hypothesis import strategies as st
 from asyncrl.control.api import ExternalWeights, RunApi
 from asyncrl.control.dispatcher import MOST_GUEST_FAILURES
 from asyncrl.control.edge import MAY_SEND, MOST_REFUSALS
-from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.steps import read_steps
+from asyncrl.schema import control
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
-from asyncrl.schema.control import (
-    CheckpointDone,
-    EngineReady,
-    EngineRoom,
-    Fault,
-    Heartbeat,
-    LearnerReady,
-    ModelsReady,
-    PhaseReached,
-)
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ScoreRequest, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, receive, score_of, until
-from tests.unit.control.test_controller import World
+from tests.unit.control.test_controller import generate, running
 
 GUEST = "joined-b-7-0"
-
-
-@asynccontextmanager
-async def running(folder, **settings):
-    """Yield a world whose controller runs; fail where a loop of it has raised."""
-    world = World(folder, **settings)
-    run = asyncio.get_running_loop().create_task(world.controller.run(Ownership()))
-    try:
-        yield world
-        assert not run.done() or run.exception() is None, run.exception()
-        world.buffer.state.check_invariants()
-        world.buffer.ledger.sync()
-    finally:
-        run.cancel()
-        await asyncio.wait([run])
-        world.controller.reporter.newest = None
-        await world.controller.reporter.close(folder)
-        world.buffer.close()
 
 
 async def settled(world, refused):
     """Wait until so many messages were refused."""
     await until(lambda: world.controller.edge.refused.total() >= refused)
-
-
-async def generate_and_score(generator, reward, num_groups):
-    """Answer so many groups as their generator and their reward worker do."""
-    for _ in range(num_groups):
-        work = await receive(generator, GroupWork, Lane.DATA)
-        for index in work.indices:
-            await generator.send(answer_to(work, index))
-            request = await receive(reward, ScoreRequest, Lane.DATA)
-            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
 
 
 def weights(version):
@@ -86,25 +45,25 @@ def weights(version):
 # -- the attacks that were tried -----------------------------------------------------------------------------------------
 
 FROM_A_GUEST = [
-    ModelsReady(GUEST, ("m",), 1),
+    control.ModelsReady(GUEST, ("m",), 1),
     StepDone(10**6, 10**6 + 1, {}, 0.0, 1.0),
-    LearnerReady(10**6, "model"),
-    LearnerReady(0, "model"),
-    Fault("nobody", "it fell over", fatal=True),
-    Fault("learner", "it fell over", fatal=True),
-    Fault("generator-0", "it fell over", fatal=False),
+    control.LearnerReady(10**6, "model"),
+    control.LearnerReady(0, "model"),
+    control.Fault("nobody", "it fell over", fatal=True),
+    control.Fault("learner", "it fell over", fatal=True),
+    control.Fault("generator-0", "it fell over", fatal=False),
     weights(10**7),
-    CheckpointDone(10**6, "/", 0.1),
-    EngineRoom("generator-0", 0),
-    EngineReady("generator-0", 0, 0),
+    control.CheckpointDone(10**6, "/", 0.1),
+    control.EngineRoom("generator-0", 0),
+    control.EngineReady("generator-0", 0, 0),
     VersionLive(10**7, GUEST, 0.0, 0.0, 0.0),
     VersionLive(0, "generator-0", 0.0, 0.0, 0.0),
-    Heartbeat("learner", 0.0),
-    Heartbeat(GUEST, float("nan")),
-    Heartbeat(GUEST, 0.0, "\x1b[2Ja screen of its own"),
-    Heartbeat(GUEST, 0.0, "w" * 10**5),
-    Heartbeat(GUEST, 0.0, gauges={"n" * 10**5: 1.0}),
-    PhaseReached("learner", "train", 0),
+    control.Heartbeat("learner", 0.0),
+    control.Heartbeat(GUEST, float("nan")),
+    control.Heartbeat(GUEST, 0.0, "\x1b[2Ja screen of its own"),
+    control.Heartbeat(GUEST, 0.0, "w" * 10**5),
+    control.Heartbeat(GUEST, 0.0, gauges={"n" * 10**5: 1.0}),
+    control.PhaseReached("learner", "train", 0),
     score_of(0, 0),
     InferResult(0, 0, 0),
 ]
@@ -127,7 +86,7 @@ async def test_an_engine_with_no_slots_is_refused(tmp_path):
     async with running(tmp_path) as world:
         await world.launcher.started("generator-0")
         generator = await world.join("generator", "generator-0")
-        await generator.send(EngineReady("generator-0", 0, -1), Lane.CONTROL)
+        await generator.send(control.EngineReady("generator-0", 0, -1), Lane.CONTROL)
         await settled(world, 1)
         assert len(world.buffer.state.pool) == 0
 
@@ -205,9 +164,9 @@ async def test_a_learner_says_which_checkpoint_it_began_from_and_it_must_be_one_
     async with running(tmp_path) as world:
         await world.launcher.started("generator-0")
         learner = await world.join("learner", "learner")
-        await learner.send(LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
+        await learner.send(control.LearnerReady(0, "model", {}, "/elsewhere/step-000000"), Lane.CONTROL)
         await settled(world, 1)
-        await learner.send(LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
+        await learner.send(control.LearnerReady(0, "model", {}, str(tmp_path / "checkpoints" / "step-000000")), Lane.CONTROL)
         await until(lambda: world.controller.feeder.version >= 0)
         assert RunApi(world.controller).status().resumed == ""  # it was not: nothing was issued before
 
@@ -216,7 +175,7 @@ async def test_a_step_is_done_after_the_one_before_it(tmp_path):
     """One that was passed over would stay taken for ever."""
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 4)
+        await generate(generator, reward, 4)
         assert [(await receive(learner, StepBatch, Lane.DATA)).step for _ in range(2)] == [0, 1]
         await learner.send(StepDone(1, 2, {}, 0.0, 1.0), Lane.CONTROL)
         await settled(world, 1)
@@ -251,7 +210,7 @@ async def test_failures_without_words_end_nothing(tmp_path):
 async def test_figures_of_a_step_that_are_not_finite_are_left_out_and_its_line_can_be_read(tmp_path, name):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 2)
+        await generate(generator, reward, 2)
         batch = await receive(learner, StepBatch, Lane.DATA)
         await learner.send(StepDone(batch.step, batch.step + 1, {name: float("nan")}, 0.0, 1.0), Lane.CONTROL)
         async with asyncio.timeout(30):
@@ -265,7 +224,7 @@ async def test_the_third_refusal_in_a_minute_ends_the_connection_with_one_line(t
         await world.start()
         guest = await world.let_in()
         for _ in range(MOST_REFUSALS):
-            await guest.send(Heartbeat("learner", 0.0), Lane.CONTROL)
+            await guest.send(control.Heartbeat("learner", 0.0), Lane.CONTROL)
         await until(lambda: guest.closed_reason and not world.controller.membership.joined)
         lines = [record.message for record in caplog.records if "is ended" in record.message]
         assert lines == [
@@ -318,13 +277,13 @@ async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tm
 async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(tmp_path, caplog):
     async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await generate_and_score(generator, reward, 3)
+        await generate(generator, reward, 3)
         for life in (1, 2):
             await receive(learner, StepBatch, Lane.DATA)
             (await world.launcher.started("learner", life)).exit(-9)
             await world.launcher.started("learner", life + 1)
             learner = await world.join("learner", "learner")
-            await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+            await learner.send(control.LearnerReady(0, "model"), Lane.CONTROL)
         path = tmp_path / "set_aside" / "step-0.msgpack"
         await until(path.exists)
         assert [group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] == [0, 1]

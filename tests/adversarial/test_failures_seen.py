@@ -1,7 +1,5 @@
 """What goes wrong is on the screen, and a run that cannot succeed ends: the real command line, with short runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,19 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.load import parse_config
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.tasks.registry import build_task
-from tests.integration.conftest import (
-    NO_EVALUATION,
-    NO_MODELS,
-    command_line,
-    no_process_left,  # noqa: F401 - a fixture
-    python_reward,
-    tiny_settings,
-    written,
-)
+from tests.integration import conftest as kit
+from tests.integration.conftest import no_process_left  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.timeout(180)
 
-SHORT = NO_EVALUATION | NO_MODELS
+SHORT = kit.NO_EVALUATION | kit.NO_MODELS
 
 
 def asyncrl(*arguments: object, file_bytes: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -40,7 +31,7 @@ def asyncrl(*arguments: object, file_bytes: int = 0, **options: Any) -> subproce
 
     # Python would leave compiled modules that end at the limit.
     environment = os.environ | options.pop("env", {}) | ({"PYTHONDONTWRITEBYTECODE": "1"} if file_bytes else {})
-    return command_line(*arguments, preexec_fn=limit, env=environment, **options)
+    return kit.command_line(*arguments, preexec_fn=limit, env=environment, **options)
 
 
 def shadow(folder: Path) -> None:
@@ -54,7 +45,7 @@ def test_under_a_limit_on_file_sizes_and_in_a_read_only_folder_the_last_words_ar
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be mounted here")
     folder, trains = disk / "tiny", SHORT | {"learner__fake_step_s": None}
-    with_model = written(parse_config(tiny_settings(disk, name="again", num_steps=2, **trains)), tmp_path / "model.toml")
+    with_model = kit.written(parse_config(kit.tiny_settings(disk, name="again", num_steps=2, **trains)), tmp_path / "model.toml")
     try:
         finished = run(disk, "def score(prompt, text):\n    return 1.0\n", num_steps=2)
         limited = [asyncrl("report", folder, file_bytes=1000), asyncrl("run", with_model, "--plain", file_bytes=200_000)]
@@ -87,7 +78,7 @@ def test_tests_that_code_exec_cannot_judge_are_told_by_a_dry_run(tmp_path):
     )
     settings = {"task": {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}, "model__warm_start": None}
     settings |= {"reward": {"functions": [{"kind": "code_exec"}]}} | SHORT
-    told = asyncrl("run", written(parse_config(tiny_settings(tmp_path, **settings)), tmp_path / "c.toml"), "--dry-run")
+    told = asyncrl("run", kit.written(parse_config(kit.tiny_settings(tmp_path, **settings)), tmp_path / "c.toml"), "--dry-run")
     assert told.returncode == 2, told.stdout + told.stderr
     assert "code_exec cannot judge 1 prompts" in told.stderr
     assert "test 0, line 2: defines class A" in told.stderr
@@ -95,8 +86,8 @@ def test_tests_that_code_exec_cannot_judge_are_told_by_a_dry_run(tmp_path):
 
 def run(folder: Path, reward: str, **overrides) -> subprocess.CompletedProcess[str]:
     """`asyncrl run --plain` with this reward function."""
-    settings = SHORT | {"num_steps": 10_000, "reward__functions": python_reward(folder, reward)} | overrides
-    config = written(parse_config(tiny_settings(folder, **settings)), folder / "c.toml")
+    settings = SHORT | {"num_steps": 10_000, "reward__functions": kit.python_reward(folder, reward)} | overrides
+    config = kit.written(parse_config(kit.tiny_settings(folder, **settings)), folder / "c.toml")
     shadow(folder)
     return asyncrl("run", config, "--plain", cwd=folder)
 
@@ -152,7 +143,7 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
 
 @pytest.mark.parametrize("fault", ["no such device", "damaged weights", "a missing package"])
 def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
-    settings, missing = tiny_settings(tmp_path, num_steps=1, **SHORT | {"learner__fake_step_s": None}), tmp_path / "missing"
+    settings, missing = kit.tiny_settings(tmp_path, num_steps=1, **SHORT | {"learner__fake_step_s": None}), tmp_path / "missing"
     if fault == "no such device":
         settings["learner"]["device"], said = "cuda:55", "cuda|CUDA"
     elif fault == "damaged weights":
@@ -167,7 +158,7 @@ def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
         missing.mkdir()
         (missing / "bitsandbytes.py").write_text("raise ModuleNotFoundError(\"No module named 'bitsandbytes'\", name=__name__)\n")
     paths = os.pathsep.join(filter(None, (str(missing), os.environ.get("PYTHONPATH"))))
-    ended = asyncrl("run", written(parse_config(settings), tmp_path / "c.toml"), "--plain", env={"PYTHONPATH": paths})
+    ended = asyncrl("run", kit.written(parse_config(settings), tmp_path / "c.toml"), "--plain", env={"PYTHONPATH": paths})
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(said, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,7 +1,5 @@
 """The run's HTTP interface against requests that are wrong: each is answered, none reaches the run, memory stays bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

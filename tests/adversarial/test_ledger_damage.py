@@ -1,7 +1,5 @@
 """A damaged ledger: whatever is changed on the disk is a LedgerError with table and row, is harmless, or is never trained."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sqlite3

@@ -1,7 +1,5 @@
 """Peers that hold the key of a guest: what they can do to a run's sockets, and what becomes of a run whose guests do nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

@@ -147,14 +147,11 @@ BOMBS_OF_FAMILIES = [
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"),
-        *("rubiks_cube", "rush_hour", "propositional_logic", "jugs", "graph_color", "boxnet", "dice", "tower_of_hanoi"),
-        *("word_ladder", "cryptarithm", "quantum_lock", "prime_factorization"),
-    ],
-)
+@pytest.mark.parametrize("family", [
+    *("simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown", "fraction_simplification"),
+    *("rubiks_cube", "rush_hour", "propositional_logic", "jugs", "graph_color", "boxnet", "dice", "tower_of_hanoi"),
+    *("word_ladder", "cryptarithm", "quantum_lock", "prime_factorization"),
+])  # fmt: skip
 def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=3)[0], default=str))
@@ -200,17 +197,14 @@ def test_expressions_are_equal_where_their_values_are(answer, reference, is_righ
     assert scorer("math")(answer, reference) == is_right
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        ("<answer>(.*?)</answer>", "<answer>" * 50_000),
-        ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
-        ("(a+)+b", "a" * 50_000),
-        ("(?:(?:x*)*)*y()", "x" * 50_000),
-        (r"answer\s*:?\s*(.*?)\s*$", "answer" + " " * 50_000 + "x"),
-        (r"```\s*(.*?)\s*```", "```" + " " * 20_000),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "text"), [
+    ("<answer>(.*?)</answer>", "<answer>" * 50_000),
+    ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
+    ("(a+)+b", "a" * 50_000),
+    ("(?:(?:x*)*)*y()", "x" * 50_000),
+    (r"answer\s*:?\s*(.*?)\s*$", "answer" + " " * 50_000 + "x"),
+    (r"```\s*(.*?)\s*```", "```" + " " * 20_000),
+])  # fmt: skip
 def test_patterns_run_in_linear_time(pattern, text):
     score, check = scorer("exact", extract=f"({pattern})"), build_reward(FormatCheckReward(pattern=pattern))
     started_s = time.process_time()

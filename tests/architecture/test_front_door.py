@@ -1,7 +1,5 @@
 """The front door and every process start light, and every command says what it does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tree is what docs/architecture.md draws, no folder is too wide, and no module imports itself by way of others."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """The scripts and experiments beside the package: shell parses, imports are there, and what one packs the other unpacks."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """scripts/check_vllm_api.py: what the adapter uses is all on its list, is in the vLLM here, and is missed where it is not."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import shutil

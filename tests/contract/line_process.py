@@ -3,8 +3,6 @@
 Here is the test's side (`LineProcess`, `LineProcesses`) and the two words that the other side needs (`say`, `orders`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """A TCP proxy that tests put in front of a process: it passes bytes on, and breaks, stops or goes slowly when it is told to."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The channel contract, held by every implementation: in-process, ipc and tcp in plain text, tcp with CURVE."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -153,10 +151,11 @@ async def test_a_full_data_lane_does_not_hold_up_control(channel):
     assert far.try_send(failure(99)) is False
 
 
-async def test_what_was_sent_before_a_close_is_received_and_then_the_connection_is_closed(channel):
+async def test_what_was_sent_before_a_close_is_received_and_then_the_connection_is_closed_and_closing_repeats(channel):
     far, near = await open_pair(channel)
     for number in range(3):
         await far.send(failure(number))
+    await far.close()
     await far.close()
     assert [(await take(near)).group_id for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ConnectionClosed, match="generator-0"):
@@ -167,6 +166,10 @@ async def test_what_was_sent_before_a_close_is_received_and_then_the_connection_
         await far.receive()
     with pytest.raises(ConnectionClosed):
         far.try_send(failure(1))
+    for end in (near, channel.listener, channel.listener):
+        await end.close()
+    with pytest.raises(ConnectionClosed):
+        await channel.listener.accept()
 
 
 async def test_close_wakes_whoever_waits_on_either_side(channel):
@@ -188,17 +191,6 @@ async def test_close_wakes_whoever_waits_on_either_side(channel):
         await near.close()
     assert len(results) == len(waiting)
     assert not await far.flush(0.1)
-
-
-async def test_close_is_safe_to_repeat(channel):
-    far, near = await open_pair(channel)
-    await far.close()
-    await far.close()
-    await near.close()
-    await channel.listener.close()
-    await channel.listener.close()
-    with pytest.raises(ConnectionClosed):
-        await channel.listener.accept()
 
 
 async def test_a_new_incarnation_closes_the_connection_of_the_old(channel):

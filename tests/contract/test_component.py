@@ -1,7 +1,5 @@
 """What every kind of component keeps (asyncrl/residency/component.py), over each kind there is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -15,17 +15,7 @@ from asyncrl.algorithms.kl import interpolated_proximal, kl_penalty
 from asyncrl.algorithms.loss_terms import aggregate, count_denominators
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
-from asyncrl.config.algorithm import (
-    KLConfig,
-    MaskedGeometric,
-    MaskedSequence,
-    MaskedToken,
-    OffPolicySequenceMask,
-    Rejection,
-    SecondMomentMask,
-    TruncatedSequence,
-    TruncatedToken,
-)
+from asyncrl.config import algorithm as kinds
 from tests.golden.cases import assert_close, cases, matrix
 
 EXACT = {"mask", "keep_rows", "clip_count", "dual_clip_count"}
@@ -147,15 +137,16 @@ DECOUPLED = {
 def test_decoupled_ppo(case):
     params = params_of(case, "decoupled_ppo")
     name, is_capped = DECOUPLED[stem(case)]
-    corrections = (TruncatedToken(cap=params["cap"]),) if is_capped else ()
+    corrections = (kinds.TruncatedToken(cap=params["cap"]),) if is_capped else ()
     check(case, run_loss(name, flat_inputs(case), LossConfig(corrections=corrections, **clip_options(params))))
 
 
 @pytest.mark.parametrize("case", cases("truncated_is"))
 def test_truncated_importance_sampling(case):
     params = params_of(case, "truncated_is")
-    kind = {"tis-token": TruncatedToken, "tis-token-two-sided": TruncatedToken, "tis-sequence": TruncatedSequence}[stem(case)]
-    assert params["level"] == ("sequence" if kind is TruncatedSequence else "token")
+    of_tokens = {"tis-token": True, "tis-token-two-sided": True, "tis-sequence": False}[stem(case)]
+    kind = kinds.TruncatedToken if of_tokens else kinds.TruncatedSequence
+    assert params["level"] == ("token" if of_tokens else "sequence")
     correction = kind(
         cap=params["high"] if "high" in params else params["cap"],
         floor=params.get("low", 0.0),
@@ -172,15 +163,15 @@ def masking(case, params):
     band = {"low": params["low"], "high": params["high"]}
     logs = {"low": math.log(params["low"]), "high": math.log(params["high"])}
     by_stem = {
-        "icepop-token": MaskedToken(**band),
-        "icepop-sequence": MaskedSequence(**band, weight="sequence"),
-        "sequence-mask-geo": MaskedGeometric(**band, weight="geometric"),
-        "sequence-mask-geo-gate-token-weight": MaskedGeometric(**band, weight="token"),
-        "rejection-seq_sum_k1": Rejection(level="sum", measure="k1", **logs),
-        "rejection-seq_mean_k1": Rejection(level="mean", measure="k1", **logs),
-        "mis-mask-token": MaskedToken(**band),
-        "mis-mask-sequence": MaskedSequence(**band, weight="sequence"),
-        "mis-mask-geometric": MaskedGeometric(**band, weight="geometric"),
+        "icepop-token": kinds.MaskedToken(**band),
+        "icepop-sequence": kinds.MaskedSequence(**band, weight="sequence"),
+        "sequence-mask-geo": kinds.MaskedGeometric(**band, weight="geometric"),
+        "sequence-mask-geo-gate-token-weight": kinds.MaskedGeometric(**band, weight="token"),
+        "rejection-seq_sum_k1": kinds.Rejection(level="sum", measure="k1", **logs),
+        "rejection-seq_mean_k1": kinds.Rejection(level="mean", measure="k1", **logs),
+        "mis-mask-token": kinds.MaskedToken(**band),
+        "mis-mask-sequence": kinds.MaskedSequence(**band, weight="sequence"),
+        "mis-mask-geometric": kinds.MaskedGeometric(**band, weight="geometric"),
     }
     return by_stem[stem(case)]
 
@@ -239,7 +230,7 @@ def test_sapo(case):
 
 def kl_alone(case, params):
     cap = params.get("cap", 10.0 if peer(case) in {"areal", "openrlhf"} or params["estimator"] == "k3" else float("inf"))
-    config = KLConfig(estimator=params["estimator"], gradient="k2" if params.get("unbiased_gradient") else "own", cap=cap)
+    config = kinds.KLConfig(estimator=params["estimator"], gradient="k2" if params.get("unbiased_gradient") else "own", cap=cap)
     logprobs, mask = matrix(case, "logprobs").requires_grad_(), matrix(case, "mask").bool()
     kl = kl_penalty(logprobs, logprobs, matrix(case, "ref_logprobs"), mask, config)
     loss = kl.sum() / mask.sum()
@@ -258,7 +249,7 @@ def test_kl(case):
         return
     gradient = {"grpo-plus-k3": "own", "grpo-plus-k3-ratio": "ratio"}[variant]
     assert params["kl_times_ratio"] == (gradient == "ratio")
-    kl = KLConfig(coefficient=params["beta"], estimator="k3", gradient=gradient, cap=float("inf"))
+    kl = kinds.KLConfig(coefficient=params["beta"], estimator="k3", gradient=gradient, cap=float("inf"))
     config = LossConfig(kl=kl, kl_coefficient=params["beta"], **clip_options(params))
     check(case, run_loss("ppo_clip", flat_inputs(case), config))
 
@@ -267,7 +258,7 @@ def test_kl(case):
 def test_m2po_mask(case):
     params = params_of(case, "m2po")
     assert stem(case) in {"m2po-mask-a", "m2po-mask-b"}
-    corrections = (SecondMomentMask(threshold=params["threshold"]),)
+    corrections = (kinds.SecondMomentMask(threshold=params["threshold"]),)
     inputs = flat_inputs(case)
     kept = correct(inputs, corrections).kept
     counted = count_denominators(inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, denominator="kept")
@@ -280,7 +271,7 @@ def test_m2po_mask(case):
 def test_opsm(case):
     params = params_of(case, "opsm")
     assert stem(case) in {"opsm-mask", "opsm-loss-token-mean", "opsm-loss-seq-mean"}
-    corrections = (OffPolicySequenceMask(threshold=params["threshold"]),)
+    corrections = (kinds.OffPolicySequenceMask(threshold=params["threshold"]),)
     inputs = flat_inputs(case)
     kept_BT = correct(inputs, corrections).kept.reshape(matrix(case, "mask").shape)
     got = run_loss("ppo_clip", inputs, LossConfig(corrections=corrections, **clip_options(params)))
@@ -301,14 +292,6 @@ def test_proximal_approximation(case):
     check(case, {"proximal_logprobs": proximal})
 
 
-MODES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum-norm": "constant",
-}
-
-
 @pytest.mark.parametrize("case", cases("loss_aggregation"))
 def test_loss_aggregation(case):
     params = params_of(case, "loss_aggregation")
@@ -321,7 +304,8 @@ def test_loss_aggregation(case):
     denominators = Denominators(
         params.get("batch_num_tokens", local.num_tokens), params.get("global_batch_size", local.num_sequences), scale
     )
-    value = aggregate(MODES[params["mode"]], loss.reshape(-1), flat_mask, ids, mask.shape[0], denominators)
+    mode = {"seq-mean-token-sum-norm": "constant"}.get(params["mode"], params["mode"])
+    value = aggregate(mode, loss.reshape(-1), flat_mask, ids, mask.shape[0], denominators)
     value = value * params.get("dp_size", 1)
     value.backward()
     check(case, {"loss": value, "grad_loss_matrix": loss.grad})

@@ -1,7 +1,5 @@
 """What is here needs an accelerator; where there is none, it is reported as not run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

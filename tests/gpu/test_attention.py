@@ -1,7 +1,5 @@
 """Flash attention over a row's runs has the values and gradients of the buckets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The media that end on a GPU: `cuda_ipc` in one, `nccl` from one to another. Reported as not run where there is none."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess

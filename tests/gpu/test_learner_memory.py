@@ -1,7 +1,5 @@
 """The learner's ways to save memory that need a GPU, or are different code there: fused logprobs, pinned and paged optimizers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

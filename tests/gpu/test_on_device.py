@@ -1,7 +1,5 @@
 """What only an accelerator can show: the device gives what the CPU gives. Reported as not run where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

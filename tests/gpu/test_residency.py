@@ -1,7 +1,5 @@
 """Components on a real GPU: bits, bytes given back to the driver, and moves against bare copies."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Hybrid on a GPU: an engine in another process opens the learner's parameters. Not run by the authors unless docs say so."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vLLM gives its device memory back and takes it again: nothing is sampled meanwhile, or from weights that are not there."""
 
-from __future__ import annotations
-
 import asyncio
 from importlib.util import find_spec
 
@@ -100,15 +98,3 @@ async def test_a_paused_engine_stays_paused_over_a_sleep(engine: VLLMEngine) -> 
     await assert_holds(engine, 0)
     await engine.resume()
     assert len((await collect(stream, await waiting)).token_ids) == 20
-
-
-async def test_sleeping_deeper_and_waking_twice(engine: VLLMEngine) -> None:
-    await engine.wake()
-    await engine.sleep(1)
-    await engine.sleep(1)
-    await engine.sleep(2)
-    await engine.sleep(1)
-    await engine.wake()
-    await engine.wake()
-    await load(engine, 2)
-    await assert_holds(engine, 2)

@@ -1,7 +1,5 @@
 """Small real runs: every process is started by the project's own launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

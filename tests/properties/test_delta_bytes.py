@@ -1,4 +1,6 @@
-"""Random changes over an unreliable medium, through the real codec, offers and staging buffers: the bytes are the learner's."""
+"""Random changes, absences and restarts over an unreliable medium, through the real codec, offers and staging buffers: the bytes
+are the learner's, at no greater cost than a whole version and the deltas that are offered.
+"""
 
 import contextlib
 import threading
@@ -12,7 +14,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.delta import apply_delta, encode_delta
-from asyncrl.weights.delta_chain import DeltaOffers
+from asyncrl.weights.delta_chain import DeltaOffers, num_bytes
 from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.subscriber import Staging
@@ -23,12 +25,12 @@ NOT_CANCELLED = threading.Event()
 
 
 class UnreliableMedium:
-    """Both ends at once, in a dict; refuses and damages what it is told to."""
+    """Both ends at once, in a dict; refuses and damages what it is told to, and counts what is fetched."""
 
     def __init__(self, keeps_slots):
         self.keeps_slots = keeps_slots
         self.wholes, self.blobs = {}, {}
-        self.flat = b""
+        self.flat, self.fetched = b"", []
         self.refuses_wholes = self.refuses_blobs = False
 
     def commit(self, slot, version, fingerprint):
@@ -48,11 +50,13 @@ class UnreliableMedium:
 
     def fetch(self, available, into, cancelled):
         into[:] = self.wholes[available.location]
+        self.fetched.append(len(into))
         return fingerprints_of(into, bucket_ends(available.manifest))
 
-    def fetch_blob(self, available, name, num_bytes, cancelled):
+    def fetch_blob(self, available, name, size, cancelled):
         if name not in self.blobs:
             raise VersionUnavailableError("gone")
+        self.fetched.append(size)
         return self.blobs[name]
 
 
@@ -66,6 +70,7 @@ class Learner:
         self._medium.flat = flat
         buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
         whole, deltas = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
+        self._offers._chain.check_invariants()
         return WeightsAvailable(
             version, "any", whole.location, MANIFEST, version_fingerprint(buckets), 0.0, bucket_fingerprints=buckets,
             full_version=whole.version, full_bucket_fingerprints=whole.bucket_fingerprints, deltas=deltas,
@@ -80,12 +85,13 @@ MOVES = st.lists(st.tuples(TROUBLES, CHANGES, st.sets(st.integers(0, 2))), max_s
 @settings(max_examples=100)
 @given(st.booleans(), st.integers(1, 4), st.sampled_from([0.05, 0.3, 1.0]), MOVES)
 def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_slots, full_every, max_share, moves):
+    """Who has the version before fetches deltas alone, nobody more than the whole and all deltas; unless some were spoiled."""
     medium = UnreliableMedium(keeps_slots)
     learner, flat, version = Learner(medium, full_every, max_share), bytearray(MANIFEST.total_bytes), 0
-    generators = [Staging(medium) for _ in range(3)]
+    generators, held, is_spoiled = [Staging(medium) for _ in range(3)], [None] * 3, False
     for trouble, changes, absent in moves:
         if trouble == "restart":
-            learner, version = Learner(medium, full_every, max_share), max(0, version - 2)
+            learner, version, is_spoiled = Learner(medium, full_every, max_share), max(0, version - 2), False
         version += 1
         for place, value in changes.items():
             flat[place] = value
@@ -96,16 +102,22 @@ def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_s
             continue
         assert set(medium.blobs) <= {delta.name for delta in available.deltas}
         if trouble in {"blob damaged", "blob lost"} and available.deltas:
-            name = available.deltas[-1].name
+            name, is_spoiled = available.deltas[-1].name, True
             damaged = medium.blobs[name][:-1] + bytes([medium.blobs[name][-1] ^ 1])
             medium.blobs = medium.blobs | {name: damaged} if trouble == "blob damaged" else {}
+        before = [(delta.base_version, delta.base_fingerprint) for delta in available.deltas[-1:]]
         for index in {0, 1, 2} - absent:
+            medium.fetched.clear()
             try:
                 received = generators[index].receive(available, NOT_CANCELLED)
             except BroadcastError:
                 assert not keeps_slots, "the whole was there"
+                held[index] = None
             else:
                 assert bytes(received.numpy().data) == bytes(flat)
+                most = num_bytes(available.deltas) + (0 if held[index] in before else MANIFEST.total_bytes)
+                assert is_spoiled or (sum(medium.fetched) <= most and MANIFEST.total_bytes not in medium.fetched[1:])
+                held[index] = (available.version, available.fingerprint)
     medium.refuses_wholes = medium.refuses_blobs = False
     for step in range(1, full_every + 1):
         available = learner.publish(version + step, flat)

@@ -16,9 +16,7 @@ from asyncrl.weights.publisher import Slots
         st.tuples(st.sampled_from(["publish", "break off", "commit", "fail"]), st.sets(st.integers(0, 3)), st.integers(1, 3))
     ),
 )
-def test_every_published_version_is_committed_superseded_or_failed_and_the_newest_is_never_superseded(
-    keeps_slots, num_slots, moves
-):
+def test_every_published_version_is_committed_superseded_or_failed_and_the_newest_never_superseded(keeps_slots, num_slots, moves):
     slots = Slots(num_slots, keeps_slots)
     published, committed, failed, committing = [], [], [], []
 
@@ -51,7 +49,8 @@ def test_every_published_version_is_committed_superseded_or_failed_and_the_newes
         finish(True)
     assert committed == sorted(committed)
     assert {*committed, *failed} <= {*published}
-    assert not published or published[-1] in {*committed, *failed}
+    is_broken_off = slots.newest not in published  # the last one, which raised
+    assert not published or is_broken_off or published[-1] in {*committed, *failed}
     assert slots.num_unfinished == 0
 
 

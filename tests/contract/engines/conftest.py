@@ -1,7 +1,5 @@
 """vLLM engines that tests share: starting one takes half a minute, so each shape of model has one, made like new."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """A version that ends in the process that holds the model: the path of `nccl` into the transformers engine, gloo on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The engine contract, over every engine; what needs a real model, over transformers and vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path
@@ -179,17 +177,14 @@ async def test_versions_never_decrease_when_weights_change_in_flight(engine: Eng
     assert completions[-1].versions == [3] * LONG
 
 
-@pytest.mark.parametrize(
-    ("request_", "expected"),
-    [
-        (make_request("a", prompt=()), "no prompt tokens"),
-        (make_request("a", prompt=(5, VOCABULARY)), "token id 64 is outside the vocabulary: allowed are 0 to 63"),
-        (make_request("a", prompt=(-1,)), "token id -1 is outside the vocabulary"),
-        (make_request("a", prompt=(5,) * 200, max_new_tokens=57), r"200 tokens plus max_new_tokens 57 is 257, over .*\(256\)"),
-        (make_request("a", max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
-        (make_request("running"), "running already"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "expected"), [
+    (make_request("a", prompt=()), "no prompt tokens"),
+    (make_request("a", prompt=(5, VOCABULARY)), "token id 64 is outside the vocabulary: allowed are 0 to 63"),
+    (make_request("a", prompt=(-1,)), "token id -1 is outside the vocabulary"),
+    (make_request("a", prompt=(5,) * 200, max_new_tokens=57), r"200 tokens plus max_new_tokens 57 is 257, over .*\(256\)"),
+    (make_request("a", max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    (make_request("running"), "running already"),
+])  # fmt: skip
 async def test_bad_request_is_refused_with_the_numbers(engine: Engine, request_: EngineRequest, expected: str) -> None:
     stream = engine.submit(make_request("running"))
     with pytest.raises(GenerationError, match=expected):
@@ -409,9 +404,7 @@ async def test_an_engine_given_the_adapters_alone_agrees_with_the_learner(tmp_pa
     assert completions[0].token_ids != completions[1].token_ids, "the adapters are in force"
 
 
-async def test_with_float32_heads_a_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(
-    tmp_path: Path,
-) -> None:
+async def test_with_float32_heads_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(tmp_path) -> None:
     torch.manual_seed(0)
     folder, token_ids = learner_folder(tmp_path, torch.bfloat16), torch.randint(0, VOCABULARY, (200,)).tolist()
     errors = {}

@@ -1,7 +1,5 @@
 """Sleep and wake of engines: memory is really given back, nothing is lost, nothing is sampled from weights that are not there."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -15,43 +13,22 @@ from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.models.adapters import add_adapters
-from tests.contract.engine_cases import (
-    PROMPT,
-    SLOTS,
-    collect,
-    config_of,
-    fake_engine,
-    make_model,
-    make_request,
-    tensors_of,
-    transformers_engine,
-)
+from tests.contract import engine_cases as cases
 
 LARGE_VOCABULARY = 65536
 LARGE_BYTES = LARGE_VOCABULARY * 256 * 4
 """Of the large model's embeddings: past what an allocator keeps for itself."""
 
 
-class CountingModel(SlotModel):
-    """Counts the tokens whose keys and values were computed before their turn."""
-
-    num_prefilled = 0
-
-    def prefill(self, sequences):
-        sequences = list(sequences)
-        CountingModel.num_prefilled += sum(len(ids) - shared for _, ids, shared in sequences)
-        super().prefill(sequences)
-
-
 @pytest.fixture(params=["transformers", "fake"])
 async def engine(request: pytest.FixtureRequest, model_folder: Path):
-    async with fake_engine() if request.param == "fake" else transformers_engine(model_folder) as made:
-        await made.load_weights(0, tensors_of(make_model(0)), "keep")
+    async with cases.fake_engine() if request.param == "fake" else cases.transformers_engine(model_folder) as made:
+        await made.load_weights(0, cases.tensors_of(cases.make_model(0)), "keep")
         yield made
 
 
 def long_request(name: str, seed: int = 0, max_new_tokens: int = 100) -> EngineRequest:
-    return make_request(name, seed, max_new_tokens=max_new_tokens)
+    return cases.make_request(name, seed, max_new_tokens=max_new_tokens)
 
 
 async def stays_silent(stream) -> asyncio.Task:
@@ -63,7 +40,7 @@ async def stays_silent(stream) -> asyncio.Task:
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engine: Engine, level) -> None:
-    streams = [engine.submit(long_request(f"r{i}", i)) for i in range(SLOTS + 2)]
+    streams = [engine.submit(long_request(f"r{i}", i)) for i in range(cases.SLOTS + 2)]
     first = await anext(streams[0])
     await engine.sleep(level)
     await engine.pause()  # an order of its own, and so a round trip to where tokens are made
@@ -77,14 +54,14 @@ async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engi
     if level == 2:
         await engine.pause()
         assert not waiting.done()
-        await engine.load_weights(1, tensors_of(make_model(0)), "keep")
+        await engine.load_weights(1, cases.tensors_of(cases.make_model(0)), "keep")
         await engine.resume()
-    whole = await collect(streams[0], first)
+    whole = await cases.collect(streams[0], first)
     assert len(whole.token_ids) == 100
     assert whole.versions == sorted(whole.versions)
     for stream in streams[1:]:
-        assert len((await collect(stream)).token_ids) == 100
-    assert len((await collect(late, await waiting)).token_ids) == 100
+        assert len((await cases.collect(stream)).token_ids) == 100
+    assert len((await cases.collect(late, await waiting)).token_ids) == 100
     assert engine.num_running == 0
 
 
@@ -106,7 +83,7 @@ async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None
     await engine.pause()
     assert not waiting.done()
     await engine.resume()
-    assert len((await collect(stream, await waiting)).token_ids) == 100
+    assert len((await cases.collect(stream, await waiting)).token_ids) == 100
 
 
 # -- with a real model ---------------------------------------------------------------------------------------------------
@@ -117,10 +94,10 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
     """With new weights over keys and values of the old ones (`keep`), or over their own."""
     made: dict[bool, dict[str, list[float]]] = {}
     for sleeps in (False, True):
-        decoder = SlotDecoder(SlotModel.load(model_folder, config_of()), SLOTS)
-        decoder.load_weights(0, tensors_of(make_model(0)), "keep")
+        decoder = SlotDecoder(SlotModel.load(model_folder, cases.config_of()), cases.SLOTS)
+        decoder.load_weights(0, cases.tensors_of(cases.make_model(0)), "keep")
         for name, seed, most in (("long", 0, 200), ("short", 1, 40), ("aborted", 2, 200)):
-            decoder.submit(InFlight(make_request(name, seed, max_new_tokens=most), frozenset()))
+            decoder.submit(InFlight(cases.make_request(name, seed, max_new_tokens=most), frozenset()))
         emissions = [emission for _ in range(70) for emission in decoder.step()]
         if sleeps:
             awake = decoder.model.resident
@@ -131,7 +108,7 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
         if sleeps:
             decoder.wake()
             assert decoder.model.resident == awake
-        decoder.load_weights(1, tensors_of(make_model(1)), kv)
+        decoder.load_weights(1, cases.tensors_of(cases.make_model(1)), kv)
         while decoder.has_work:
             emissions += decoder.step()
         made[sleeps] = {request_id: list(news.logprobs) for request_id, news in emissions}
@@ -139,29 +116,12 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
     assert made[True] == made[False]
 
 
-def test_keys_and_values_kept_are_not_computed_again(model_folder: Path) -> None:
-    decoder = SlotDecoder(CountingModel.load(model_folder, config_of()), SLOTS)
-    decoder.load_weights(0, tensors_of(make_model(0)), "keep")
-    decoder.submit(InFlight(long_request("a"), frozenset()))
-    for _ in range(5):
-        decoder.step()
-    prefilled = CountingModel.num_prefilled
-    decoder.sleep(2, "keep")
-    decoder.wake()
-    decoder.load_weights(1, tensors_of(make_model(1)), "keep")
-    assert CountingModel.num_prefilled == prefilled
-    decoder.sleep(2, "recompute")
-    decoder.wake()
-    decoder.load_weights(2, tensors_of(make_model(1)), "keep")
-    assert CountingModel.num_prefilled == prefilled + len(PROMPT) + 5 - 1
-
-
 async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:
-    model = make_model(0, vocab_size=LARGE_VOCABULARY, hidden_size=256, intermediate_size=64)
+    model = cases.make_model(0, vocab_size=LARGE_VOCABULARY, hidden_size=256, intermediate_size=64)
     model.save_pretrained(tmp_path)
-    tensors = tensors_of(model)
+    tensors = cases.tensors_of(model)
     process = psutil.Process()
-    async with transformers_engine(tmp_path) as engine:
+    async with cases.transformers_engine(tmp_path) as engine:
         await engine.load_weights(0, tensors, "keep")
         awake_bytes = process.memory_info().rss
         await engine.sleep(2)
@@ -174,19 +134,19 @@ async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> No
 async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> None:
     await engine.sleep(1)
     with pytest.raises(GenerationError, match="asleep; wake it first"):
-        await engine.load_weights(1, tensors_of(make_model(1)), "keep")
+        await engine.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep")
     with pytest.raises(GenerationError, match="asleep; wake it first"):
         await engine.score([1, 2, 3])
     await engine.wake()
-    await engine.load_weights(1, tensors_of(make_model(1)), "keep")
+    await engine.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep")
     assert engine.version == 1
 
 
 async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(model_folder: Path) -> None:
-    async with transformers_engine(model_folder) as engine:
+    async with cases.transformers_engine(model_folder) as engine:
         awake = sum(engine.resident.values())
         await engine.sleep(1)
-        assert sum(engine.resident.values()) == sum(tensor.nbytes for tensor in tensors_of(make_model(0)).values())
+        assert sum(engine.resident.values()) == sum(tensor.nbytes for tensor in cases.tensors_of(cases.make_model(0)).values())
         await engine.sleep(2)
         assert sum(engine.resident.values()) == 0
         await engine.wake()
@@ -194,7 +154,7 @@ async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(mode
 
 
 def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:
-    model = SlotModel.load(model_folder, config_of(), lora=LoRAConfig(rank=2))
+    model = SlotModel.load(model_folder, cases.config_of(), lora=LoRAConfig(rank=2))
     before = model.score([3, 9, 27, 11])
     model.sleep(2)
     model.wake()

@@ -1,7 +1,5 @@
 """What only vLLM can get wrong: its processes, its workers' copies of the weights, its queues, its prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -86,9 +84,7 @@ async def test_bytes_in_a_mapped_file_are_cast_to_the_engines_own_dtype(engine: 
     await assert_holds(engine, new)
 
 
-async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_half_way_stop_sampling_until_a_whole_version_came(
-    engine: VLLMEngine, tmp_path: Path
-) -> None:
+async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_stop_sampling_until_a_whole_version_came(engine, tmp_path) -> None:
     gone = in_a_file(tensors_of(make_model(1)), tmp_path)
     os.unlink(gone.path)
     broken = deferred(tensors_of(make_model(4)), tmp_path, "half")
@@ -108,10 +104,7 @@ async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_half_way_stop_sam
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what vLLM imports is
 async def test_only_a_model_whose_weights_are_used_as_they_are_loaded_is_loaded_plainly():
-    method_of = {
-        "linear": "UnquantizedLinearMethod",
-        "vocab_parallel_embedding": "UnquantizedEmbeddingMethod",
-    }
+    method_of = {"linear": "UnquantizedLinearMethod", "vocab_parallel_embedding": "UnquantizedEmbeddingMethod"}
     model = torch.nn.Module()
     for place, name in method_of.items():
         layer = torch.nn.Module()

@@ -1,7 +1,5 @@
 """vLLM over several ranks: two replicas (data parallel) of two ranks each (tensor parallel) do as a single one does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -13,17 +11,7 @@ import pytest_asyncio
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.launch import installed_version
-from tests.contract.engine_cases import (
-    SLOTS,
-    collect,
-    collect_all,
-    make_model,
-    make_request,
-    reference_logprobs,
-    reference_score,
-    tensors_of,
-    update_in_flight,
-)
+from tests.contract import engine_cases as cases
 from tests.contract.engines.conftest import WITH_VLLM, deferred, is_gone, made_new, vllm_engine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), *WITH_VLLM]
@@ -38,11 +26,14 @@ async def shared_engine(model_folder: Path):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(shared_engine: VLLMEngine):
-    return await made_new(shared_engine, tensors_of(make_model(0)))
+    return await made_new(shared_engine, cases.tensors_of(cases.make_model(0)))
 
 
 def crowd(name: str, num_tokens: int = 40):
-    return [make_request(f"{name}{i}", i, tuple(range(2, 6 + i)), max_new_tokens=num_tokens) for i in range(REPLICAS * SLOTS)]
+    return [
+        cases.make_request(f"{name}{i}", i, tuple(range(2, 6 + i)), max_new_tokens=num_tokens)
+        for i in range(REPLICAS * cases.SLOTS)
+    ]
 
 
 def cores_of(engine: VLLMEngine) -> list[psutil.Process]:
@@ -61,42 +52,42 @@ async def assert_holds(engine: VLLMEngine, model) -> None:
             yield chunk
 
     streams = [noting_who_works(engine.submit(request)) for request in requests]
-    completions = [await collect(stream) for stream in streams]
+    completions = [await cases.collect(stream) for stream in streams]
     assert len(busy) == REPLICAS, "a replica had nothing to do"
     for request, held in zip(requests, completions, strict=True):
-        assert held.logprobs == pytest.approx(reference_logprobs(model, request.prompt_ids, held.token_ids), abs=1e-5)
+        assert held.logprobs == pytest.approx(cases.reference_logprobs(model, request.prompt_ids, held.token_ids), abs=1e-5)
     probe = list(range(2, 40))
-    assert await engine.score(probe) == pytest.approx(reference_score(model, probe), abs=1e-5)
+    assert await engine.score(probe) == pytest.approx(cases.reference_score(model, probe), abs=1e-5)
 
 
 async def test_each_replica_has_its_ranks_and_all_of_its_slots(engine: VLLMEngine) -> None:
     assert [len(core.children()) for core in cores_of(engine)] == [RANKS] * REPLICAS
-    assert engine.num_slots == REPLICAS * SLOTS
+    assert engine.num_slots == REPLICAS * cases.SLOTS
 
 
 async def test_the_same_tokens_and_logprobs_as_of_one_rank(engine: VLLMEngine, vllm_engines, model_folder: Path) -> None:
     alone = await vllm_engines.like_new(model_folder)
-    ours, theirs = await collect_all(engine, crowd("a")), await collect_all(alone, crowd("a"))
+    ours, theirs = await cases.collect_all(engine, crowd("a")), await cases.collect_all(alone, crowd("a"))
     assert [one.token_ids for one in ours] == [other.token_ids for other in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    await assert_holds(engine, make_model(0))
+    await assert_holds(engine, cases.make_model(0))
 
 
 async def test_every_rank_takes_its_share_of_new_weights_in_flight(engine: VLLMEngine) -> None:
-    completions, new = await update_in_flight(engine, "recompute", REPLICAS * SLOTS)
-    old = make_model(0)
+    completions, new = await cases.update_in_flight(engine, "recompute", REPLICAS * cases.SLOTS)
+    old = cases.make_model(0)
     for request, completion in completions:
         first = completion.versions.index(1)
-        before = reference_logprobs(old, request.prompt_ids, completion.token_ids)[:first]
-        after = reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
+        before = cases.reference_logprobs(old, request.prompt_ids, completion.token_ids)[:first]
+        after = cases.reference_logprobs(new, request.prompt_ids, completion.token_ids)[first:]
         assert completion.logprobs == pytest.approx(before + after, abs=1e-5)
     await assert_holds(engine, new)
 
 
 async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEngine) -> None:
     requests = crowd("r", 100)
-    undisturbed = await collect_all(engine, requests)
+    undisturbed = await cases.collect_all(engine, requests)
     streams = [engine.submit(request) for request in requests]
     first_chunks = [await anext(stream) for stream in streams]
     await engine.pause()
@@ -106,21 +97,19 @@ async def test_pause_holds_every_replica_and_a_score_goes_between(engine: VLLMEn
     assert engine.backend._num_pieces == taken
     await engine.resume()
     for stream, first, whole in zip(streams, first_chunks, undisturbed, strict=True):
-        assert (await collect(stream, first)).token_ids == whole.token_ids
+        assert (await cases.collect(stream, first)).token_ids == whole.token_ids
 
 
-async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(
-    engine: VLLMEngine, tmp_path: Path
-) -> None:
+async def test_bytes_that_fail_in_one_replica_alone_stop_sampling_until_a_whole_version_came(engine, tmp_path: Path) -> None:
     """Only the first replica's workers can answer; what goes wrong in another one must not be lost."""
     pid = cores_of(engine)[-1].pid
     with pytest.raises(BroadcastError, match="the sender is gone"):
-        await engine.load_weights(1, deferred(tensors_of(make_model(4)), tmp_path, f"half below {pid}"), "keep")
+        await engine.load_weights(1, deferred(cases.tensors_of(cases.make_model(4)), tmp_path, f"half below {pid}"), "keep")
     assert engine.version == -1
     with pytest.raises(GenerationError, match="came only in part"):
         await engine.score([3, 4, 5])
-    new = make_model(5)
-    await engine.load_weights(2, deferred(tensors_of(new), tmp_path), "keep")
+    new = cases.make_model(5)
+    await engine.load_weights(2, deferred(cases.tensors_of(new), tmp_path), "keep")
     await assert_holds(engine, new)
 
 
@@ -137,12 +126,12 @@ async def test_close_ends_every_stream_with_abort_and_leaves_no_process_and_noth
         assert any(sockets.glob("vllm_dist_*")), "its ranks find each other by a file in there"
     await engine.close()
     await engine.close()
-    assert {(await collect(stream)).finish_reason for stream in streams} == {"abort"}
+    assert {(await cases.collect(stream)).finish_reason for stream in streams} == {"abort"}
     assert all(map(is_gone, processes))
     assert not sockets.exists()
     assert not shared & set(os.listdir("/dev/shm"))
     with pytest.raises(GenerationError, match="closed"):
-        engine.submit(make_request("late"))
+        engine.submit(cases.make_request("late"))
 
 
 def shared_memory_of(pid: int) -> set[str]:

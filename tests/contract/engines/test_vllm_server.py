@@ -4,8 +4,6 @@ One server for the whole file; each test begins with an engine of its own, as a 
 embedded engines' are not: a mixture with buffers, untied, whose experts vLLM packs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

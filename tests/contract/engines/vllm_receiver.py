@@ -1,7 +1,5 @@
 """A receiving end that vLLM's worker imports in tests: hands out a version from a file, each tensor in the place of the last."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

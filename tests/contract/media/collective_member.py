@@ -3,8 +3,6 @@
 Reads one order a line, says one line for each thing that happens; between two tensors it waits for a line where told to.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

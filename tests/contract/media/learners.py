@@ -1,7 +1,5 @@
 """Learners that tests play: one that publishes as a run's does, and one that has the bare writer of a medium."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Run by line_process.py; told what to do in argv. Announcements travel over its s
 as the controller would carry them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

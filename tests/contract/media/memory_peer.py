@@ -3,8 +3,6 @@
 Run by line_process.py. Everything is done once with a small model first: libraries, threads and sockets are not what is measured.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

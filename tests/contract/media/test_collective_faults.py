@@ -3,8 +3,6 @@
 What differs on a GPU is the name of the backend and where the buffers lie (tests/gpu/test_device_media.py).
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

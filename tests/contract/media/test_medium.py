@@ -1,7 +1,5 @@
 """The weight-medium contract, over every medium, with a second process at the other end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource
@@ -252,9 +250,7 @@ async def test_closing_while_a_version_is_fetched_ends_the_fetch(config, learner
 
 
 @ONLY["shared_memory"]
-async def test_an_announcement_of_another_medium_or_run_is_refused_and_the_same_version_can_be_had_again(
-    config, tmp_path, learner, subscriber
-):
+async def test_another_medium_or_run_is_refused_and_the_same_version_can_be_had_again(config, tmp_path, learner, subscriber):
     available = learner.publish(4)
     for _ in range(2):
         assert_bit_identical(await subscriber.fetch(available), tensors_of(4))
@@ -373,9 +369,7 @@ def assert_bit_identical(arrived: Mapping[str, torch.Tensor], expected: dict[str
 
 
 @DELTAS
-async def test_fifty_versions_by_deltas_are_bit_identical_for_the_steady_the_slow_and_the_late(
-    config, tmp_path, learner, subscriber
-):
+async def test_deltas_are_bit_identical_for_the_steady_the_slow_and_the_late(config, tmp_path, learner, subscriber):
     tensors, random = mixed_tensors(), torch.Generator().manual_seed(1)
     slow, num_deltas = Subscriber(config, tmp_path), 0
     for version in range(50):

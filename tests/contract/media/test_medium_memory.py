@@ -4,8 +4,6 @@ A learner: two slots, and one version more where it makes deltas. A generator: o
 parts on their way; over shared memory nothing of its own, but the learner's two slots mapped.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generators that feed each other over `zeromq`: real processes, real sockets; relays that die, stand still or crawl."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -138,9 +136,7 @@ def test_four_generators_get_everything_while_the_learner_sends_it_about_once(le
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_relay_that_dies_or_stands_still_in_the_middle_costs_the_next_one_no_part_twice(
-    learner, generators, relay, asker, tmp_path, how
-):
+def test_a_relay_that_dies_or_stands_still_costs_the_next_no_part_twice(learner, generators, relay, asker, tmp_path, how):
     (lost,) = generators.take(1)
     available = learner.publish(1)
     with tcp_proxy(available.location, stop_after_bytes=MODEL_BYTES // 2) as link:

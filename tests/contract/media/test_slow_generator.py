@@ -1,7 +1,5 @@
 """A generator that is slow costs the learner nothing: its step takes as long as with none, over every medium that runs here."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -3,8 +3,6 @@
 Started inside its own namespace by test_networks.py; all other processes are beside it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Generators that join a live run: one leaves in good order, one is killed, and the books balance."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -3,8 +3,6 @@
 One cluster for all tests here. Nodes are killed outright (SIGKILL to the node's Ray processes), the controller by its actor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
@@ -28,19 +26,7 @@ from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import (
-    ASYNCRL,
-    NO_EVALUATION,
-    NO_MODELS,
-    assert_balanced,
-    assert_gone,
-    processes_of,
-    recorded_pids,
-    samples_by,
-    tiny_settings,
-    trained_groups,
-    written,
-)
+from tests.integration import conftest as kit
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -98,7 +84,7 @@ def nodes() -> Iterator[Nodes]:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Ray's processes live on between these tests; none of the run's may."""
     yield
-    assert_gone(processes_of(tmp_path))
+    kit.assert_gone(kit.processes_of(tmp_path))
 
 
 # -- the launcher's contract, over Ray -------------------------------------------------------------------------------------
@@ -172,8 +158,8 @@ def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
         "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
         "reward": {"labels": {ROLE: "rewards"}},
     }
-    settings = {"launch": launch, "supervision__stall_timeout_s": 300.0} | NO_EVALUATION | NO_MODELS
-    return tiny_settings(folder, **settings | overrides)
+    settings = {"launch": launch, "supervision__stall_timeout_s": 300.0} | kit.NO_EVALUATION | kit.NO_MODELS
+    return kit.tiny_settings(folder, **settings | overrides)
 
 
 def places(run_folder: Path) -> dict[str, str]:
@@ -195,9 +181,7 @@ def states(status: RunStatus) -> dict[str, str]:
     return {process.name: process.state for process in status.processes}
 
 
-async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controller_is_lost_is_resumed(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controller_is_lost_is_resumed(nodes, tmp_path) -> None:
     """Slow engines: the learner waits, so more generators are wanted than there is room for, until a node joins; none leaves."""
     settings = on_ray(tmp_path, nodes, num_steps=100_000)
     settings["launch"]["elastic"] = {"max_generators": 2, "decide_every_s": 1.5, "patience": 1,
@@ -213,8 +197,8 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
         await until(resumed, lambda status: status.version > from_step + 4, from_step)
         status = await resumed.drain()
     assert status.phase == "stopped", status.reason
-    assert_balanced(status)
-    assert len(trained_groups(run.run_folder)) == status.version * 4
+    kit.assert_balanced(status)
+    assert len(kit.trained_groups(run.run_folder)) == status.version * 4
 
 
 async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
@@ -241,19 +225,19 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     settings = on_ray(tmp_path, nodes, num_steps=100_000, placement={"most_joining_generators": 1})
     settings["launch"]["environment"] = {"env_vars": {"ASYNCRL_TEST_SAYS": "hello"}}
     config = parse_config(settings)
-    written(config, tmp_path / "config.toml")
+    kit.written(config, tmp_path / "config.toml")
     run_folder = tmp_path / config.name
 
-    owner = beside(*ASYNCRL, "run", tmp_path / "config.toml", "--plain")
+    owner = beside(*kit.ASYNCRL, "run", tmp_path / "config.toml", "--plain")
     while not read_steps(run_folder):
         assert owner.poll() is None, (tmp_path / "beside-0.log").read_text()
         await asyncio.sleep(0.2)
-    for name, pid in recorded_pids(run_folder).items():
+    for name, pid in kit.recorded_pids(run_folder).items():
         assert psutil.Process(pid).environ().get("ASYNCRL_TEST_SAYS") == "hello", name
-    guest = beside(*ASYNCRL, "join", run_folder)
+    guest = beside(*kit.ASYNCRL, "join", run_folder)
     async with asyncrl.connect(run_folder) as run:
         first = (await run.status()).version
-        status = await until(run, lambda status: samples_by(run_folder, "joined-%") >= 16, first)
+        status = await until(run, lambda status: kit.samples_by(run_folder, "joined-%") >= 16, first)
         assert (status.guests["came"], status.guests["here"]) == (1, 1)
         lost = places(run_folder)["learner"]
         nodes.kill(lost)
@@ -263,13 +247,13 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
         status = await run.drain()
     assert status.phase == "stopped", status.reason
     assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"
-    assert_balanced(status)
-    assert len(trained_groups(run_folder)) == status.version * 4
+    kit.assert_balanced(status)
+    assert len(kit.trained_groups(run_folder)) == status.version * 4
 
 
 async def test_no_cluster_is_said_with_what_to_do(tmp_path: Path) -> None:
     ray.shutdown()
-    settings = tiny_settings(tmp_path, launch={"kind": "ray", "address": "127.0.0.9:1"})
+    settings = kit.tiny_settings(tmp_path, launch={"kind": "ray", "address": "127.0.0.9:1"})
     with pytest.raises(LaunchError, match="ray start --head"):
         async with asyncrl.Run(settings):
             pass

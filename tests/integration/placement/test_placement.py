@@ -1,7 +1,5 @@
 """A run whose generators, judges and learner share a device, by turns: real processes, real switches."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

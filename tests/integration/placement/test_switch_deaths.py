@@ -1,7 +1,5 @@
 """Processes that die in the middle of a switch of a shared device, when others have given it back for them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

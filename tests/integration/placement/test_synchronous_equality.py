@@ -1,7 +1,5 @@
 """max_staleness = 0 is synchronous, exactly: in every placement the same weights, bit for bit, as a plain loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks against one: the same gradients, weights, figures and checkpoints, whatever shares a row or a rank."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that come late, wait long, hang or die: processes of two ranks, without any model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

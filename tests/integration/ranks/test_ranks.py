@@ -1,7 +1,5 @@
 """Runs whose learner has two ranks: real processes, real collectives, and a rank that is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 

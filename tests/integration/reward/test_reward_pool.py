@@ -26,6 +26,7 @@ from tests.integration.conftest import assert_gone
 
 ON_DEMAND = PythonReward(path="scoring_functions:on_demand", name="demand")
 LATER = PythonReward(path="scoring_functions:on_demand_later", name="demand")
+SLOW = PythonReward(path="scoring_functions:takes_its_time", name="slow")
 both = pytest.mark.parametrize("function", [ON_DEMAND, LATER], ids=["sync", "async"])
 
 
@@ -153,7 +154,7 @@ async def test_a_process_killed_between_samples_costs_none_of_them():
     async with pool_of(ON_DEMAND) as pool:
         await all_scores(pool, ["fine"])
         for _ in range(3):
-            os.kill(pids(pool)[0], 9)
+            os.kill(next(iter(pool._processes)).pid, 9)
             scores = await all_scores(pool, ["fine"] * 5)
             assert [(score.error, score.reward) for score in scores] == [("", 1.0)] * 5
         assert pool.counts.failed == 0
@@ -207,8 +208,7 @@ async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_w
 
 
 async def test_a_slow_function_beside_an_async_one_is_not_taken_for_a_hanging_one():
-    functions = (PythonReward(path="scoring_functions:takes_its_time", name="slow"), LATER)
-    async with pool_of(*functions, timeout_s=1.0) as pool:
+    async with pool_of(SLOW, LATER, timeout_s=1.0) as pool:
         scores = await all_scores(pool, ["fine"] * 30)
         assert [score.reward for score in scores] == [2.0] * 30
         assert pool.counts.replaced == 0
@@ -230,13 +230,6 @@ async def test_the_time_limit_is_one_for_a_sample_s_functions_together_where_the
         assert [score.parts for score in await all_scores(pool, ["x"] * 3)] == [{"one": 1.0, "two": 0.0}] * 3
 
 
-@pytest.mark.timed
-async def test_async_functions_that_use_threads_do_not_wait_for_each_other():
-    async with pool_of(PythonReward(path="scoring_functions:in_a_thread", name="mine"), timeout_s=5.0) as pool:
-        scores = await all_scores(pool, ["x"] * 100)
-    assert [score.reward for score in scores] == [1.0] * 100
-
-
 async def test_a_sample_that_cancels_its_own_task_fails_though_others_are_answered_all_the_time():
     async with pool_of(LATER, timeout_s=5.0) as pool, asyncio.timeout(60), asyncio.TaskGroup() as group:
         odd = group.create_task(pool.score(request("cancel own")))
@@ -253,28 +246,23 @@ async def test_memory_that_runs_out_in_a_task_group_is_no_failure_by_which_a_sco
         assert (hog.error, hog.reward, pool.counts.over_limit) == ("", 0.0, 1)
 
 
+@pytest.mark.parametrize(("functions", "concurrency", "count", "most_s"), [
+    ((SLOW, LATER), 4, 40, 2.5), ((PythonReward(path="scoring_functions:judge", name="mine"),), 1, 40, 5.0),
+    ((PythonReward(path="scoring_functions:in_a_thread", name="mine"),), 1, 100, 10.0),
+], ids=["shared out among processes", "an object with an async call", "in threads"])  # fmt: skip
 @pytest.mark.timed
-async def test_async_samples_are_shared_out_among_the_processes():
-    functions = (PythonReward(path="scoring_functions:takes_its_time", name="slow"), LATER)
-    async with pool_of(*functions, concurrency=4) as pool:
+async def test_async_samples_do_not_wait_for_each_other(functions, concurrency, count, most_s):
+    async with pool_of(*functions, concurrency=concurrency, timeout_s=5.0) as pool:
         started_s = time.monotonic()
-        await all_scores(pool, ["fine"] * 40)
-        assert time.monotonic() - started_s < 2.5
-
-
-@pytest.mark.timed
-async def test_an_object_with_an_async_call_is_awaited_for_many_samples_at_once():
-    async with pool_of(PythonReward(path="scoring_functions:judge", name="mine")) as pool:
-        started_s = time.monotonic()
-        assert [score.reward for score in await all_scores(pool, ["x"] * 40)] == [1.0] * 40
-        assert time.monotonic() - started_s < 5
+        scores = await all_scores(pool, ["fine"] * count)
+        assert time.monotonic() - started_s < most_s
+        assert [score.reward for score in scores] == [float(len(functions))] * count
 
 
 @pytest.mark.timed
 async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
     functions = (PythonReward(path="scoring_functions:slow_batch", name="batch"), ON_DEMAND)
-    takes = PythonReward(path="scoring_functions:takes_its_time", name="slow")
-    async with pool_of(*functions, *[msgspec.structs.replace(takes, name=f"slow{n}") for n in range(4)], timeout_s=1.0) as pool:
+    async with pool_of(*functions, *[msgspec.structs.replace(SLOW, name=f"slow{n}") for n in range(4)], timeout_s=1.0) as pool:
         await all_scores(pool, ["fine"])
         scores = await all_scores(pool, ["fine"] * 6)
         assert [score.reward for score in scores] == [6.0] * 6
@@ -283,8 +271,7 @@ async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
 
 @pytest.mark.timed
 async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_process_is_at():
-    slow = PythonReward(path="scoring_functions:takes_its_time", name="slow")
-    async with pool_of(NUMBER, slow, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
+    async with pool_of(NUMBER, SLOW, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
         scoring = group.create_task(all_scores(pool, list(map(str, range(25)))))
         while pool.counts.scored < 3:
             await asyncio.sleep(0.01)
@@ -336,11 +323,6 @@ asyncio.run(main())
     owner.kill()
     await owner.communicate()
     await asyncio.to_thread(assert_gone, {scoring})
-
-
-def pids(pool: RewardPool) -> list[int]:
-    """Process ids of the scoring processes now alive."""
-    return [process.pid for process in pool._processes]
 
 
 def children() -> set[int]:

@@ -2,12 +2,10 @@
 
 What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
 experiments/alarms, over runs that collapse. Every rule has its trouble and its end in tests/unit/observe/test_alarms.py, and
-some are there alone: a disk or a memory that fills up, a slow generator, a hollow reward.
+some are there alone: a disk or a memory that fills up, a slow generator, a slow or a hollow reward. A step that stays open is in
+tests/unit/control/test_controller.py.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -33,31 +31,9 @@ async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> i
     pytest.fail(f"{rule} was not raised, or not over")
 
 
-def judged_by(folder: Path, text: str) -> list[dict[str, str]]:
-    """A reward function that looks which files there are beside it."""
-    begin = f"import time\nfrom pathlib import Path\nHERE = Path({str(folder)!r})\n"
-    return python_reward(folder, f"{begin}def score(prompt, text):\n{text}")
-
-
-async def test_a_reward_that_is_slow_and_one_that_hangs_are_told_and_mended(tiny, tmp_path):
-    rewards = judged_by(
-        tmp_path,
-        "    while (HERE / 'hang').exists(): time.sleep(0.1)\n"
-        "    time.sleep(0 if (HERE / 'quick').exists() else 0.05)\n    return float(sum(map(ord, text)) % 5)\n",
-    )
-    small = {"algorithm__groups_per_step": 2, "algorithm__group_size": 2}
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, **small, reward__functions=rewards)) as run:
-        raised = await said(run, "score.slow", "a quicker reward")
-        (tmp_path / "quick").touch()
-        await said(run, "score.slow", "is over", raised)
-        (tmp_path / "hang").touch()
-        raised = await said(run, "stall.early", "reward-0")
-        (tmp_path / "hang").unlink()
-        await said(run, "stall.early", "is over", raised)
-
-
 async def test_a_reward_that_stops_paying_is_told_in_three_ways_pauses_the_run_and_mended_ends_them(tiny, tmp_path):
-    rewards = judged_by(tmp_path, "    return 0.0 if (HERE / 'broken').exists() else 1.0 + sum(map(ord, text)) % 5\n")
+    score = f"    return 0.0 if os.path.exists({str(tmp_path / 'broken')!r}) else 1.0 + sum(map(ord, text)) % 5\n"
+    rewards = python_reward(tmp_path, f"import os\ndef score(prompt, text):\n{score}")
     config = tiny(**OFF, **NO_MODELS, reward__functions=rewards, observe__alarms={"reward.collapse": "pause"})
     async with asyncrl.Run(config) as run:
         async for report in run.steps():

@@ -1,7 +1,5 @@
 """The command line as a user meets it: a real terminal process, real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

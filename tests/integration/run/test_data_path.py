@@ -1,7 +1,5 @@
 """Runs of what the data path adds to plain groups: preference files, greedy baselines, dynamic sampling."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that outlive whoever started them: real processes, real signals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

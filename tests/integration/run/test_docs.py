@@ -1,7 +1,5 @@
 """What the docs show runs as it stands: Python snippets compile, TOML snippets are TOML, those of running.md are run."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """On a disk that is full a run ends, and goes on once there is room. Mounts a small disk."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recorded runs of real processes, replayed: with deaths, a pause, a live change and a second life of the controller."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs through the Python API: real processes, real sockets, a real model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -12,16 +10,7 @@ import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.status import RunStatus
-from tests.integration.conftest import (
-    NO_EVALUATION,
-    NO_MODEL,
-    NO_MODELS,
-    assert_balanced,
-    kill,
-    kill_all,
-    metrics_of,
-    trained_groups,
-)
+from tests.integration import conftest as kit
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -40,10 +29,10 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     assert max(report.staleness_max for report in reports) <= 2
     assert status.phase == "stopped", status.reason
     assert status.groups["trained"] == 5 * 4
-    assert_balanced(status)
+    kit.assert_balanced(status)
     assert {process.kind for process in status.processes} == {"learner", "reward", "inference", "generator"}
     ledger = LedgerReader(run.run_folder)
-    members = [member for group_id in trained_groups(run.run_folder) for member in ledger.group(group_id).samples]
+    members = [member for group_id in kit.trained_groups(run.run_folder) for member in ledger.group(group_id).samples]
     assert len(members) == 5 * 4 * 4
     for member in members:
         assert set(member.parts) == {"answer_match", "taste"}
@@ -70,12 +59,12 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     names = {path.name for path in run.run_folder.iterdir()}
     assert {"reward.png", "timeline.png", "metrics.jsonl", "steps.jsonl", "eval.jsonl", "ledger.sqlite", "config.toml"} <= names
     assert "api.json" not in names
-    assert metrics_of(run.run_folder)
+    assert kit.metrics_of(run.run_folder)
 
 
 async def test_a_cancelled_run_leaves_nothing_behind(tiny):
     async def train() -> None:
-        async with asyncrl.Run(tiny(learner__kind="external", generate__engine=NO_MODEL)):
+        async with asyncrl.Run(tiny(learner__kind="external", generate__engine=kit.NO_MODEL)):
             started.set()
             await asyncio.Event().wait()
 
@@ -91,17 +80,17 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     deaths = dict.fromkeys(victims.values(), 1)
     num_steps = 60  # many more than are made before a report is heard
     config = tiny(
-        num_steps=num_steps, generate__num_workers=2, **NO_EVALUATION, learner__learning_rate=1e-5,
+        num_steps=num_steps, generate__num_workers=2, **kit.NO_EVALUATION, learner__learning_rate=1e-5,
         broadcast={"medium": {"kind": "files", "keep_last": 1}, "dtype": "bfloat16", "delta": {"full_every": 4}},
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
         async for report in run.steps():
             assert report.staleness_max <= 2
             if victim := victims.pop(report.version, None):
-                kill(run.run_folder, victim)
+                kit.kill(run.run_folder, victim)
         status = await run.status()
     assert (status.phase, status.version) == ("stopped", num_steps), status.reason
-    assert_balanced(status)
+    kit.assert_balanced(status)
     assert {process.name: process.deaths for process in status.processes if process.deaths} == deaths
     told = list(read_events(run.run_folder))
     for kind in ("death", "restart"):
@@ -110,8 +99,8 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     assert swaps == sorted(set(swaps))
     assert len(swaps) > num_steps / 4
     assert [event.seq for event in told] == list(range(1, len(told) + 1))
-    assert len(trained_groups(run.run_folder)) == num_steps * 4
-    rows = metrics_of(run.run_folder)
+    assert len(kit.trained_groups(run.run_folder)) == num_steps * 4
+    rows = kit.metrics_of(run.run_folder)
     sizes = {row["weights/update_bytes"] for row in rows if "weights/update_bytes" in row}
     assert min(sizes) < max(sizes) / 3
     assert all(row.get("weights/probe_error", 0.0) < config.probe_tolerance for row in rows)
@@ -121,27 +110,27 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
 
 
 async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
-    settings = NO_EVALUATION | NO_MODELS
+    settings = kit.NO_EVALUATION | kit.NO_MODELS
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
         async for report in run.steps():
             if report.version == 5:
                 break
-        kill_all(run.run_folder)
+        kit.kill_all(run.run_folder)
     num_steps = len(LedgerReader(run.run_folder / "ledger.sqlite").steps(last=10_000)) + 3
     async with asyncrl.Run(tiny(num_steps=num_steps, **settings), resume=run.run_folder) as again:
         reports, status = await _finish(again)
     assert status.phase == "stopped", status.reason
     assert status.version == num_steps
-    assert_balanced(status)
+    kit.assert_balanced(status)
     assert {report.version for report in reports} == set(range(1, num_steps + 1))
-    assert len(trained_groups(run.run_folder)) == num_steps * 4
+    assert len(kit.trained_groups(run.run_folder)) == num_steps * 4
     told = list(read_events(run.run_folder))
     assert [event.seq for event in told] == list(range(1, len(told) + 1))
     assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
 
 
 async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny):
-    settings = {**NO_EVALUATION, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
+    settings = {**kit.NO_EVALUATION, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
     async with asyncrl.Run(tiny(num_steps=10_000, buffer__max_staleness=4, **settings)) as run:
         async for report in run.steps():
             if report.version == 6:
@@ -149,7 +138,7 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
                 done = await run.change(values | {"generate.sampling.temperature": 0.9}, who="a test")
             if report.version == 14:
                 # It repeats every step, those before the change too.
-                kill(run.run_folder, "learner")
+                kit.kill(run.run_folder, "learner")
             if report.version == 20:
                 end = report.step + 40
                 await run.change({"num_steps": end, "generate.num_workers": 1})
@@ -160,7 +149,7 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
         reports, status = [report async for report in run.steps()], await run.status()
     assert (done.revision, [one.before for one in done.changes]) == (1, [1e-3, 4, 1, 1.0])
     assert (status.phase, status.version) == ("stopped", end), status.reason
-    assert_balanced(status)
+    kit.assert_balanced(status)
     rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     rates = [
         (row["step"] - 1, row["metrics"]["policy/learning_rate"]) for row in rows if "policy/learning_rate" in row["metrics"]

@@ -1,7 +1,5 @@
 """Sweeps end to end: killed and resumed, over real runs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A whole run with vLLM as the engine, whose processes are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

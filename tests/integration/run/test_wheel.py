@@ -1,7 +1,5 @@
 """What an installed wheel is: the same on every machine, with the shipped configs in it, usable from an empty folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

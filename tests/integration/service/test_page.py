@@ -1,7 +1,5 @@
 """The page in a real browser: its numbers are the files', it is alone, and hostile text does nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -18,49 +16,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncrl.buffer.ledger import records as rec
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.buffer.ledger.records import (
-    IssuedRecord,
-    MovedRecord,
-    SamplesRecord,
-    ScoresRecord,
-    StepParams,
-    TakenRecord,
-    TrainedRecord,
-)
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.control.launch.controller_process import is_live, read_endpoint
+from asyncrl.observe import samples as sampled
+from asyncrl.observe import steps as files
 from asyncrl.observe.alarms import RULES
 from asyncrl.observe.metrics import METRICS
-from asyncrl.observe.samples import (
-    CLIPPED,
-    KEPT,
-    MOST_ROW_TOKENS,
-    SAMPLES_FILE,
-    TOKENS_FILE,
-    TRAINED,
-    SampleRow,
-    TokenRow,
-    read_samples,
-    read_tokens,
-)
 from asyncrl.observe.spans import SPANS_FILE, read_spans
-from asyncrl.observe.steps import (
-    EVAL_FILE,
-    EVENTS_FILE,
-    SECONDS_FILE,
-    STEPS_FILE,
-    EvalReport,
-    JsonLines,
-    RunEvent,
-    SecondReport,
-    StepReport,
-    read_evals,
-    read_events,
-    read_lines,
-    read_steps,
-)
 from asyncrl.schema.samples import Prompt, Samples, ids_from_bytes, logprobs_from_bytes
 from tests.builders import make_sample, score_of
 from tests.integration.conftest import NO_MODEL, tiny_settings
@@ -149,10 +114,12 @@ async def page():
 
 @contextlib.asynccontextmanager
 async def viewed(page, *folders: Path):
+    """Look at runs where they lie; the page is at their list."""
     command = [sys.executable, "-m", "asyncrl", "view", *map(str, folders)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
-        yield (await process.stdout.readline()).decode().strip()
+        await page.goto((await process.stdout.readline()).decode().strip())
+        yield
     finally:
         await page.goto("about:blank")
         process.terminate()
@@ -216,7 +183,7 @@ async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
             await page.get_by_role("button", name="Pause").click()
             await page.get_by_text("Pause: done").wait_for()
             await page.get_by_role("cell", name="paused", exact=True).wait_for()
-            newest = read_steps(folder)[-1]
+            newest = files.read_steps(folder)[-1]
             await page.get_by_text(f"Every value of step {newest.step}").wait_for()
             assert (await numbers(page))["Reward: mean"] == newest.reward_mean
             assert "generator-0" in [row[0] for row in await rows_of_table(page, "Who waits for whom")]
@@ -258,41 +225,37 @@ def recorded(tmp_path) -> Path:
     (folder / "logs").mkdir(parents=True)
     (folder / "config.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, num_steps=6))))
     names = [name for name in METRICS if not name.endswith("/*")]
-    with contextlib.closing(JsonLines(folder / EVENTS_FILE)) as events:
+    with contextlib.closing(files.JsonLines(folder / files.EVENTS_FILE)) as events:
         events.write(
-            RunEvent(seq=1, time_s=1.0, kind="phase", subject="running", version=0),
-            RunEvent(seq=2, time_s=2.0, kind="death", subject="generator-0", text="exit -9", version=3),
-            RunEvent(seq=3, time_s=2.1, kind="alarm", subject="off_policy.ess", text="is 0.1: lower the bound", version=3),
-            RunEvent(seq=4, time_s=2.5, kind="alarm", subject="reward.equal", text="look at a sample", version=4),
-            RunEvent(seq=5, time_s=2.6, kind="alarm", subject="off_policy.ess", text="off_policy.ess is over", version=5),
-            RunEvent(seq=6, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
+            files.RunEvent(seq=1, time_s=1.0, kind="phase", subject="running", version=0),
+            files.RunEvent(seq=2, time_s=2.0, kind="death", subject="generator-0", text="exit -9", version=3),
+            files.RunEvent(seq=3, time_s=2.1, kind="alarm", subject="off_policy.ess", text="is 0.1: lower the bound", version=3),
+            files.RunEvent(seq=4, time_s=2.5, kind="alarm", subject="reward.equal", text="look at a sample", version=4),
+            files.RunEvent(seq=5, time_s=2.6, kind="alarm", subject="off_policy.ess", text="off_policy.ess is over", version=5),
+            files.RunEvent(seq=6, time_s=3.0, kind="phase", subject="stopped", text="goal reached", version=6),
         )
-    with contextlib.closing(JsonLines(folder / SECONDS_FILE)) as seconds:
+    with contextlib.closing(files.JsonLines(folder / files.SECONDS_FILE)) as seconds:
         values = [{"idle/learner": source.random(), "memory/resident_gb/learner": source.random()} for _ in range(100)]
-        seconds.write(*(SecondReport(1e9 + number, each) for number, each in enumerate(values)))
-    steps, evals = JsonLines(folder / STEPS_FILE), JsonLines(folder / EVAL_FILE)
-    ledger, samples = SqliteLedger(folder / "ledger.sqlite"), JsonLines(folder / SAMPLES_FILE)
+        seconds.write(*(files.SecondReport(1e9 + number, each) for number, each in enumerate(values)))
+    steps, evals = files.JsonLines(folder / files.STEPS_FILE), files.JsonLines(folder / files.EVAL_FILE)
+    ledger, samples = SqliteLedger(folder / "ledger.sqlite"), files.JsonLines(folder / sampled.SAMPLES_FILE)
     for step in range(6):
-        steps.write(StepReport(
+        steps.write(files.StepReport(
             step=step, version=step + 1, time_s=1e9 + step, reward_mean=source.random(), reward_std=source.random() / 1e9,
             staleness_mean=source.random(), staleness_max=2, learner_idle=source.random(), weight_sync_ms=source.random() * 1e9,
             metrics={name: source.gauss(0, 1) for name in names} | {"data/samples": float(step + 1)},
         ))  # fmt: skip
-        samples.write(
-            *(
-                SampleRow(step, step, index, f"p{step}", "1+1=", "2", source.random(), {"exact": 1.0}, step, step + 1, 7, "stop")
-                for index in range(4)
-            )
-        )
+        row = sampled.SampleRow(step, step, 0, f"p{step}", "1+1=", "2", 0.0, {"exact": 1.0}, step, step + 1, 7, "stop")
+        samples.write(*(msgspec.structs.replace(row, index=index, reward=source.random()) for index in range(4)))
         ledger.write([
-            IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0),
-            SamplesRecord(Samples.of([make_sample(step)]), (((step, 2),),), 1.0),
-            ScoresRecord(score_of(step, 0, source.random()), 1.0), MovedRecord(step, "running", "ready", "", 1.0),
-            TakenRecord(step, (step,), StepParams(0, 4096, 1.0), 0, 3.0), TrainedRecord(step, (step,), 4.0),
+            rec.IssuedRecord(step, Prompt(f"p{step}"), "g0", 0, 1, 1.0),
+            rec.SamplesRecord(Samples.of([make_sample(step)]), (((step, 2),),), 1.0),
+            rec.ScoresRecord(score_of(step, 0, source.random()), 1.0), rec.MovedRecord(step, "running", "ready", "", 1.0),
+            rec.TakenRecord(step, (step,), rec.StepParams(0, 4096, 1.0), 0, 3.0), rec.TrainedRecord(step, (step,), 4.0),
         ])  # fmt: skip
-    ledger.write([IssuedRecord(6, Prompt("p6"), "g0", 0, 1, 1.0), MovedRecord(6, "running", "dropped", "stale", 2.0)])
+    ledger.write([rec.IssuedRecord(6, Prompt("p6"), "g0", 0, 1, 1.0), rec.MovedRecord(6, "running", "dropped", "stale", 2.0)])
     for version in (0, 6):
-        evals.write(EvalReport(version=version, accuracy=source.random(), num_samples=8, reward_mean=source.random()))
+        evals.write(files.EvalReport(version=version, accuracy=source.random(), num_samples=8, reward_mean=source.random()))
     for file in (steps, evals, ledger, samples):
         file.close()
     (folder / "logs" / "learner.log").write_text("begun\nended\n")
@@ -302,9 +265,8 @@ def recorded(tmp_path) -> Path:
 async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path):
     copied = shutil.copytree(recorded, tmp_path / "copied")
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
-    steps, evals = read_steps(recorded), read_evals(recorded)
-    async with viewed(page, recorded, copied) as url:
-        await page.goto(url)
+    steps, evals = files.read_steps(recorded), files.read_evals(recorded)
+    async with viewed(page, recorded, copied):
         listed = await rows_of_table(page, "2 of 2 runs, newest first")
         assert [row[1:7] for row in listed] == [
             [name, "done", "6", "6", repr(evals[0].accuracy), repr(evals[-1].accuracy)] for name in ("copied", "tiny")
@@ -321,7 +283,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert shown["Weights, ms: sync"] == newest.weight_sync_ms
         assert shown["Held-out evaluations: accuracy"] == evals[-1].accuracy
         await page.get_by_role("heading", name="Over seconds, since 2001-09-09 01:46:40Z").wait_for()
-        shown, second = await numbers(page), list(read_lines(recorded / SECONDS_FILE, SecondReport))[-1].values
+        shown, second = await numbers(page), list(files.read_lines(recorded / files.SECONDS_FILE, files.SecondReport))[-1].values
         assert shown["Idle share now: learner"] == second["idle/learner"]
         assert shown["Resident memory, GB: learner"] == second["memory/resident_gb/learner"]
         figure = page.locator("figure", has=page.get_by_text("Reward", exact=True))
@@ -361,7 +323,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         ]  # fmt: skip
         await page.get_by_role("link", name="samples").click()
         await page.get_by_label("Order").select_option("highest reward")
-        kept = [row for row in read_samples(recorded) if row.step == 5]
+        kept = [row for row in sampled.read_samples(recorded) if row.step == 5]
         rewards = [float(row[1]) for row in await rows_of_table(page, "4 samples of step 5")]
         assert rewards == sorted((row.reward for row in kept), reverse=True)
         await page.get_by_label("Groups that are").select_option("dropped")
@@ -371,7 +333,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
         assert (group, prompt, why) == (f"g{dropped.group_id}", dropped.prompt.prompt_id, "stale")
         await page.get_by_role("link", name="events").click()
         await page.get_by_role("cell", name="stopped").wait_for()
-        events = list(read_events(recorded))
+        events = list(files.read_events(recorded))
         assert [row[:1] + row[2:4] for row in await rows_of_table(page, "What happened, newest first")] == [
             [str(event.seq), event.kind, event.subject] for event in reversed(events)
         ]
@@ -413,8 +375,7 @@ async def test_every_page_has_the_numbers_of_the_files(page, recorded, tmp_path)
 async def test_the_timeline_tells_what_the_spans_tell_and_moves_by_keyboard(page, real):
     spans = list(read_spans(real))
     first, last = spans[0].start_s, max(span.end_s for span in spans)
-    async with viewed(page, real) as url:
-        await page.goto(url)
+    async with viewed(page, real):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="timeline").click()
         told = {}
@@ -455,8 +416,7 @@ async def test_a_million_spans_do_not_hold_the_timeline(page, recorded):
         for i in range(10):
             file.write(b'{"name":"swap","start_s":%d,"end_s":%d,"process":"generator-0","attributes":{"version":%d}}\n'
                        % (1000 + 1000 * i, 1001 + 1000 * i, i))  # fmt: skip
-    async with viewed(page, recorded) as url:
-        await page.goto(url)
+    async with viewed(page, recorded):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="timeline").click()
         found = {(row[0], row[1]): row[3:] for row in await rows_of_table(page, "What is in the window")}
@@ -490,18 +450,17 @@ def real(tmp_path_factory) -> Path:
 
 
 async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real):
-    kept = {(row.group_id, row.index): row for row in read_samples(real) if row.step == 4}
-    tokens = read_tokens(real, 4)
+    kept = {(row.group_id, row.index): row for row in sampled.read_samples(real) if row.step == 4}
+    tokens = sampled.read_tokens(real, 4)
     assert tokens.keys() >= kept.keys()
-    async with viewed(page, real) as url:
-        await page.goto(url)
+    async with viewed(page, real):
         await page.get_by_role("link", name="tiny").click()
         await page.get_by_role("link", name="samples").click()
         await page.get_by_label("Step (").fill("4")
         await page.keyboard.press("Tab")
         ratios = {}
         for key, (part,) in tokens.items():
-            trained = np.frombuffer(part.flags, np.uint8) & TRAINED > 0
+            trained = np.frombuffer(part.flags, np.uint8) & sampled.TRAINED > 0
             learner, behaviour = (logprobs_from_bytes(one).astype(float) for one in (part.learner, part.behaviour))
             ratios[key] = float(np.quantile(np.exp(learner - behaviour)[trained], 0.99))
         listed = {row[0]: row[1:6] for row in await rows_of_table(page, f"{len(tokens)} samples of step 4")}
@@ -523,7 +482,7 @@ async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real
             assert (row[0], row[2], row[12]) == (str(place), str(token), "true")
             assert float(row[6]) == np.exp(learner[place] - behaviour[place])
             assert [float(row[7]), float(row[10]), float(row[11])] == [column[place] for column in floats]
-            assert row[8:10] == [str(bool(flags[place] & bit)).lower() for bit in (KEPT, CLIPPED)]
+            assert row[8:10] == [str(bool(flags[place] & bit)).lower() for bit in (sampled.KEPT, sampled.CLIPPED)]
             await page.keyboard.press("ArrowRight")
         for colour in ("ratio", "advantage", "clipped"):
             await page.get_by_label("Colour by").select_option(colour)
@@ -535,26 +494,25 @@ async def test_a_sample_is_shown_token_by_token_as_the_learner_saw_it(page, real
 
 async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, recorded, tmp_path):
     folder = shutil.copytree(recorded, tmp_path / "long", ignore=shutil.ignore_patterns("samples.jsonl"))
-    newest, encoder = read_steps(recorded)[-1], msgspec.json.Encoder()
+    newest, encoder = files.read_steps(recorded)[-1], msgspec.json.Encoder()
     more = {f"reward_part/{number}": number / 7 for number in range(NUM_SERIES - len(newest.metrics))}
     newest = msgspec.structs.replace(newest, metrics=newest.metrics | more)
     with (folder / "steps.jsonl").open("ab") as file:
         for step in range(6, NUM_STEPS):
             file.write(encoder.encode(msgspec.structs.replace(newest, step=step, version=step + 1, reward_mean=step / 7)) + b"\n")
-    rows, written = [next(read_samples(recorded)), next(read_samples(recorded))], JsonLines(folder / TOKENS_FILE)
+    rows, written = [next(sampled.read_samples(recorded)) for _ in range(2)], files.JsonLines(folder / sampled.TOKENS_FILE)
     rows[0] = msgspec.structs.replace(rows[0], text=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE, parts={HOSTILE: 1.0})
     rows[1] = msgspec.structs.replace(rows[1], index=rows[0].index + 1, text="long " * 100_000)
     (folder / "samples.jsonl").write_bytes(b"".join(encoder.encode(row) + b"\n" for row in rows))
     for row, num_tokens in zip(rows, (3, 100_000), strict=True):
-        for first in range(0, num_tokens, MOST_ROW_TOKENS):
-            size = min(MOST_ROW_TOKENS, num_tokens - first)
+        for first in range(0, num_tokens, sampled.MOST_ROW_TOKENS):
+            size = min(sampled.MOST_ROW_TOKENS, num_tokens - first)
             ids, floats = np.ones(size, "<i4").tobytes(), [np.full(size, -0.5, "<f4").tobytes()] * 5
             texts = (HOSTILE,) * size
-            written.write(TokenRow(row.step, row.group_id, row.index, 1.0, first, ids, ids, *floats, b"\3" * size, texts))
+            written.write(sampled.TokenRow(row.step, row.group_id, row.index, 1.0, first, ids, ids, *floats, b"\3" * size, texts))
     written.close()
     (folder / "logs" / "learner.log").write_text(HOSTILE)
-    async with viewed(page, folder) as url:
-        await page.goto(url)
+    async with viewed(page, folder):
         await page.get_by_role("link", name="long").click()
         await page.get_by_text(f"Every value of step {NUM_STEPS - 1}").wait_for()
         took_ms = await page.evaluate("() => performance.now()")
@@ -594,8 +552,7 @@ async def test_ten_thousand_steps_and_hostile_text_do_not_hold_the_page(page, re
 
 async def test_the_keyboard_and_a_screen_reader_reach_everything(page, recorded, tmp_path):
     devtools = await page.context.new_cdp_session(page)
-    async with viewed(page, recorded, shutil.copytree(recorded, tmp_path / "copied")) as url:
-        await page.goto(url)
+    async with viewed(page, recorded, shutil.copytree(recorded, tmp_path / "copied")):
         await page.get_by_role("link", name="tiny").wait_for()
         for path, heading in HEADINGS.items():
             await go(page, path)

@@ -3,8 +3,6 @@
 The first is run in session/test_notebook.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The daemon as it is used: a real process, real runs, real kills."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -19,22 +17,14 @@ import pytest
 import asyncrl
 from asyncrl.control.launch.controller_process import find_controllers, is_live, read_endpoint
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_lines
-from tests.integration.conftest import (
-    NO_EVALUATION,
-    NO_MODEL,
-    NO_MODELS,
-    assert_every_step_once,
-    command_line,
-    recorded_pids,
-    tiny_settings,
-)
+from tests.integration import conftest as kit
 
 pytestmark = pytest.mark.timeout(300)
-SLOW = {**NO_MODEL, "token_latency_s": 0.1}
+SLOW = {**kit.NO_MODEL, "token_latency_s": 0.1}
 
 
 def settings(folder: Path, **more):
-    config = tiny_settings(folder, **NO_MODELS | NO_EVALUATION | more)
+    config = kit.tiny_settings(folder, **kit.NO_MODELS | kit.NO_EVALUATION | more)
     return {key: value for key, value in config.items() if key not in {"folder", "name"}}
 
 
@@ -84,6 +74,13 @@ async def until(server, run, reached, within_s=120):
     return record
 
 
+async def ended_as(server, run, outcome, attempts, version=None):
+    """Wait for the end of a run, and see that it is this one."""
+    async for ended in server.ended([run]):
+        told = (ended.outcome, ended.attempts, ended.version)
+        assert told == (outcome, attempts, ended.version if version is None else version), ended.reason
+
+
 def seconds_of(folder):
     return [second.time_s for second in read_lines(folder / SECONDS_FILE, SecondReport)]
 
@@ -116,11 +113,10 @@ async def test_runs_outlive_a_daemon_that_is_killed_are_adopted_by_the_next_and_
         async with server.connect("one") as client:
             events = [event async for event in client.events()]  # until it ends
             assert [event.seq for event in events] == list(range(1, len(events) + 1))
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.version, ended.attempts) == ("done", 40, 2)
+        await ended_as(server, "one", "done", 2, version=40)
         async with server._http.get(f"{server._url}/v1/runs/one/seconds") as answer:
             told = [row["time_s"] for row in (await answer.json())["rows"]]
-    assert_every_step_once(folder, 40)
+    kit.assert_every_step_once(folder, 40)
     after = seconds_of(folder)
     assert after[: len(before)] == before != after
     assert told == after == sorted(set(after))
@@ -142,11 +138,10 @@ async def test_a_run_whose_daemon_and_controller_are_killed_ends_with_the_weight
         await until(server, "killed", lambda record: record.version >= 30)
         await kill_both(daemon, "killed")
     async with await daemon.start() as server:
-        async for ended in server.ended(["killed"]):
-            assert (ended.outcome, ended.version, ended.attempts) == ("done", 60, 3), ended.reason
+        await ended_as(server, "killed", "done", 3, version=60)
     weights = [(runs / name / "checkpoints" / "step-000060" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
-    assert_every_step_once(runs / "killed", 60)
+    kit.assert_every_step_once(runs / "killed", 60)
 
 
 async def kill_both(daemon: Daemon, run: str) -> None:
@@ -180,7 +175,7 @@ async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_ne
                     await client.drain()
         ended = await until(server, "one", lambda record: record.state == "ended")
     assert (seen, ended.outcome) == (list(range(ended.version)), "stopped")
-    assert_every_step_once(folder, ended.version)
+    kit.assert_every_step_once(folder, ended.version)
 
 
 async def version_of(daemon) -> str:
@@ -213,9 +208,8 @@ async def test_the_queue_keeps_its_order_and_a_run_that_ended_goes_on(daemon, tm
         goal = {"num_steps": status.version + 2}
         async with server._http.post(f"{server._url}/v1/runs/first/resume", json=goal) as answer:
             assert answer.status == 200
-        async for ended in server.ended(["first"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-        assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
+        await ended_as(server, "first", "done", 2)
+        kit.assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
         forked = await server.fork("first", "child", set={"num_steps": 2})
         shutil.rmtree(daemon.folder / "runs" / "first" / "checkpoints")  # as a run does that goes on while its fork waits
         assert forked.parent.startswith("first/checkpoints/step-")
@@ -241,15 +235,14 @@ async def test_a_program_elsewhere_judges_a_run_while_it_is_queued_lost_and_resu
             group.create_task(client.score(reward))
             await until(server, "one", lambda record: record.version >= 2)
             os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-            async for ended in server.ended(["one"]):
-                assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+            await ended_as(server, "one", "done", 2)
         await server.submit(settings(tmp_path, num_steps=1000), name="own")
         await until(server, "own", lambda record: record.version >= 1)
         async with server.connect("own") as client:
             with pytest.raises(asyncrl.RunError, match="reward functions of its own"):
                 await client.score(reward)
             await client.stop()
-    assert_every_step_once(folder, 20)
+    kit.assert_every_step_once(folder, 20)
     assert len(judged) >= 20 * 16
 
 
@@ -310,19 +303,17 @@ async def test_killed_controllers_are_started_again_and_no_more_often_than_allow
         folder, killed = daemon.folder / "runs" / "one", 0
         for pid in await controllers_of(folder):
             os.kill(pid, signal.SIGKILL)
-        async for ended in server.ended(["one"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
-        assert_every_step_once(folder, 3)
+        await ended_as(server, "one", "done", 2)
+        kit.assert_every_step_once(folder, 3)
         await server.submit(settings(tmp_path, num_steps=20, generate__engine=SLOW), name="stopped")
         await until(server, "stopped", lambda record: record.version >= 1)
         folder = daemon.folder / "runs" / "stopped"
-        learner = psutil.Process(recorded_pids(folder)["learner"])
+        learner = psutil.Process(kit.recorded_pids(folder)["learner"])
         learner.suspend()
         os.kill(read_endpoint(folder).pid, signal.SIGKILL)
-        async for ended in server.ended(["stopped"]):
-            assert (ended.outcome, ended.attempts) == ("done", 2), ended.reason
+        await ended_as(server, "stopped", "done", 2)
         assert not learner.is_running()
-        assert_every_step_once(folder, 20)
+        kit.assert_every_step_once(folder, 20)
         await server.submit(settings(tmp_path, num_steps=3), name="two")
         async with asyncio.timeout(120):
             while (record := await server.show("two")).state != "ended":
@@ -344,8 +335,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
             assert (await server.show(order)).state == "starting"
             async with server._http.post(f"{server._url}/v1/runs/{order}/{order}") as answer:
                 assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
-            async for ended in server.ended([order]):
-                assert (ended.outcome, ended.attempts) == ("stopped", 1)
+            await ended_as(server, order, "stopped", 1)
             assert not find_controllers(daemon.folder / "runs" / order)
         await server.submit(settings(tmp_path, num_steps=3), name="adopted")
         folder = daemon.folder / "runs" / "adopted"
@@ -353,9 +343,8 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
         await daemon.kill()
     assert read_endpoint(folder) is None
     async with await daemon.start() as server:
-        async for ended in server.ended(["adopted"]):
-            assert (ended.outcome, ended.attempts) == ("done", 1), ended.reason
-    assert_every_step_once(folder, 3)
+        await ended_as(server, "adopted", "done", 1)
+    kit.assert_every_step_once(folder, 3)
 
 
 async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_path):
@@ -366,7 +355,7 @@ async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(daemon, tmp_
             ("cannot listen", tmp_path / "b", "--port", port),
             ("--tls-cert", tmp_path / "b", "--host", "0.0.0.0"),
         ):
-            refused = await asyncio.to_thread(command_line, "serve", "--folder", *options)
+            refused = await asyncio.to_thread(kit.command_line, "serve", "--folder", *options)
             assert (refused.returncode, said in refused.stderr) == (2, True)
     with pytest.raises(asyncrl.LaunchError, match="no daemon answers"):
         async with asyncrl.Server("http://127.0.0.1:9", "x"):

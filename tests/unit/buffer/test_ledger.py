@@ -148,15 +148,11 @@ def test_on_a_full_disk_a_commit_fails_whole_and_what_was_committed_is_there_onc
         assert again.state_counts() == {"ready": len(committed) + 1}
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        rec.TakenRecord(0, (), PARAMS, 0, 1.0),
-        rec.IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
-        rec.FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
-    ],
-    ids=["a step twice", "text", "number"],
-)
+@pytest.mark.parametrize("record", [
+    rec.TakenRecord(0, (), PARAMS, 0, 1.0),
+    rec.IssuedRecord(0, Prompt("p", text="half a surrogate pair: \ud800"), "g0", 0, 1, 1.0),
+    rec.FailureRecord(0, 0, 2**64, "generate", "no such attempt", 1.0),
+], ids=["a step twice", "text", "number"])  # fmt: skip
 def test_what_cannot_be_written_is_told_once_every_later_call_says_so_and_nobody_waits_for_it(path, record):
     failures, told = [], threading.Event()
     ledger = SqliteLedger(path, on_failure=lambda error: (failures.append(error), told.set()), max_queued=1)

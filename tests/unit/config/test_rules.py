@@ -183,3 +183,12 @@ def test_what_does_not_go_together_is_refused_with_what_to_write_instead(setting
 ])  # fmt: skip
 def test_a_vllm_server_that_the_weights_reach_is_taken(server, changes):
     parse_config(laid_over({}, served(server, changes)))
+
+
+@pytest.mark.parametrize(("learner", "engine", "told", "expected"), [
+    ("float32", "float32", {}, 0.05), ("bfloat16", "float32", {}, 1.0), ("float32", "bfloat16", {}, 1.0),
+    ("auto", "float32", {}, 1.0), ("bfloat16", "bfloat16", {"probe_tolerance": 0.0}, 0.0),
+])  # fmt: skip
+def test_how_far_apart_a_probe_may_be_follows_the_number_formats_of_learner_and_engine(learner, engine, told, expected):
+    generate = {"engine": {"kind": "transformers", "dtype": engine}}
+    assert parse_config({"learner": {"dtype": learner}, "generate": generate, "broadcast": told}).probe_tolerance == expected

@@ -16,6 +16,8 @@ from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
 from asyncrl.errors import ConnectionClosed
+from asyncrl.observe.alarms import STALL_S, STALL_STEPS
+from asyncrl.observe.steps import read_events
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
@@ -29,6 +31,15 @@ from tests.in_process import InProcessListener
 B = G = 2
 ETA = 1
 NUM_STEPS = 2
+
+
+class Clock(SystemClock):
+    """The machine's time, and so much more."""
+
+    ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
 
 
 class World:
@@ -50,9 +61,8 @@ class World:
         task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
         self.listener = InProcessListener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
-        self.controller = Controller(
-            config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock()
-        )  # fmt: skip
+        self.clock = Clock()
+        self.controller = Controller(config, folder, self.buffer, task, self.listener, self.launcher, membership, self.clock)
 
     async def join(self, kind: str, name: str) -> Connection:
         return await self.listener.connect(hello(kind, name))
@@ -93,20 +103,24 @@ class World:
 
 
 @asynccontextmanager
-async def _running(folder: Path, **settings: object) -> AsyncIterator[World]:
+async def running(folder: Path, **settings: object) -> AsyncIterator[World]:
+    """Yield a world whose controller runs; fail where a loop of it has raised."""
     world = World(folder, **settings)
+    run = asyncio.get_running_loop().create_task(world.controller.run(Ownership()))
     try:
-        async with asyncio.TaskGroup() as group:
-            run = group.create_task(world.controller.run(Ownership()))
-            yield world
-            run.cancel()
+        yield world
+        assert not run.done() or run.exception() is None, run.exception()
+        world.buffer.state.check_invariants()
+        world.buffer.ledger.sync()
     finally:
+        run.cancel()
+        await asyncio.wait([run])
         world.controller.reporter.newest = None  # nothing to draw
         await world.controller.reporter.close(folder)
         world.buffer.close()
 
 
-async def _generate(generator: Connection, reward: Connection, count: int) -> list[int]:
+async def generate(generator: Connection, reward: Connection, count: int) -> list[int]:
     """Answer that many groups and their reward requests; return the groups' ids."""
     group_ids = []
     for _ in range(count):
@@ -119,21 +133,21 @@ async def _generate(generator: Connection, reward: Connection, count: int) -> li
     return group_ids
 
 
-async def _train(learner: Connection, steps: range) -> None:
+async def train(learner: Connection, steps: range) -> None:
     for step in steps:
         assert (await receive(learner, StepBatch, Lane.DATA)).step == step
         await learner.send(StepDone(step, step + 1, {}, 0.0, 1.0), Lane.CONTROL)
 
 
 async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_and_writes_it(tmp_path):
-    async with _running(tmp_path) as world:
+    async with running(tmp_path) as world:
         learner, reward, generator = await world.start()
-        await _generate(generator, reward, NUM_STEPS * B)
-        await _train(learner, range(NUM_STEPS))
+        await generate(generator, reward, NUM_STEPS * B)
+        await train(learner, range(NUM_STEPS))
         await world.until("draining")
         assert (await receive(learner, Checkpoint)).version == NUM_STEPS
         again = await world.restart_learner(version=0)
-        await _train(again, range(NUM_STEPS))
+        await train(again, range(NUM_STEPS))
         assert (await receive(again, Checkpoint)).version == NUM_STEPS
         await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
@@ -141,14 +155,14 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
 
 
 async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_path):
-    async with _running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
+    async with running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
         learner, reward, generator = await world.start()
-        await _generate(generator, reward, 4 * B)
+        await generate(generator, reward, 4 * B)
         assert (await receive(learner, StepBatch, Lane.DATA)).step == 0
         await until(lambda: world.buffer.counts().taken >= 2 * B)
         world.controller.post(DrainRequested())
         again = await world.restart_learner(version=0)
-        await _train(again, range(2))
+        await train(again, range(2))
         assert (await receive(again, Checkpoint)).version == 2
         await again.send(CheckpointDone(2, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
@@ -156,16 +170,31 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         assert (world.controller.lifecycle.phase, counts.trained, counts.taken, counts.ready) == ("stopped", 2 * B, 0, 2 * B)
 
 
+async def test_a_step_that_stays_open_is_told_while_it_lasts_and_is_over_with_the_next(tmp_path):
+    async with running(tmp_path, num_steps=9, buffer={"max_staleness": STALL_STEPS}) as world:
+        learner, reward, generator = await world.start()
+        await generate(generator, reward, (STALL_STEPS + 1) * B)
+        await train(learner, range(STALL_STEPS))
+        await until(lambda: world.controller.feeder.version == STALL_STEPS)
+        assert "stall.early" not in world.controller.reporter.alarms.standing
+        world.clock.ahead_s = 1.5 * STALL_S
+        await until(lambda: "stall.early" in world.controller.reporter.alarms.standing)
+        await train(learner, range(STALL_STEPS, STALL_STEPS + 1))
+        await until(lambda: "stall.early" not in world.controller.reporter.alarms.standing)
+        told = [event.version for event in read_events(tmp_path) if event.subject == "stall.early"]
+        assert told == [STALL_STEPS, STALL_STEPS + 1]
+
+
 async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_was_given(tmp_path):
-    async with _running(tmp_path, window=1) as world:
+    async with running(tmp_path, window=1) as world:
         _, reward, generator = await world.start()
         await world.until("running")
         await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
-        assert await _generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
+        assert await generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
 
 
 async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_path):
-    async with _running(tmp_path) as world:
+    async with running(tmp_path) as world:
         await world.launcher.started("learner")
         learner = await world.join("learner", "learner")
         await learner.send(LearnerReady(7, "model"), Lane.CONTROL)
@@ -174,7 +203,7 @@ async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_
 
 
 async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
-    async with _running(tmp_path) as world:
+    async with running(tmp_path) as world:
         await world.start()
         await world.until("running")
         name = "joined-b-7-0"
@@ -189,7 +218,7 @@ async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_af
 
 
 async def test_a_joining_generator_whose_place_was_given_away_before_it_was_taken_in_is_told_so(tmp_path):
-    async with _running(tmp_path) as world:
+    async with running(tmp_path) as world:
         await world.start()
         membership, late = world.controller.membership, "joined-b-7-0"
         before = await world.let_in(late)
@@ -201,6 +230,3 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await receive(again, JoinTerms)
         assert (membership.counts()["here"], membership.counts()["came"]) == (1, 2)
-
-
-# -- generators that come and go -------------------------------------------------------------------------------------------

@@ -67,13 +67,13 @@ def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(t
 
 
 async def test_a_folder_without_a_live_run_and_an_address_that_is_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no live run"):
-        async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
-            pass
-    for address, message in (("10.0.0.5:99", "tcp://HOST:PORT"), ("ipc:///nowhere/c", "only its own machine reaches")):
+    for request, message in (
+        (JoinRequest(run_folder=str(tmp_path)), "has no live run"),
+        (JoinRequest(address="10.0.0.5:99"), "tcp://HOST:PORT"),
+        (JoinRequest(address="ipc:///nowhere/c"), "only its own machine reaches"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            async with joined(JoinRequest(address=address), 7, "endpoint"):
-                pass
+            await joined(request, 7, "endpoint").__aenter__()
 
 
 async def _run_of(config, folder: Path) -> Listener:
@@ -116,8 +116,7 @@ async def test_weights_that_do_not_reach_this_machine_are_refused_with_what_to_s
     async with asyncio.TaskGroup() as group:
         group.create_task(welcome())
         with pytest.raises(ConfigError, match=r"the run is on there, this is .*broadcast\.medium\.kind = 'zeromq'"):
-            async with joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint"):
-                pass
+            await joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint").__aenter__()
     await listener.close()
 
 

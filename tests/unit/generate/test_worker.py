@@ -12,17 +12,8 @@ from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, Transforme
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.worker import GeneratorWorker
+from asyncrl.schema import samples
 from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel
-from asyncrl.schema.samples import (
-    GroupWork,
-    Prompt,
-    Sample,
-    SampleFailure,
-    SamplingParams,
-    ids_from_bytes,
-    ids_to_bytes,
-    logprobs_to_bytes,
-)
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
 from tests.builders import Controller, until, working
 from tests.contract.engine_cases import make_model, reference_logprobs
@@ -41,7 +32,7 @@ class Observer(Controller):
     async def sees_requests_running(self) -> None:
         await self.report(Heartbeat, lambda beat: beat.gauges["process/requests_running"] > 0)
 
-    async def results(self, num: int) -> list[Sample | SampleFailure]:
+    async def results(self, num: int) -> list[samples.Sample | samples.SampleFailure]:
         return sorted(await self.answers(num), key=lambda result: (result.group_id, result.index))
 
 
@@ -72,9 +63,9 @@ async def generator(engine=FAKE, fetch=NOTHING, folder="model", **generate):
         yield controller
 
 
-def work(group_id: int = 1, prompt: Prompt | None = None, members: int = 3, max_new_tokens: int = 20) -> GroupWork:
-    prompt = prompt or Prompt("p", text="abc")
-    return GroupWork(group_id, 1, prompt, tuple(range(members)), SamplingParams(max_new_tokens=max_new_tokens), seed=9)
+def work(group_id=1, prompt=None, members=3, max_new_tokens=20) -> samples.GroupWork:
+    prompt, sampling = prompt or samples.Prompt("p", text="abc"), samples.SamplingParams(max_new_tokens=max_new_tokens)
+    return samples.GroupWork(group_id, 1, prompt, tuple(range(members)), sampling, seed=9)
 
 
 def available(version: int, probe: Probe | None = None) -> WeightsAvailable:
@@ -137,7 +128,7 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         assert await controller.connection.flush(0) is False
         await controller.connection.send(work(2))
         results = await controller.results(6)
-        assert [set(ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
+        assert [set(samples.ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
 
 
 async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
@@ -174,7 +165,7 @@ async def test_an_evaluation_group_of_the_same_number_is_not_aborted(is_running)
         if is_running:
             await controller.sees_requests_running()
             await controller.order(AbortGroup(1))
-        assert all(isinstance(result, Sample) for result in await controller.results(3))
+        assert all(isinstance(result, samples.Sample) for result in await controller.results(3))
 
 
 REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
@@ -182,7 +173,7 @@ REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
 
 def probe_of(model) -> Probe:
     ids = list(range(2, 12))
-    return Probe(ids_to_bytes(ids), logprobs_to_bytes(reference_logprobs(model, (2,), ids[1:])))
+    return Probe(samples.ids_to_bytes(ids), samples.logprobs_to_bytes(reference_logprobs(model, (2,), ids[1:])))
 
 
 async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -> None:

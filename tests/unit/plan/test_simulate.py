@@ -13,19 +13,13 @@ SIZES = {"groups_per_step": 4, "group_size": 2, "num_slots": 8, "num_steps": 20}
 SCENARIO = Scenario(lengths=fixed(10), decode_s=0.1, step_s=fixed(0.5), **SIZES)
 
 
-def but(**changes) -> Scenario:
-    return dataclasses.replace(SCENARIO, **changes)
-
-
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])
 def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
-    made = simulate(
-        but(
-            policy=policy, num_workers=5, max_staleness=1, failures_per_hour=300, restart_s=2.0, num_steps=60,
-            lengths=parse_distribution("lognormal:20:1:200"), reward_s=parse_distribution("exponential:0.2"), reward_workers=3,
-            sync_s=parse_distribution("uniform:0.1:1"), swap_s=0.05, hop_s=0.01,
-        )
-    )  # fmt: skip
+    made = simulate(dataclasses.replace(
+        SCENARIO, policy=policy, num_workers=5, max_staleness=1, failures_per_hour=300, restart_s=2.0, num_steps=60,
+        lengths=parse_distribution("lognormal:20:1:200"), reward_s=parse_distribution("exponential:0.2"), reward_workers=3,
+        sync_s=parse_distribution("uniform:0.1:1"), swap_s=0.05, hop_s=0.01,
+    ))  # fmt: skip
     assert made.lost_generators > 5
     assert made.lost_groups == 0
     assert made.max_staleness <= 1 or policy == "mask"

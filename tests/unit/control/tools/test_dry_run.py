@@ -25,10 +25,6 @@ def shown(**raw):
     return derived(parse_config(raw))
 
 
-def mib(text):
-    return float(text.split()[0].replace(",", ""))
-
-
 def test_processes_are_those_that_would_be_started(folder):
     assert shown()["processes"] == "1 controller, 2 generators, 1 reward workers, 1 learner"
     judge = {"reward_models": [{"name": "judge", "path": folder}]}
@@ -40,7 +36,7 @@ def test_processes_are_those_that_would_be_started(folder):
 
 def test_an_inference_workers_memory_is_that_of_its_models_in_the_dtype_they_are_held_in(folder):
     judge = {"name": "judge", "path": folder}
-    alone = mib(shown(algorithm=KL)["memory of each inference worker"])
+    alone = float(shown(algorithm=KL)["memory of each inference worker"].split()[0].replace(",", ""))
     assert alone > 0
     both = shown(inference={"reward_models": [judge]}, algorithm=KL)["memory of each inference worker"]
     assert both == f"{alone + 3:.1f} MiB + activations  (judge, reference)"

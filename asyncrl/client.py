@@ -281,6 +281,7 @@ class RunClient:
                 base_url=endpoint.url.rstrip("/") + "/",
                 headers={"Authorization": f"Bearer {endpoint.token}", "Accept": "application/msgpack"},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+                connector=aiohttp.TCPConnector(limit=0),  # each wait for a group has one, and none holds up the others
             )
         except ValueError as error:
             raise LaunchError(f"{endpoint.url} is no URL of a run, as http://HOST:PORT/v1/runs/ID: {error}") from error

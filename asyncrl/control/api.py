@@ -240,6 +240,7 @@ class RunApi:
             num_steps=run.config.num_steps,
             groups=groups,
             dropped={**counts.dropped, **counts.failed},
+            without_place=run.num_without_place,
             failed_share=failures.share,
             over_limit_share=failures.over_limit_share,
             failures=tuple(failures.kinds.values()),
@@ -366,7 +367,7 @@ class RunApi:
             if (one := source.of(group_id)) is not None and one.why_over:
                 raise RunError(f"group {group_id} cannot be trained any more, it was {one.why_over}")
         taken = await self._run.feeder.take_outside(self._run.ending, group_ids)
-        source.trained(group_ids)
+        source.forget(group_ids)
         return taken.mask_below
 
     async def generate(self, asked: GroupsAsked) -> list[GroupGiven]:
@@ -417,9 +418,11 @@ class RunApi:
 
     def release(self, released: Released) -> None:
         """Let go of groups that will not be trained: their places are free."""
-        issued = self._asked().close(released.stream) if released.stream else []
+        source = self._asked()
+        issued = source.close(released.stream) if released.stream else []
         if not self._run.lifecycle.over:
             self._run.dispatcher.release([*issued, *released.groups])
+        source.forget(released.groups)
 
     async def score(self, said: Judged) -> list[ScoreRequest]:
         """Take in what a program has judged; return what it is to judge next, waiting a little for some."""

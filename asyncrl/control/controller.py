@@ -670,7 +670,7 @@ class Controller:
         waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
         waits += switching.waits() if switching is not None else ()
         held = (switching is not None and switching.why_nothing_goes_out) or self.buffer.state.why_nothing_is_issued()
-        if not held and (asked := self.dispatcher.asked) is not None and not asked.has_queued:
+        if not held and (asked := self.dispatcher.asked) is not None and not asked.num_queued:
             held = "prompts of its caller"
         elif self._caller_holds_all():
             held = f"{CALLER_HOLDS}: {held}"
@@ -686,6 +686,13 @@ class Controller:
                     names = "its caller's reward function"
                 waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
         return waits
+
+    @property
+    def num_without_place(self) -> int:
+        """Groups that a caller asks for while it holds all places."""
+        if (asked := self.dispatcher.asked) is None or self.buffer.state.has_place(self.buffer.state.pool.newest_version):
+            return 0
+        return asked.num_queued
 
     def _caller_holds_all(self) -> bool:
         """Return whether the caller of a driven run has all places: nothing goes on until it trains or releases groups."""

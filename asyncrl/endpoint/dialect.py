@@ -20,8 +20,17 @@ MOST_CHOICES = 128
 """Of one request."""
 ROLES = {"developer": "system", "function": "tool"}
 """Older and newer names of roles."""
-SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "logit_bias", "stop", "seed")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "logit_bias", "stop", "seed", "parallel_tool_calls",
+)  # fmt: skip
 """What the run's config says, or what the engines do not do."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "stop": ("", []), "parallel_tool_calls": (True,),
+}  # fmt: skip
+"""Values that change nothing."""
+MOST_REWARD = 1e9
+MOST_NAME = 256
+"""Characters of a model's name, which every part of an answer repeats."""
 
 
 class RefusedError(AsyncRLError):
@@ -39,16 +48,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    model: str = ""
-    n: int = 1
+    model: str | None = None
+    n: int | None = None
     max_tokens: int | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Not OpenAI's, but vLLM's: each choice has `token_ids`, and the answer `prompt_token_ids`."""
     user: Any = None
     metadata: Any = None
     store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    modalities: list[Literal["text"]] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -62,7 +75,7 @@ class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class CompletionAsked(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: str | list[int | str]
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -103,15 +116,14 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
     Raises:
         RefusedError: It is none, or asks for what is not done here.
     """
-    try:
-        asked = msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RefusedError(400, f"the body cannot be understood: {error}", "invalid_request") from error
-    if not 1 <= asked.n <= MOST_CHOICES:
+    asked = decoded(body, kind)
+    if asked.n is not None and not 1 <= asked.n <= MOST_CHOICES:
         raise RefusedError(400, f"n is {asked.n}, and must be 1 to {MOST_CHOICES}", "invalid_value", "n")
+    if len(asked.model or "") > MOST_NAME:
+        raise RefusedError(400, f"the name of a model has at most {MOST_NAME} characters", "invalid_value", "model")
     for name in SAMPLING:
-        value = getattr(asked, name)
-        if value in (None, "", [], {}) or name in ignored or sampling.get(name) == value:
+        value = getattr(asked, name, None)
+        if value is None or name in ignored or value == sampling.get(name) or value in NEUTRAL.get(name, ()):
             continue
         told = f"the run samples with {sampling[name]:g}" if name in sampling else "it is not supported"
         advice = f"leave it out, or have it ignored: Endpoint(ignored=[{name!r}])"
@@ -122,8 +134,16 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
     return asked
 
 
+def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
+    """Return what a body says. Raises RefusedError where it is nothing of that kind."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the body cannot be understood: {error}", "invalid_request") from error
+
+
 def _completion_refusal(asked: CompletionAsked) -> str:
-    wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n}, "suffix": bool(asked.suffix)}
+    wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
     wrong["logprobs"] = asked.logprobs not in {None, 0, 1}
     return next((name for name, is_wrong in wrong.items() if is_wrong), "")
 
@@ -149,10 +169,9 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _turn(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where, role = f"messages[{number}]", message.get("role")
-    role = ROLES.get(str(role), role)
+    where, role = f"messages[{number}]", ROLES.get(str(message.get("role")), str(message.get("role")))
     if role not in {"system", "user", "assistant", "tool"}:
-        raise RefusedError(400, f"{where}.role is {role!r}, none of system, user, assistant, tool", "invalid_value", where)
+        raise RefusedError(400, f"{where}.role is {role!r:.80}, none of system, user, assistant, tool", "invalid_value", where)
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -179,7 +198,7 @@ def _turn(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _called(function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
-    with contextlib.suppress(TypeError, ValueError):  # else as the model wrote it
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
         arguments = json.loads(arguments)
     return {"name": str(function["name"]), "arguments": arguments}
 
@@ -223,11 +242,12 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(choice, "message") for choice in choices]
         head = self._head(kind) | {"system_fingerprint": versions, "choices": written}
-        return head | {"usage": self.usage(sum(len(choice.tokens) for choice in choices))}
+        return head | self._prompt_ids | {"usage": self.usage(sum(len(choice.tokens) for choice in choices))}
 
     def part(self, choice: Choice) -> dict[str, Any]:
         """Return an event of a stream: a further part of a choice."""
-        return self._head(self._part_kind) | {"choices": [self._choice(choice, "delta")]}
+        head = self._head(self._part_kind) | (self._prompt_ids if choice.is_first else {})
+        return head | {"choices": [self._choice(choice, "delta")]}
 
     def last_part(self, num_tokens: int, versions: str) -> dict[str, Any]:
         """Return the event that has a stream's usage."""
@@ -243,8 +263,11 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | ({"prompt_token_ids": self.prompt_ids} if self.has_token_ids else {})
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @property
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_ids} if self.has_token_ids else {}
 
     def _choice(self, choice: Choice, field: Literal["message", "delta"]) -> dict[str, Any]:
         reason = "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason

@@ -9,13 +9,10 @@ anybody has rewarded it is released, and rewarding it later is refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +21,7 @@ from aiohttp import web
 
 from asyncrl.clock import SystemClock
 from asyncrl.control.api import READ_TIMEOUT_S, read_body
+from asyncrl.endpoint.answers import Answers
 from asyncrl.endpoint.dialect import (
     SAMPLING,
     ChatAsked,
@@ -32,33 +30,21 @@ from asyncrl.endpoint.dialect import (
     RefusedError,
     Rewarded,
     as_prompt,
+    decoded,
     error_body,
     parsed,
     turns_of,
 )
 from asyncrl.endpoint.following import Following, versions_of
-from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
-from asyncrl.groups import with_rewards
+from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError, RunLostError
 from asyncrl.schema.samples import Prompt, ScoredGroup, ids_to_bytes
 from asyncrl.session import Session
 
-MOST_BODY_BYTES = 16 << 20
-MOST_FORGOTTEN = 4096
-"""Answers that can no more be rewarded, of which the reason is remembered."""
-LOOK_AGAIN_S = 0.5
+MOST_BODY_BYTES = 4 << 20
+UNREAD_S = 60.0
+"""A client that reads nothing for so long has gone."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An answer that can still be trained."""
-
-    group: ScoredGroup
-    since_s: float
-    """Clock seconds, when it was given."""
-    rewards: list[float] | None = None
-    """None: nobody has said."""
 
 
 class Endpoint:
@@ -96,30 +82,29 @@ class Endpoint:
             raise ConfigError(f"ignored may have {', '.join(SAMPLING)}; got {unknown}")
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key must be printable ASCII characters, one or more")
+        if not 0 <= port < 1 << 16:
+            raise ConfigError(f"port must be 0 to 65535, got {port}")
         self.base_url = ""
         """For clients, `http://HOST:PORT/v1`, while it is open."""
         self.api_key = api_key or secrets.token_urlsafe(32)
-        self._session, self._host, self._port = session, host, port
-        self._unrewarded_s, self._ignored = unrewarded_s, frozenset(ignored)
-        self._clock = SystemClock()
-        self._answers: dict[str, _Answer] = {}
-        self._over: deque[tuple[str, str]] = deque(maxlen=MOST_FORGOTTEN)
-        """Id of an answer that cannot be rewarded any more, and why."""
-        self._rewarded = asyncio.Event()
-        self._asking = set[str]()
-        """Ids of answers that are being made."""
+        self._session, self._host, self._port, self._ignored = session, host, port, frozenset(ignored)
+        self._answers, self._clock = Answers(session, unrewarded_s), SystemClock()
+        self._tokenizing = asyncio.Lock()
+        """A tokenizer is used by one thread at a time."""
         self._runner: web.AppRunner | None = None
         self._forgetting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         _ = self._session.tokenizer  # it is open
         app = web.Application(middlewares=[_guard(self.api_key)], client_max_size=MOST_BODY_BYTES)
-        app.add_routes([
+        routes = [
             web.get("/v1/models", self._models),
+            web.get("/v1/models/{name:.*}", self._model),
             web.post("/v1/chat/completions", self._chat),
             web.post("/v1/completions", self._complete),
             web.post("/v1/rewards", self._reward),
-        ])
+        ]
+        app.add_routes(routes)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
@@ -129,7 +114,7 @@ class Endpoint:
             raise RunError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from error
         port = self._runner.addresses[0][1]
         self.base_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}/v1"
-        self._forgetting = asyncio.get_running_loop().create_task(self._forget(), name="endpoint")
+        self._forgetting = asyncio.get_running_loop().create_task(self._answers.forget(), name="endpoint")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -138,10 +123,7 @@ class Endpoint:
             await asyncio.wait([self._forgetting])
         if self._runner is not None:
             await self._runner.cleanup()
-        with contextlib.suppress(RunError):
-            await self._release(list(self._answers), "the endpoint was closed")
-
-    # -- rewards and steps -----------------------------------------------------------------------------------------------
+        await self._answers.close()
 
     def reward(self, answer_id: str, rewards: Sequence[float]) -> None:
         """Say what the choices of an answer were worth; it is trained by one of the next steps.
@@ -154,119 +136,78 @@ class Endpoint:
             RunError: There is no such answer, or it cannot be trained any more; the message says why.
             LearnerError: They are not as many as choices, or no finite numbers.
         """
-        if (answer := self._answers.get(answer_id)) is None:
-            why = next((why for one, why in reversed(self._over) if one == answer_id), "")
-            raise RunError(f"answer {answer_id} {why}" if why else f"there is no answer {answer_id}")
-        with_rewards([answer.group], [rewards])
-        answer.rewards = [float(reward) for reward in rewards]
-        self._rewarded.set()
+        self._answers.reward(answer_id, rewards)
 
-    async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
+    def batches(self) -> AsyncIterator[list[ScoredGroup]]:
         """Yield the groups of each step as soon as enough answers are rewarded, oldest first; train them before asking for more.
 
-        It ends once the session's `num_steps` are trained.
+        Those that are not trained by then give their places back. It ends once the session's `num_steps` are trained.
         """
-        size = self._session.config.algorithm.groups_per_step
-        while self._session.version < self._session.config.num_steps:
-            await self._forget_too_old()
-            rewarded = [name for name, answer in self._answers.items() if answer.rewards is not None][:size]
-            if len(rewarded) == size:
-                answers = [self._answers.pop(name) for name in rewarded]
-                self._over += [(name, "was given to a step") for name in rewarded]
-                yield with_rewards([one.group for one in answers], [one.rewards or [] for one in answers])
-                continue
-            self._rewarded.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await self._rewarded.wait()
-
-    async def _forget(self) -> None:
-        """Release, again and again, what is too old, and what others need the places of."""
-        while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
-            with contextlib.suppress(RunError):  # the run is over, and all groups with it
-                await self._forget_too_old()
-                await self._make_room()
-
-    async def _make_room(self) -> None:
-        """Release as many answers that nobody rewards as there are requests without a place, oldest first."""
-        config, before_s = self._session.config, self._clock.now() - self._unrewarded_s
-        places = (config.buffer.max_staleness + 1) * config.algorithm.groups_per_step
-        num_waiting = max(0, len(self._asking) + len(self._answers) - places)
-        late = [name for name, one in self._answers.items() if one.rewards is None and one.since_s <= before_s]
-        await self._release(late[:num_waiting], f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place")
-
-    async def _forget_too_old(self) -> None:
-        old = [name for name, answer in self._answers.items() if self._session.is_too_old(answer.group)]
-        await self._release(old, "is too old by buffer.max_staleness: newer versions were trained before it was rewarded")
-
-    async def _release(self, names: Sequence[str], why: str) -> None:
-        answers = [self._answers.pop(name) for name in names]
-        self._over += [(name, why) for name in names]
-        if answers:
-            log.log(logging.WARNING if why.startswith("is too old") else logging.DEBUG, "%d answers: each %s", len(answers), why)
-            await self._session.release([answer.group for answer in answers])
+        return self._answers.batches()
 
     # -- routes ----------------------------------------------------------------------------------------------------------
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name, own = request.match_info["name"], self._session.config.name
+        if name != own:
+            raise RefusedError(404, f"there is no model {name[:80]!r}, only {own!r}", "model_not_found", "model")
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
         config = self._session.config
-        model = {"id": config.name, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        model["max_model_len"] = config.generate.engine.max_sequence_tokens
-        return web.json_response({"object": "list", "data": [model]})
+        length = config.generate.engine.max_sequence_tokens
+        return {"id": config.name, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        asked = msgspec.json.decode(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), type=Rewarded)
+        asked: Rewarded = decoded(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), Rewarded)
         try:
             self.reward(asked.id, asked.rewards)
         except LearnerError as error:
             raise RefusedError(400, str(error), "invalid_value", "rewards") from error
         except RunError as error:
-            known = any(name == asked.id for name, _ in self._over)
-            raise RefusedError(410 if known else 404, str(error), "answer_gone" if known else "not_found", "id") from error
+            is_over = bool(self._answers.why_over(asked.id))
+            raise RefusedError(410 if is_over else 404, str(error), "answer_gone" if is_over else "not_found", "id") from error
         return web.json_response({"id": asked.id, "object": "reward", "state": "waits for a step"})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked: CompletionAsked = self._parsed(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), CompletionAsked)
-        text = asked.prompt if isinstance(asked.prompt, str) else ""
-        ids: list[int] = self._session.tokenizer(text)["input_ids"] if isinstance(asked.prompt, str) else asked.prompt
-        has_logprobs = asked.logprobs is not None
-        return await self._answer(request, asked, Prompt("", text=text), ids, asked.max_tokens, has_logprobs=has_logprobs)
+        said = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+        texts = [one for one in said if isinstance(one, str)]
+        if texts and len(said) > 1:
+            raise RefusedError(400, "one prompt a request, a text or a list of token ids", "invalid_value", "prompt")
+        ids = [one for one in said if isinstance(one, int)]
+        if texts:
+            ids = await self._tokenized(lambda tokenizer: tokenizer(texts[0])["input_ids"], "prompt")
+        prompt, has_logprobs = Prompt("", text="".join(texts)), asked.logprobs is not None
+        return await self._answer(request, asked, prompt, ids, asked.max_tokens, has_logprobs=has_logprobs)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked: ChatAsked = self._parsed(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), ChatAsked)
         turns = turns_of(asked.messages)
         tools = asked.tools if asked.tool_choice != "none" else None
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        prompt, ids = Prompt("", messages=as_prompt(turns)), self._templated(turns, tools)
+        ids = await self._tokenized(lambda tokenizer: _templated(tokenizer, turns, tools), "messages")
+        prompt = Prompt("", messages=as_prompt(turns))
         return await self._answer(request, asked, prompt, ids, most, has_logprobs=bool(asked.logprobs), has_tools=bool(tools))
+
+    async def _tokenized(self, work: Callable[[Any], list[int]], param: str) -> list[int]:
+        """Have a prompt's tokens made beside the event loop, since a long one takes seconds."""
+        try:
+            async with self._tokenizing:
+                return await asyncio.to_thread(work, self._session.tokenizer)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            why = f"the model's tokenizer does not take this: {type(error).__name__}: {error}"
+            raise RefusedError(400, why[:1000], "invalid_value", param) from error
 
     def _parsed(self, body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
         sampling = self._session.config.generate.sampling
         own = {name: float(getattr(sampling, name)) for name in ("temperature", "top_p", "top_k")}
         return parsed(body, kind, own, self._ignored)
-
-    def _templated(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """Return the tokens of a conversation, by the model's chat template."""
-        tokenizer = self._session.tokenizer
-        if not tokenizer.chat_template:
-            advice = "use /v1/completions, or a model whose tokenizer has one"
-            raise RefusedError(400, f"the model has no chat template; {advice}", "no_chat_template", "messages")
-
-        def ids(with_tools: list[dict[str, Any]] | None) -> list[int]:
-            try:
-                found: list[int] = tokenizer.apply_chat_template(
-                    turns, tools=with_tools, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            except Exception as error:
-                why = f"the model's chat template does not take these messages: {type(error).__name__}: {error}"
-                raise RefusedError(400, why, "invalid_value", "messages") from error
-            return found
-
-        templated = ids(tools)
-        if tools and templated == ids(None):
-            raise RefusedError(400, "the model's chat template has no place for tools", "unsupported_value", "tools")
-        return templated
 
     async def _answer(
         self,
@@ -297,63 +238,90 @@ class Endpoint:
             has_logprobs=has_logprobs, has_token_ids=asked.return_token_ids, prompt_ids=tuple(prompt_ids),
         )  # fmt: skip
         said = msgspec.structs.replace(prompt, prompt_id=name, token_ids=ids_to_bytes(list(prompt_ids)))
-        self._asking.add(name)
-        await self._make_room()
-        stream = self._session.stream([said], n=asked.n, max_new_tokens=min(most, room), is_followed=asked.stream)
+        stream = self._session.stream([said], n=asked.n or 1, max_new_tokens=min(most, room), is_followed=bool(asked.stream))
         following = Following(form, stream, self._session.tokenizer, has_tools)
         try:
             if asked.stream:
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
-                return await self._streamed(request, following, usage=usage)
-            group = await self._given(following)
+                return await self._streamed(request, following, asked.n or 1, usage=usage)
+            group = await self._given(following, asked.n or 1)
             response = web.json_response(form.answer(following.choices(group), versions_of(group)))
-            await response.prepare(request)
-            await response.write_eof()
+            await _unless_unread(request, response.prepare(request))
+            await _unless_unread(request, response.write_eof())
+            self._answers.sent(name)
         except BaseException:  # its client is gone, too
             await self._take_back(following)
             raise
         return response
 
-    async def _given(self, following: Following) -> ScoredGroup:
+    async def _given(self, following: Following, num_choices: int) -> ScoredGroup:
         """Wait for a group; from now on it can be rewarded."""
         group = await following.stream.only()
-        self._asking.discard(following.form.id)
-        self._answers[following.form.id] = _Answer(group, self._clock.now())
+        if len(group.members) < num_choices:
+            raise RunError(f"{num_choices - len(group.members)} of {num_choices} choices have failed; the run's log says why")
+        self._answers.hold(following.form.id, group)
         return group
 
     async def _take_back(self, following: Following) -> None:
-        """Release the group of an answer that was not given whole."""
-        self._asking.discard(following.form.id)
-        self._answers.pop(following.form.id, None)
+        """Release the group of an answer that was not sent whole."""
+        self._answers.drop(following.form.id)
         await following.stream.close()
 
-    async def _streamed(self, request: web.Request, following: Following, *, usage: bool) -> web.StreamResponse:
+    async def _streamed(self, request: web.Request, following: Following, num_choices: int, *, usage: bool) -> web.StreamResponse:
         """Answer with a stream of events; an error in the midst of it is an event, too."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
 
         async def say(event: dict[str, Any]) -> None:
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            await _unless_unread(request, response.write(b"data: " + msgspec.json.encode(event) + b"\n\n"))
 
         try:
             async for part in following.parts():
                 await say(part)
-            group = await self._given(following)
+            group = await self._given(following, num_choices)
             for part in following.last_parts(group):
                 await say(part)
             if usage:
                 await say(following.form.last_part(sum(one.sample.num_tokens for one in group.members), versions_of(group)))
-            await response.write(b"data: [DONE]\n\n")
+            await _unless_unread(request, response.write(b"data: [DONE]\n\n"))
+            await _unless_unread(request, response.write_eof())
+            self._answers.sent(following.form.id)
         except AsyncRLError as error:
-            log.warning("a streamed answer ends with an error: %s", error)
             await self._take_back(following)
             await say(error_body(_as_refusal(error)))
-        await response.write_eof()
+            await response.write_eof()
         return response
 
 
+def _templated(tokenizer: Any, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:  # noqa: ANN401
+    """Return the tokens of a conversation, by the model's chat template."""
+    if not tokenizer.chat_template:
+        advice = "use /v1/completions, or a model whose tokenizer has one"
+        raise RefusedError(400, f"the model has no chat template; {advice}", "no_chat_template", "messages")
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    templated: list[int] = tokenizer.apply_chat_template(turns, tools=tools, **how)
+    if tools and templated == tokenizer.apply_chat_template(turns, **how):
+        raise RefusedError(400, "the model's chat template has no place for tools", "unsupported_value", "tools")
+    return templated
+
+
+async def _unless_unread(request: web.Request, writing: Awaitable[Any]) -> None:
+    """Write, and end the connection of a client that does not read."""
+    try:
+        async with asyncio.timeout(UNREAD_S):
+            await writing
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("its client does not read") from error
+
+
 def _as_refusal(error: AsyncRLError) -> RefusedError:
-    return error if isinstance(error, RefusedError) else RefusedError(503, str(error), "not_generated")
+    if isinstance(error, RefusedError):
+        return error
+    log.warning("a request is not answered: %s", str(error).partition("\n")[0])
+    said = "the run is lost" if isinstance(error, RunLostError) else str(error)  # whose words name files
+    return RefusedError(503, said, "not_generated")
 
 
 def _guard(api_key: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is private
@@ -363,17 +331,20 @@ def _guard(api_key: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is 
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, expected):
-                raise RefusedError(401, "the api_key is not the endpoint's", "invalid_api_key")
-            return await handler(request)
+            if hmac.compare_digest(given, expected):
+                return await handler(request)
+            refused = RefusedError(401, "the api_key is not the endpoint's", "invalid_api_key")
+        except ConnectionError:
+            raise
         except web.HTTPException as error:
             refused = RefusedError(error.status, error.text or error.reason, "invalid_request")
-        except msgspec.MsgspecError as error:
-            refused = RefusedError(400, f"the body cannot be understood: {error}", "invalid_request")
         except AsyncRLError as error:
             refused = _as_refusal(error)
+        except Exception:
+            log.exception("a request could not be answered")
+            refused = RefusedError(500, "the endpoint failed; its log says why", "failed")
         body = msgspec.json.encode(error_body(refused))
-        headers = {"x-should-retry": "false"}
+        headers = {"x-should-retry": "false"} if refused.status < 500 else {}
         return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
 
     return guard

@@ -1,12 +1,14 @@
 """Tokens into text as they come, and texts into tool calls.
 
-Invariant: the parts that were given, put together, are the text of all tokens: what may still change is held back.
+Invariant: the parts that were given, put together, are the text of all tokens: what may still change is held back. Where a
+tokenizer reads bytes of a character that was cut off otherwise than it read those before it, they end with what was whole.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,13 +47,9 @@ class TextStream:
         return self._tell(_before_call(self._known) if self._has_tools else self._known)
 
     def end(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return what remains to be told of the whole text, and its tool calls, where they are wanted.
-
-        Raises:
-            ValueError: The text does not begin with what was told.
-        """
+        """Return what remains to be told of the whole text, and its tool calls, where they are wanted."""
         if not text.startswith(self.told):
-            raise ValueError(f"the text is {text!r:.200}, and {self.told!r:.200} was told")
+            return "", []
         plain, calls = tool_calls(text) if self._has_tools else (text, [])
         return self._tell(plain), calls
 
@@ -73,14 +71,15 @@ def _before_call(text: str) -> str:
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return what of a text is before its first tool call, and its tool calls; all of it and none where one is not understood."""
     calls: list[dict[str, Any]] = []
-    for number, found in enumerate(_CALL.finditer(text)):
+    for found in _CALL.finditer(text):
         try:
             said = json.loads(found[1])
             for one in said if isinstance(said, list) else [said]:
                 arguments = one["arguments"] if "arguments" in one else one["parameters"]
                 written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
                 function = {"name": str(one["name"]), "arguments": written}
-                calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
+                "".join(function.values()).encode()  # half a character cannot be sent
+                calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
         except (KeyError, TypeError, ValueError, RecursionError):
             return text, []
     return (text.partition(OPENING)[0], calls) if calls else (text, [])

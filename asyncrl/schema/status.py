@@ -83,6 +83,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Ledger counts by state, and `issued`, their sum."""
     dropped: dict[str, int] = {}
     """Groups dropped or failed, by reason."""
+    without_place: int = 0
+    """Groups that a caller asks for and that cannot be issued: it holds all places."""
     failed_share: float = 0.0
     """Of the newest 64 groups that were completed or failed, the share that failed."""
     over_limit_share: float = 0.0

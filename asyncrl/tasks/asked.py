@@ -82,9 +82,9 @@ class AskedPrompts:
         return self._queue.popleft() if self._queue else None
 
     @property
-    def has_queued(self) -> bool:
-        """Return whether a prompt waits to be issued."""
-        return bool(self._queue)
+    def num_queued(self) -> int:
+        """Prompts that wait to be issued."""
+        return len(self._queue)
 
     def issued(self, asked: Asked, group_id: int, version: int) -> None:
         """Note that a group was issued, under this version."""
@@ -134,9 +134,10 @@ class AskedPrompts:
             first.append(known)
         return first if len(first) >= min(asked.at_least, len(asked.groups)) else []
 
-    def trained(self, group_ids: Iterable[int]) -> None:
-        """Let go of groups that a step has taken."""
-        taken = {id(one) for group_id in group_ids if (one := self._by_group.pop(group_id, None)) is not None}
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Let go of groups that were ready, and that a step has taken or their caller has released."""
+        ready = [group_id for group_id in group_ids if (one := self._by_group.get(group_id)) is not None and one.is_ready]
+        taken = {id(self._by_group.pop(group_id)) for group_id in ready}
         for name, stream in list(self._streams.items()):
             kept = {number: one for number, one in stream.items() if id(one) not in taken}
             if len(kept) < len(stream):

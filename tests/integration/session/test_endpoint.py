@@ -183,8 +183,39 @@ async def test_chat_tools_and_what_is_refused(config, clients):
             await client.post("/rewards", body={"id": "nobody", "rewards": [1.0]}, cast_to=object)
         with pytest.raises(openai.BadRequestError, match="for each member"):
             await client.post("/rewards", body={"id": last.id, "rewards": [1.0, 2.0]}, cast_to=object)
+        called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}
+        bodies = {
+            "chat/completions": [b"{", b'{"messages": [{"role": [], "content": "x"}]}'],
+            "completions": [b'{"prompt": "\\u0000"}', b'{"prompt": ["a", "b"]}', b'{"prompt": ""}', b'{"prompt": [-1]}'],
+            "rewards": [
+                b'{"id": "\xff", "rewards": [1]}',
+                b'{"id": "x"}',
+                json.dumps({"id": last.id, "rewards": [1e300]}).encode(),
+            ],
+        }
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
+            for route, raw in ((route, raw) for route, several in bodies.items() for raw in several):
+                async with http.post(f"{endpoint.base_url}/{route}", data=raw) as refused:
+                    assert (refused.status, (await refused.json())["error"]["type"]) == (400, "invalid_request_error"), raw
+        with pytest.raises(openai.BadRequestError, match="tokens"):
+            await client.chat.completions.create(model="m", messages=[called])
+        neutral = {"frequency_penalty": 0, "presence_penalty": 0, "parallel_tool_calls": True, "temperature": 1.0, "n": None}
+        assert (await client.chat.completions.create(**asked | neutral, service_tier="auto")).choices
         status = await session.run.status()
         assert (status.failed_share, status.refused_messages) == (0.0, 0)
+
+
+async def test_more_requests_than_places_or_connections_are_all_answered(config, clients):
+    async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, unrewarded_s=0.0) as endpoint:
+        client, others = await clients(endpoint), await session.generate(["1+1="] * 4, n=1, max_new_tokens=2)
+
+        async def ask() -> int:
+            return len((await client.completions.create(model="m", prompt="1+1=", n=2, max_tokens=2)).choices)
+
+        async with asyncio.TaskGroup() as asking:
+            tasks = [asking.create_task(ask()) for _ in range(110)]  # of 8 places that are left
+        assert [task.result() for task in tasks] == [2] * 110
+        await session.release(others)
 
 
 async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_place_back(config, clients):
@@ -218,7 +249,7 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
             if session.version == 2:
                 break
         await session.train_step(await session.generate(["1+1="] * 4, n=1, max_new_tokens=2), advantages=[[1.0]] * 4)
-        while endpoint._answers:
+        while endpoint._answers._held:
             await asyncio.sleep(0.05)
         with pytest.raises(asyncrl.RunError, match="too old"):
             endpoint.reward(old[13].id, [1.0])
@@ -236,4 +267,4 @@ async def test_a_stream_whose_generator_dies_goes_on_with_the_same_tokens(config
             told += part.choices[0].token_ids
         assert len(told) == LONG
         endpoint.reward(part.id, [1.0])
-        assert endpoint._answers[part.id].group.members[0].sample.attempt == 1  # the second
+        assert endpoint._answers._held[part.id].group.members[0].sample.attempt == 1  # the second

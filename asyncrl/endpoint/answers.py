@@ -1,0 +1,140 @@
+"""What becomes of the answers of an endpoint: rewarded and trained, or released with a reason.
+
+Invariant: an answer is held, was given to a step, or is over; only what its client was sent whole and somebody has rewarded is
+given to a step, and what is not trained then gives its place back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from asyncrl.clock import SystemClock
+from asyncrl.endpoint.dialect import MOST_REWARD
+from asyncrl.errors import ConfigError, LearnerError, RunError
+from asyncrl.groups import with_rewards
+from asyncrl.schema.samples import ScoredGroup
+from asyncrl.session import Session
+
+MOST_FORGOTTEN = 4096
+"""Answers that can no more be rewarded, of which the reason is remembered."""
+LOOK_AGAIN_S = 0.2
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer that can still be trained."""
+
+    group: ScoredGroup
+    since_s: float
+    """Clock seconds, when its group was there."""
+    is_sent: bool = False
+    """Its client was sent all of it."""
+    rewards: list[float] | None = None
+    """None: nobody has said."""
+
+
+class Answers:
+    """The answers of one endpoint.
+
+    Args:
+        session: That trains them.
+        unrewarded_s: As `Endpoint` takes it.
+    """
+
+    def __init__(self, session: Session, unrewarded_s: float) -> None:
+        if not (isinstance(unrewarded_s, (int, float)) and math.isfinite(unrewarded_s) and unrewarded_s >= 0):
+            raise ConfigError(f"unrewarded_s must be seconds, 0 or more; got {unrewarded_s!r}")
+        self._session, self._unrewarded_s, self._clock = session, unrewarded_s, SystemClock()
+        self._held: dict[str, _Answer] = {}
+        self._over: deque[tuple[str, str]] = deque(maxlen=MOST_FORGOTTEN)
+        """Id of an answer that cannot be rewarded any more, and why."""
+        self._rewarded = asyncio.Event()
+
+    def hold(self, answer_id: str, group: ScoredGroup) -> None:
+        """Hold an answer that is about to be sent; it may be rewarded."""
+        self._held[answer_id] = _Answer(group, self._clock.now())
+
+    def sent(self, answer_id: str) -> None:
+        """Note that the client was sent all of it; it may be trained."""
+        if (answer := self._held.get(answer_id)) is not None:
+            answer.is_sent = True
+            self._rewarded.set()
+
+    def drop(self, answer_id: str) -> None:
+        """Forget an answer that was not sent whole; its group is the caller's to release."""
+        if self._held.pop(answer_id, None) is not None:
+            self._over.append((answer_id, "was not read by its client"))
+
+    def why_over(self, answer_id: str) -> str:
+        """Return why an answer cannot be rewarded any more; empty where nobody knows it."""
+        return next((why for one, why in reversed(self._over) if one == answer_id), "")
+
+    def reward(self, answer_id: str, rewards: Sequence[float]) -> None:
+        """Note what the choices of an answer were worth; arguments and errors are those of `Endpoint.reward`."""
+        if (answer := self._held.get(answer_id)) is None:
+            why = self.why_over(answer_id)
+            raise RunError(f"answer {answer_id} {why}" if why else f"there is no answer {answer_id}")
+        with_rewards([answer.group], [rewards])
+        if max(map(abs, rewards)) > MOST_REWARD:
+            raise LearnerError(f"rewards must be {-MOST_REWARD:g} to {MOST_REWARD:g}")
+        answer.rewards = [float(reward) for reward in rewards]
+        self._rewarded.set()
+
+    async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
+        """Yield the groups of each step, as `Endpoint.batches`."""
+        size = self._session.config.algorithm.groups_per_step
+        while self._session.version < self._session.config.num_steps:
+            await self._forget_too_old()
+            names = [name for name, one in self._held.items() if one.is_sent and one.rewards is not None][:size]
+            if len(names) < size:
+                self._rewarded.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_AGAIN_S):
+                        await self._rewarded.wait()
+                continue
+            answers = [self._held.pop(name) for name in names]
+            self._over += [(name, "was given to a step") for name in names]
+            groups = [one.group for one in answers]
+            try:
+                yield with_rewards(groups, [one.rewards or [] for one in answers])
+            finally:  # what was not trained gives its place back
+                with contextlib.suppress(RunError):
+                    await self._session.release(groups)
+
+    async def forget(self) -> None:
+        """Release, again and again, what is too old, and what others need the places of."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            with contextlib.suppress(RunError):  # the run is over, and all groups with it
+                await self._forget_too_old()
+                await self._make_room()
+
+    async def close(self) -> None:
+        """Release everything."""
+        with contextlib.suppress(RunError):
+            await self._release(list(self._held), "is over: the endpoint was closed")
+
+    async def _make_room(self) -> None:
+        """Release as many answers that nobody rewards as there are groups without a place, oldest first."""
+        before_s = self._clock.now() - self._unrewarded_s
+        late = [name for name, one in self._held.items() if one.rewards is None and one.is_sent and one.since_s <= before_s]
+        num = (await self._session.run.status()).without_place if late else 0
+        await self._release(late[:num], f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place")
+
+    async def _forget_too_old(self) -> None:
+        old = [name for name, one in self._held.items() if one.is_sent and self._session.is_too_old(one.group)]
+        if num := sum(self._held[name].rewards is not None for name in old):
+            log.warning("%d rewarded answers are too old by buffer.max_staleness and are not trained", num)
+        await self._release(old, "is too old by buffer.max_staleness: newer versions were trained before it was")
+
+    async def _release(self, names: Sequence[str], why: str) -> None:
+        groups = [self._held.pop(name).group for name in names if name in self._held]
+        self._over += [(name, why) for name in names]
+        await self._session.release(groups)

@@ -39,9 +39,9 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> None:
         f"{' and '.join(dates)}; `python experiments/off_policy/run.py`.",
         "",
         "Accuracy: the probability of the right answer on 512 held-out sums after the last step; mean over seeds [95 % bootstrap "
-        f"interval]. All runs begin at {first.accuracy[0]:.2f}. Collapsed: ended under {COLLAPSE_SHARE:.0%} of that, or on a loss "
-        "not finite. Differences are paired by seed; p: exact, by permutation of signs; corrected: by Holm, over the methods of "
-        "one lag.",
+        f"interval]. All runs begin at {first.accuracy[0]:.2f}. Collapsed: ended under {COLLAPSE_SHARE:.0%} of that, or on a "
+        "loss that is not finite. Differences are paired by seed; p: exact, by permutation of signs; corrected: by Holm, over "
+        "the methods of one lag.",
         "",
         "![Curves](curves.png)",
         "",

@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, Self, TypeVar
@@ -235,10 +235,13 @@ class RunClient:
         """
         return await self._call("POST", "generate", list[GroupGiven], asked)
 
-    async def progress(self, asked: GroupsAsked) -> AsyncIterator[Progress]:
+    async def progress(self, asked: GroupsAsked) -> AsyncGenerator[Progress, None]:
         """Have groups generated as `generate` does, and yield the tokens of the first, which is followed, as they come.
 
         It ends once the group is ready, or over. Where a generator was lost, tokens come again, of a later attempt.
+
+        Raises:
+            RunError: The run gives no such groups, the stream is closed, or nothing answers.
         """
         body = io.BytesIO(msgspec.msgpack.encode(asked))
         try:

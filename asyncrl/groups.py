@@ -14,7 +14,7 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -112,16 +112,16 @@ class GroupStream:
             self._pass()
         return groups
 
-    async def progress(self) -> AsyncIterator[Progress]:
-        """Yield the tokens of the next group as they come, until it can be had; of a stream that is followed."""
-        if (asked := self._asked()) is not None:
-            async for piece in self._run.progress(asked):
-                yield piece
+    async def progress(self) -> AsyncGenerator[Progress, None]:
+        """Yield the tokens of the next group as they come, until it can be had; of a stream that is followed.
 
-    async def only(self) -> ScoredGroup:
-        """Return the group of a stream of one prompt. Raises RunError as `all`."""
-        (group,) = await self.all()
-        return group
+        Raises:
+            RunError: As `RunClient.progress`.
+        """
+        if (asked := self._asked()) is not None:
+            async with contextlib.aclosing(self._run.progress(asked)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def close(self) -> None:
         """Release every group of the stream that is not trained; it is done also where the caller is cancelled meanwhile."""

@@ -11,6 +11,7 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | 0 | LoadModel | controller -> generator, inference worker | control | a model folder | LearnerReady | received |
 | 1 | GroupWork | controller -> generator | data | a place under eta, free slots | VersionLive, a ready group | last sample sent |
 | 2 | Samples, SampleFailure | generator -> controller | data | the window | ledger commit | committed |
+| 2b | Progress | generator -> controller | data | the window; only for groups that somebody follows | | received |
 | 3 | ScoreRequest | controller -> reward worker | data | the window | Scores | its scores are sent |
 | 3b | InferRequest | controller -> inference worker | data | the window | InferResult | its result is sent |
 | 4 | Scores, InferResult | 3, 3b -> controller | data | the window | ledger commit | committed (half a score: received) |

@@ -173,6 +173,12 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return (version + self.limits.max_staleness + 1) * self.limits.groups_per_step > self._num_held
 
     @property
+    def is_full(self) -> bool:
+        """Return whether nothing more can be held, whatever the slots, until something is trained or dropped."""
+        most = self.limits.max_groups
+        return not self.has_place(self.pool.newest_version) or (most is not None and self._num_held >= most)
+
+    @property
     def _num_held(self) -> int:
         """Return the groups that hold a place: all but those dropped and failed."""
         return len(self.groups) + self.next_step * self.limits.groups_per_step

@@ -11,7 +11,7 @@ import hmac
 import inspect
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,9 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         pieces = control.progress(asked)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async for piece in pieces:
-            await response.write(msgspec.json.encode(piece) + b"\n")
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                await response.write(msgspec.json.encode(piece) + b"\n")
         await response.write_eof()
         return response
 
@@ -388,7 +389,7 @@ class RunApi:
             for one in settled
         ]  # fmt: skip
 
-    def progress(self, asked: GroupsAsked) -> AsyncIterator[Progress]:
+    def progress(self, asked: GroupsAsked) -> AsyncGenerator[Progress, None]:
         """Have groups generated; return the tokens of the first of them as they come, until it is ready or over."""
         source, run = self._asked(), self._run
         if not asked.groups:
@@ -396,7 +397,7 @@ class RunApi:
         source.enter(asked)
         run.dispatcher.changed()
 
-        async def pieces() -> AsyncIterator[Progress]:
+        async def pieces() -> AsyncGenerator[Progress, None]:
             one, num_told = source.first(asked), 0
             source.num_waiting += 1
             try:

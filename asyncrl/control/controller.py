@@ -690,14 +690,12 @@ class Controller:
     @property
     def num_without_place(self) -> int:
         """Groups that a caller asks for while it holds all places."""
-        if (asked := self.dispatcher.asked) is None or self.buffer.state.has_place(self.buffer.state.pool.newest_version):
-            return 0
-        return asked.num_queued
+        asked = self.dispatcher.asked
+        return asked.num_queued if asked is not None and self.buffer.state.is_full else 0
 
     def _caller_holds_all(self) -> bool:
         """Return whether the caller of a driven run has all places: nothing goes on until it trains or releases groups."""
-        state = self.buffer.state
-        if self.dispatcher.asked is None or state.has_place(state.pool.newest_version):
+        if self.dispatcher.asked is None or not self.buffer.state.is_full:
             return False
         counts = self.buffer.counts()
         return counts.ready + counts.taken > 0 and not counts.running + counts.scoring

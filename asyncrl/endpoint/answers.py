@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.clock import SystemClock
-from asyncrl.endpoint.dialect import MOST_REWARD
+from asyncrl.endpoint.openai_schema import MOST_REWARD
 from asyncrl.errors import ConfigError, LearnerError, RunError
 from asyncrl.groups import with_rewards
 from asyncrl.schema.samples import ScoredGroup
@@ -81,10 +81,10 @@ class Answers:
         if (answer := self._held.get(answer_id)) is None:
             why = self.why_over(answer_id)
             raise RunError(f"answer {answer_id} {why}" if why else f"there is no answer {answer_id}")
-        with_rewards([answer.group], [rewards])
-        if max(map(abs, rewards)) > MOST_REWARD:
+        numbers = [member.reward for member in with_rewards([answer.group], [rewards])[0].members]
+        if max(map(abs, numbers)) > MOST_REWARD:
             raise LearnerError(f"rewards must be {-MOST_REWARD:g} to {MOST_REWARD:g}")
-        answer.rewards = [float(reward) for reward in rewards]
+        answer.rewards = numbers
         self._rewarded.set()
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
@@ -124,9 +124,12 @@ class Answers:
     async def _make_room(self) -> None:
         """Release as many answers that nobody rewards as there are groups without a place, oldest first."""
         before_s = self._clock.now() - self._unrewarded_s
-        late = [name for name, one in self._held.items() if one.rewards is None and one.is_sent and one.since_s <= before_s]
-        num = (await self._session.run.status()).without_place if late else 0
-        await self._release(late[:num], f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place")
+
+        def late() -> list[str]:
+            return [name for name, one in self._held.items() if one.rewards is None and one.is_sent and one.since_s <= before_s]
+
+        num = (await self._session.run.status()).without_place if late() else 0
+        await self._release(late()[:num], f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place")
 
     async def _forget_too_old(self) -> None:
         old = [name for name, one in self._held.items() if one.is_sent and self._session.is_too_old(one.group)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from asyncrl.endpoint.dialect import Choice, Form
+from asyncrl.endpoint.openai_schema import AnswerWriter, Choice
 from asyncrl.endpoint.text import TextStream, tool_calls
 from asyncrl.errors import RunError
 from asyncrl.groups import GroupStream
@@ -19,8 +20,8 @@ class Following:
     lost leaves its group to another, which may sample other tokens.
     """
 
-    def __init__(self, form: Form, stream: GroupStream, tokenizer: Any, has_tools: bool) -> None:  # noqa: ANN401
-        self.form, self.stream = form, stream
+    def __init__(self, writer: AnswerWriter, stream: GroupStream, tokenizer: Any, has_tools: bool) -> None:  # noqa: ANN401
+        self.writer, self.stream = writer, stream
         self._tokenizer, self._has_tools = tokenizer, has_tools
         self._texts: dict[int, TextStream] = {}
         """By member, of which tokens were told."""
@@ -35,26 +36,27 @@ class Following:
             choices.append(Choice(index=number, text=text, calls=calls, tokens=tokens, finish_reason=sample.finish_reason))
         return choices
 
-    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream until the group can be had.
 
         Raises:
             RunError: Another generator has sampled other tokens.
         """
-        async for piece in self.stream.progress():
-            if (part := self._part(piece)) is not None:
-                yield self.form.part(part)
+        async with contextlib.aclosing(self.stream.progress()) as pieces:
+            async for piece in pieces:
+                if (choice := self._chunk(piece)) is not None:
+                    yield self.writer.chunk(choice)
 
-    def last_parts(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
+    def last_chunks(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         """Yield the last event of each choice.
 
         Raises:
             RunError: A sample is not what was told of it.
         """
         for number, member in enumerate(group.members):
-            yield self.form.part(self._last_part(number, member.sample))
+            yield self.writer.chunk(self._last_chunk(number, member.sample))
 
-    def _part(self, piece: Progress) -> Choice | None:
+    def _chunk(self, piece: Progress) -> Choice | None:
         """Return what is new of a member's tokens; nothing where a later attempt says again what was told."""
         is_first, text, ids = piece.index not in self._texts, self._text(piece.index), ids_from_bytes(piece.token_ids).tolist()
         known = text.token_ids[piece.start : piece.start + len(ids)]
@@ -65,7 +67,7 @@ class Following:
         tokens = self._tokens(new, piece.logprobs[4 * len(known) :])
         return Choice(index=piece.index, text=text.add(new), tokens=tokens, is_first=is_first)
 
-    def _last_part(self, number: int, sample: Sample) -> Choice:
+    def _last_chunk(self, number: int, sample: Sample) -> Choice:
         is_first, text = sample.index not in self._texts, self._text(sample.index)
         if text.token_ids != ids_from_bytes(sample.token_ids).tolist():
             raise RunError("a generator was lost, and another one has sampled other tokens; ask again")
@@ -82,7 +84,7 @@ class Following:
         return self._texts[index]
 
     def _tokens(self, ids: Sequence[int], logprobs: bytes) -> list[tuple[int, str, float]]:
-        texts = (self._tokenizer.decode([token]) for token in ids)
+        texts = (self._tokenizer.decode([token]) if self.writer.has_logprobs else "" for token in ids)
         return list(zip(ids, texts, logprobs_from_bytes(logprobs).tolist(), strict=True))
 
 

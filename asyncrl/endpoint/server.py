@@ -9,24 +9,28 @@ anybody has rewarded it is released, and rewarding it later is refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
 
+from asyncrl.algorithms.screening import Screen
 from asyncrl.clock import SystemClock
 from asyncrl.control.api import READ_TIMEOUT_S, read_body
 from asyncrl.endpoint.answers import Answers
-from asyncrl.endpoint.dialect import (
+from asyncrl.endpoint.following import Following, versions_of
+from asyncrl.endpoint.openai_schema import (
     SAMPLING,
+    AnswerWriter,
     ChatAsked,
     CompletionAsked,
-    Form,
     RefusedError,
     Rewarded,
     as_prompt,
@@ -35,7 +39,6 @@ from asyncrl.endpoint.dialect import (
     parsed,
     turns_of,
 )
-from asyncrl.endpoint.following import Following, versions_of
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError, RunLostError
 from asyncrl.schema.samples import Prompt, ScoredGroup, ids_to_bytes
 from asyncrl.session import Session
@@ -61,7 +64,8 @@ class Endpoint:
             samples. Others are refused where they differ.
 
     Raises:
-        ConfigError: A name in `ignored` is none of those.
+        ConfigError: A name in `ignored` is none of those, `api_key`, `port` or `unrewarded_s` cannot be, or the algorithm drops
+            groups by their rewards (`dynamic_sampling`, DPO).
 
     Example:
         >>> async with asyncrl.Endpoint(session) as endpoint:  # doctest: +SKIP
@@ -82,6 +86,10 @@ class Endpoint:
             raise ConfigError(f"ignored may have {', '.join(SAMPLING)}; got {unknown}")
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key must be printable ASCII characters, one or more")
+        screen = Screen.of(session.config.algorithm)
+        if screen.drop_equal or screen.preference is not None:
+            why = "drop groups by their rewards, and those of an endpoint come later"
+            raise ConfigError(f"algorithm.dynamic_sampling and kind = 'dpo' {why}: take neither")
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port must be 0 to 65535, got {port}")
         self.base_url = ""
@@ -89,8 +97,8 @@ class Endpoint:
         self.api_key = api_key or secrets.token_urlsafe(32)
         self._session, self._host, self._port, self._ignored = session, host, port, frozenset(ignored)
         self._answers, self._clock = Answers(session, unrewarded_s), SystemClock()
-        self._tokenizing = asyncio.Lock()
-        """A tokenizer is used by one thread at a time."""
+        self._thread = ThreadPoolExecutor(1, "asyncrl-endpoint")
+        """Makes the tokens of prompts, since a long one takes seconds."""
         self._runner: web.AppRunner | None = None
         self._forgetting: asyncio.Task[None] | None = None
 
@@ -118,12 +126,16 @@ class Endpoint:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            await asyncio.wait([self._forgetting])
-        if self._runner is not None:
-            await self._runner.cleanup()
-        await self._answers.close()
+        self.base_url = ""
+        try:
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+                await asyncio.wait([self._forgetting])
+        finally:
+            if self._runner is not None:
+                await self._runner.cleanup()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            await self._answers.close()
 
     def reward(self, answer_id: str, rewards: Sequence[float]) -> None:
         """Say what the choices of an answer were worth; it is trained by one of the next steps.
@@ -134,7 +146,7 @@ class Endpoint:
 
         Raises:
             RunError: There is no such answer, or it cannot be trained any more; the message says why.
-            LearnerError: They are not as many as choices, or no finite numbers.
+            LearnerError: They are not as many as choices, or no numbers of -1e9 to 1e9.
         """
         self._answers.reward(answer_id, rewards)
 
@@ -194,10 +206,9 @@ class Endpoint:
         return await self._answer(request, asked, prompt, ids, most, has_logprobs=bool(asked.logprobs), has_tools=bool(tools))
 
     async def _tokenized(self, work: Callable[[Any], list[int]], param: str) -> list[int]:
-        """Have a prompt's tokens made beside the event loop, since a long one takes seconds."""
+        """Have a prompt's tokens made beside the event loop."""
         try:
-            async with self._tokenizing:
-                return await asyncio.to_thread(work, self._session.tokenizer)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._session.tokenizer)
         except AsyncRLError:
             raise
         except Exception as error:
@@ -233,19 +244,19 @@ class Endpoint:
             why = f"the prompt has {len(prompt_ids)} tokens, and {limit} leaves {max(room, 0)} for the answer"
             raise RefusedError(400, why, "context_length_exceeded", where)
         name = ("chatcmpl-" if isinstance(asked, ChatAsked) else "cmpl-") + secrets.token_hex(12)
-        form = Form(
+        writer = AnswerWriter(
             id=name, model=asked.model or config.name, created=int(self._clock.now()), is_chat=isinstance(asked, ChatAsked),
             has_logprobs=has_logprobs, has_token_ids=asked.return_token_ids, prompt_ids=tuple(prompt_ids),
         )  # fmt: skip
         said = msgspec.structs.replace(prompt, prompt_id=name, token_ids=ids_to_bytes(list(prompt_ids)))
         stream = self._session.stream([said], n=asked.n or 1, max_new_tokens=min(most, room), is_followed=bool(asked.stream))
-        following = Following(form, stream, self._session.tokenizer, has_tools)
+        following = Following(writer, stream, self._session.tokenizer, has_tools)
         try:
             if asked.stream:
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 return await self._streamed(request, following, asked.n or 1, usage=usage)
             group = await self._given(following, asked.n or 1)
-            response = web.json_response(form.answer(following.choices(group), versions_of(group)))
+            response = web.json_response(writer.answer(following.choices(group), versions_of(group)))
             await _unless_unread(request, response.prepare(request))
             await _unless_unread(request, response.write_eof())
             self._answers.sent(name)
@@ -256,15 +267,15 @@ class Endpoint:
 
     async def _given(self, following: Following, num_choices: int) -> ScoredGroup:
         """Wait for a group; from now on it can be rewarded."""
-        group = await following.stream.only()
+        (group,) = await following.stream.all()
         if len(group.members) < num_choices:
             raise RunError(f"{num_choices - len(group.members)} of {num_choices} choices have failed; the run's log says why")
-        self._answers.hold(following.form.id, group)
+        self._answers.hold(following.writer.id, group)
         return group
 
     async def _take_back(self, following: Following) -> None:
         """Release the group of an answer that was not sent whole."""
-        self._answers.drop(following.form.id)
+        self._answers.drop(following.writer.id)
         await following.stream.close()
 
     async def _streamed(self, request: web.Request, following: Following, num_choices: int, *, usage: bool) -> web.StreamResponse:
@@ -276,17 +287,20 @@ class Endpoint:
             await _unless_unread(request, response.write(b"data: " + msgspec.json.encode(event) + b"\n\n"))
 
         try:
-            async for part in following.parts():
-                await say(part)
+            async with contextlib.aclosing(following.chunks()) as chunks:
+                async for chunk in chunks:
+                    await say(chunk)
             group = await self._given(following, num_choices)
-            for part in following.last_parts(group):
-                await say(part)
+            for chunk in following.last_chunks(group):
+                await say(chunk)
             if usage:
-                await say(following.form.last_part(sum(one.sample.num_tokens for one in group.members), versions_of(group)))
+                await say(following.writer.last_chunk(sum(one.sample.num_tokens for one in group.members), versions_of(group)))
             await _unless_unread(request, response.write(b"data: [DONE]\n\n"))
             await _unless_unread(request, response.write_eof())
-            self._answers.sent(following.form.id)
-        except AsyncRLError as error:
+            self._answers.sent(following.writer.id)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - said to the client and the log
             await self._take_back(following)
             await say(error_body(_as_refusal(error)))
             await response.write_eof()
@@ -316,9 +330,12 @@ async def _unless_unread(request: web.Request, writing: Awaitable[Any]) -> None:
         raise ConnectionResetError("its client does not read") from error
 
 
-def _as_refusal(error: AsyncRLError) -> RefusedError:
+def _as_refusal(error: Exception) -> RefusedError:
     if isinstance(error, RefusedError):
         return error
+    if not isinstance(error, AsyncRLError):
+        log.error("a request could not be answered", exc_info=error)
+        return RefusedError(500, "the endpoint failed; its log says why", "failed")
     log.warning("a request is not answered: %s", str(error).partition("\n")[0])
     said = "the run is lost" if isinstance(error, RunLostError) else str(error)  # whose words name files
     return RefusedError(503, said, "not_generated")
@@ -338,11 +355,8 @@ def _guard(api_key: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is 
             raise
         except web.HTTPException as error:
             refused = RefusedError(error.status, error.text or error.reason, "invalid_request")
-        except AsyncRLError as error:
+        except Exception as error:  # noqa: BLE001 - said to the client and the log
             refused = _as_refusal(error)
-        except Exception:
-            log.exception("a request could not be answered")
-            refused = RefusedError(500, "the endpoint failed; its log says why", "failed")
         body = msgspec.json.encode(error_body(refused))
         headers = {"x-should-retry": "false"} if refused.status < 500 else {}
         return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)

@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.load import load_config, resolve_config
+from asyncrl.config.load import dump_config, load_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.errors import LearnerError
@@ -63,6 +64,8 @@ class Outcome(msgspec.Struct, frozen=True):
     fault: str
     """Why it ended early; empty where it did not."""
     seconds: float
+    settings: str
+    """`settings_of` the cell."""
     code: str
     machine: str
     date: str
@@ -77,6 +80,11 @@ def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
             base, algorithm=msgspec.convert(changed, AlgorithmConfig), num_steps=cell.num_steps, seed=cell.seed
         )
     )
+
+
+def settings_of(cell: Cell, algorithm: dict[str, object]) -> str:
+    """Return a digest of all that a cell is told."""
+    return xxhash.xxh3_64(dump_config(config_of(cell, algorithm))).hexdigest()
 
 
 @dataclass(slots=True)
@@ -180,7 +188,7 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
         past.append(_copy(train_state.model))
     accuracy.append(_accuracy(train_state.model, judged))
     await engine.close()
-    made = code_now().commit, machine_now(), datetime.now(tz=UTC).date().isoformat()
+    made = settings_of(cell, algorithm), code_now().commit, machine_now(), datetime.now(tz=UTC).date().isoformat()
     return Outcome(cell, accuracy, max(kl), min(ess), recipes, fault, loop.time() - started_s, *made)
 
 

@@ -18,7 +18,7 @@ from asyncrl.sweep.statistics import Comparison, bootstrap_interval, compare
 COLLAPSE_SHARE = 0.5
 """A run collapsed where it ended under this share of the accuracy it began with, or on a loss that was not finite."""
 SIGNIFICANT = 0.05
-HEAD = "| method | accuracy [95 %] | collapsed | against {baseline} | p | p, corrected | | mean KL, largest | smallest ESS |"
+HEAD = "| method | accuracy [95 %] | collapsed | against {baseline} | p | p, corrected | | largest mean KL | smallest ESS |"
 
 
 def collapsed(outcome: Outcome) -> bool:
@@ -31,17 +31,18 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> None:
     lags = sorted({outcome.cell.lag for outcome in outcomes})
     by_lag = {lag: _by_method([outcome for outcome in outcomes if outcome.cell.lag == lag]) for lag in lags}
     seeds, first = len({outcome.cell.seed for outcome in outcomes}), outcomes[0]
-    codes, dates = sorted({outcome.code for outcome in outcomes}), sorted({outcome.date for outcome in outcomes})
+    made = [sorted({getattr(outcome, name) for outcome in outcomes}) for name in ("code", "machine", "date")]
     lines = [
         "# Off-policy: what a lag does to each method",
         "",
-        f"{len(outcomes)} runs of {first.cell.num_steps} steps, {seeds} seeds; code {', '.join(codes)}; {first.machine}; "
-        f"{' and '.join(dates)}; `python experiments/off_policy/run.py`.",
+        f"{len(outcomes)} runs of {first.cell.num_steps} steps, {seeds} seeds; code "
+        f"{'; '.join(' and '.join(one) for one in made)}; `python experiments/off_policy/run.py`.",
         "",
         "Accuracy: the probability of the right answer on 512 held-out sums after the last step; mean over seeds [95 % bootstrap "
         f"interval]. All runs begin at {first.accuracy[0]:.2f}. Collapsed: ended under {COLLAPSE_SHARE:.0%} of that, or on a "
-        "loss that is not finite. Differences are paired by seed; p: exact, by permutation of signs; corrected: by Holm, over "
-        "the methods of one lag.",
+        "loss that is not finite; such a run keeps its last accuracy. Differences are paired by seed; p: exact, by permutation "
+        "of signs; corrected: by Holm, over the methods of one lag. Largest mean KL(behaviour || learner) and smallest ESS of a "
+        "step: medians over seeds.",
         "",
         "![Curves](curves.png)",
         "",
@@ -78,7 +79,7 @@ def _draw(by_lag: dict[int, dict[str, list[Outcome]]], path: Path) -> None:
     for axis, (lag, methods) in zip(axes[0], by_lag.items(), strict=True):
         for number, (name, runs) in enumerate(methods.items()):
             length = max(len(run.accuracy) for run in runs)
-            curves = np.array([[*run.accuracy, *[0.0] * (length - len(run.accuracy))] for run in runs])
+            curves = np.array([[*run.accuracy, *run.accuracy[-1:] * (length - len(run.accuracy))] for run in runs])
             steps = np.minimum(np.arange(length) * EVALUATE_EVERY, runs[0].cell.num_steps)
             band = np.array([bootstrap_interval(column) for column in curves.T])
             line = axis.plot(steps, curves.mean(axis=0), label=name, color=f"C{number}")[0]

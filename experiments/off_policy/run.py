@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import msgspec
-from cell import Cell, Outcome, make_model, run_cell
-from methods import COMPARED, METHODS
+from cell import Cell, Outcome, make_model, run_cell, settings_of
+from methods import BASELINE, COMPARED, METHODS
 from report import write_report
 
 HERE = Path(__file__).parent
@@ -31,11 +32,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()
     methods, lags = arguments.methods.split(","), [int(lag) for lag in arguments.lags.split(",")]
+    if BASELINE not in methods or not {*methods} <= {*METHODS}:
+        parser.error(f"--methods wants {BASELINE!r} and others of methods.py, got {arguments.methods!r}")
     cells = [Cell(method, lag, seed, arguments.steps) for seed in range(arguments.seeds) for lag in lags for method in methods]
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = arguments.out / "results.jsonl"
-    lines = results.read_bytes().splitlines() if results.exists() else []
-    outcomes = {outcome.cell: outcome for outcome in (msgspec.json.decode(line, type=Outcome) for line in lines)}
+    outcomes = read(results)
     with results.open("ab") as file:
         for outcome in run_cells([cell for cell in cells if cell not in outcomes], arguments.jobs):
             outcomes[outcome.cell] = outcome
@@ -43,6 +45,17 @@ def main() -> None:
             file.flush()
             print(f"{len(outcomes)}/{len(cells)} {_line(outcome)}", flush=True)
     write_report([outcomes[cell] for cell in cells], arguments.out)
+
+
+def read(results: Path) -> dict[Cell, Outcome]:
+    """Return what was run with the settings of now; a line that was cut off is none."""
+    outcomes = dict[Cell, Outcome]()
+    for line in results.read_bytes().splitlines() if results.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):
+            outcome = msgspec.json.decode(line, type=Outcome)
+            if outcome.cell.method in METHODS and outcome.settings == settings_of(outcome.cell, METHODS[outcome.cell.method]):
+                outcomes[outcome.cell] = outcome
+    return outcomes
 
 
 def run_cells(cells: Sequence[Cell], jobs: int) -> Iterator[Outcome]:

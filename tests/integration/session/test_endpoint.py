@@ -94,6 +94,7 @@ async def test_tokens_of_a_stream_are_those_that_are_trained_across_a_swap_of_we
     async with asyncrl.Session(config(), reward=later, sync="manual") as session, asyncrl.Endpoint(session) as endpoint:
         client = await clients(endpoint)
         await session.train_step(await session.generate(["1+1="] * 4, n=2, max_new_tokens=4))  # version 1, nobody has it yet
+        pid = await generator_of(session)
         told, texts, logprobs = {0: [], 1: []}, {0: "", 1: ""}, {0: [], 1: []}
         stream = await client.completions.create(
             model="any", prompt="1+1=", n=2, logprobs=0, stream=True, extra_body={"return_token_ids": True},
@@ -102,7 +103,9 @@ async def test_tokens_of_a_stream_are_those_that_are_trained_across_a_swap_of_we
         async for part in stream:
             for choice in part.choices:
                 if not any(told.values()):
+                    os.kill(pid, signal.SIGSTOP)  # until the weights are there
                     await session.sync_weights()
+                    os.kill(pid, signal.SIGCONT)
                 told[choice.index] += choice.token_ids
                 texts[choice.index] += choice.text
                 logprobs[choice.index] += choice.logprobs.token_logprobs
@@ -110,7 +113,7 @@ async def test_tokens_of_a_stream_are_those_that_are_trained_across_a_swap_of_we
         endpoint.reward(part.id, [1.0, 0.0])
         for reward in (1.0, 2.0, 3.0):
             answer = await client.completions.create(
-                model="any", prompt=[ord(one) - ord(" ") + 2 for one in "1+1="], n=2, max_tokens=5, logprobs=1
+                model="any", prompt=[ord(one) - ord(" ") + 2 for one in "1+1="], n=2, max_tokens=5, logprobs=0
             )
             said = {"id": answer.id, "rewards": [reward, 0.0]}
             assert (await client.post("/rewards", body=said, cast_to=object))["state"] == "waits for a step"
@@ -127,6 +130,11 @@ async def test_tokens_of_a_stream_are_those_that_are_trained_across_a_swap_of_we
         assert texts[number] == sample.text
         assert np.all(np.diff(asyncrl.ids_from_bytes(sample.versions)) >= 0)
         assert {0, 1} == set(asyncrl.ids_from_bytes(sample.versions).tolist())
+
+
+async def generator_of(session):
+    (pid,) = [one.pid for one in (await session.run.status()).processes if one.kind == "generator"]
+    return pid
 
 
 async def asking(http, url, said):
@@ -222,6 +230,8 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
     async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, unrewarded_s=0.0) as endpoint:
         client = await clients(endpoint)
 
+        pid = await generator_of(session)
+
         async def held() -> int:
             groups = (await session.run.status()).groups
             return groups["running"] + groups["scoring"] + groups["ready"]
@@ -234,10 +244,13 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
                     await asyncio.sleep(0.01)
                 if is_streamed:
                     await (await task).content.readline()
+                os.kill(pid, signal.SIGSTOP)  # it must not end before its client has gone
+                if is_streamed:
                     (await task).close()
                 task.cancel()
                 while await held():
                     await asyncio.sleep(0.01)
+                os.kill(pid, signal.SIGCONT)
         old = [await client.completions.create(model="m", prompt="1+1=", max_tokens=2) for _ in range(14)]  # of 12 places
         with pytest.raises(openai.APIStatusError, match="not rewarded within 0 s, and others needed its place") as gone:
             await client.post("/rewards", body={"id": old[1].id, "rewards": [1.0]}, cast_to=object)
@@ -259,7 +272,7 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
 async def test_a_stream_whose_generator_dies_goes_on_with_the_same_tokens(config, clients):
     async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session) as endpoint:
         client, told = await clients(endpoint), list[int]()
-        (pid,) = [one.pid for one in (await session.run.status()).processes if one.kind == "generator"]
+        pid = await generator_of(session)
         asked = {"extra_body": {"return_token_ids": True}, "max_tokens": LONG, "stream": True}
         async for part in await client.completions.create(model="any", prompt="1+1=", **asked):
             if not told:

@@ -144,7 +144,7 @@ def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
 
 def _completion_refusal(asked: CompletionAsked) -> str:
     wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
-    wrong["logprobs"] = asked.logprobs not in {None, 0, 1}
+    wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
     return next((name for name, is_wrong in wrong.items() if is_wrong), "")
 
 
@@ -221,7 +221,7 @@ class Choice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's answer is written."""
 
     id: str
@@ -244,17 +244,17 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         head = self._head(kind) | {"system_fingerprint": versions, "choices": written}
         return head | self._prompt_ids | {"usage": self.usage(sum(len(choice.tokens) for choice in choices))}
 
-    def part(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> dict[str, Any]:
         """Return an event of a stream: a further part of a choice."""
-        head = self._head(self._part_kind) | (self._prompt_ids if choice.is_first else {})
+        head = self._head(self._chunk_kind) | (self._prompt_ids if choice.is_first else {})
         return head | {"choices": [self._choice(choice, "delta")]}
 
-    def last_part(self, num_tokens: int, versions: str) -> dict[str, Any]:
+    def last_chunk(self, num_tokens: int, versions: str) -> dict[str, Any]:
         """Return the event that has a stream's usage."""
-        return self._head(self._part_kind) | {"system_fingerprint": versions, "choices": [], "usage": self.usage(num_tokens)}
+        return self._head(self._chunk_kind) | {"system_fingerprint": versions, "choices": [], "usage": self.usage(num_tokens)}
 
     @property
-    def _part_kind(self) -> str:
+    def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def usage(self, num_tokens: int) -> dict[str, int]:
@@ -302,7 +302,7 @@ def _completion_logprobs(choice: Choice) -> dict[str, Any]:
         "tokens": texts,
         "token_logprobs": [logprob for _, _, logprob in choice.tokens],
         "top_logprobs": None,
-        "text_offset": [],
+        "text_offset": None,
     }
 
 

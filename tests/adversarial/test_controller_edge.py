@@ -23,7 +23,7 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.schema import control
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
-from asyncrl.schema.samples import GroupWork, InferResult, Prompt, SampleFailure, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import GroupWork, InferResult, Progress, Prompt, SampleFailure, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.status import ExternalGroup
 from asyncrl.schema.weights import VersionLive, WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Lane
@@ -125,6 +125,36 @@ async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
         await settled(world, 1)
         assert group.members[1] == "pending"
         assert world.controller.edge.refused == {(GUEST, "Samples"): 1}
+
+
+BAD_PROGRESS = {
+    "another generator's group": {"group": "other"},
+    "an attempt that was not given out": {"attempt": 7},
+    "no such member": {"index": 5},
+    "no token": {"token_ids": b"", "logprobs": b""},
+    "half a token": {"token_ids": b"\0\0\0\0\0"},
+    "a token without its logprob": {"logprobs": b""},
+    "more tokens than a sample has": {"start": 10**6},
+    "a start before the first": {"start": -1},
+    "a logprob that is no number": {"logprobs": logprobs_to_bytes([float("nan")])},
+    "a token id below 0": {"token_ids": ids_to_bytes([-1])},
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROGRESS)
+async def test_tokens_that_are_not_this_guests_own_to_tell_are_refused(tmp_path, case):
+    async with running(tmp_path) as world:
+        _, _, generator = await world.start(version_is_live=False)
+        guest = await world.let_in()
+        own = await receive(guest, GroupWork, Lane.DATA)
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        right = Progress(own.group_id, 1, own.attempt, 0, ids_to_bytes([1]), logprobs_to_bytes([-1.0]))
+        changes = dict(BAD_PROGRESS[case])
+        if changes.pop("group", ""):
+            world.buffer.state.groups[own.group_id].holders[0] = "generator-0"
+        await guest.send(msgspec.structs.replace(right, **changes))
+        await settled(world, 1)
+        assert world.controller.edge.refused == {(GUEST, "Progress"): 1}
 
 
 async def test_a_sample_of_another_prompt_than_its_group_is_refused(tmp_path):

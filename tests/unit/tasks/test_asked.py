@@ -1,0 +1,24 @@
+"""Prompts that a caller asks groups for."""
+
+from asyncrl.schema.samples import Progress, Prompt
+from asyncrl.schema.status import GroupAsked, GroupsAsked
+from asyncrl.tasks.asked import AskedPrompts
+
+
+def test_what_is_taken_or_released_is_forgotten_with_its_tokens_and_what_is_not_ready_is_not():
+    asked, both = AskedPrompts(), GroupsAsked("s", tuple(GroupAsked(number, Prompt("p"), is_followed=True) for number in (0, 1)))
+    asked.enter(both)
+    for group_id in (7, 8):
+        asked.issued(asked.next(), group_id, 0)
+        asked.progress(Progress(group_id, 0, 0, 0, b"", b""))
+    assert [len(asked.of(group_id).pieces) for group_id in (7, 8)] == [1, 1]
+    assert (asked.num_queued, asked.settled(both)) == (0, [])
+    asked.forget([7])
+    assert asked.of(7) is not None
+    asked.ready(7, 0)
+    assert asked.settled(both) == [asked.of(7)] == [asked.first(both)]
+    asked.forget([7, 99])
+    assert asked.of(7) is None
+    assert asked.close("s") == [8]
+    asked.progress(Progress(8, 0, 0, 0, b"", b""))
+    assert asked.of(8) is None

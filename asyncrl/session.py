@@ -135,11 +135,12 @@ class Session:
         raw["eval"] = {**raw["eval"], "at_start": False, "at_end": False, "every_steps": 0}
         if reward is not None:
             raw["reward"]["functions"] = [{"kind": "caller"}]
-        self.config = resolve_config(raw)
-        """As the learner here reads it."""
+        resolve_config(raw)
         driven = resolve_config({**raw, "learner": {**raw["learner"], "kind": "driven"}})
         self.run = Run(driven, resume=resume, reward=reward)
         """The run that feeds this session: `status`, `pause`, ..."""
+        self.config = resolve_config(self.run.config, {"learner.kind": "builtin"})
+        """As the learner here reads it: with what `auto` means on this machine."""
         self.version = -1
         """Of the policy as it is now."""
         self._is_manual = sync == "manual"

@@ -125,7 +125,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
 
 
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):
-    config = tiny(**NO_EVALUATION, num_steps=9, buffer__max_staleness=2, model__warm_start=None)
+    config = tiny(**NO_EVALUATION, num_steps=9, buffer__max_staleness=2, model__warm_start=None, learner__dtype="auto")
     async with asyncrl.Session(config) as session:
         with pytest.raises(asyncrl.ConfigError, match="places for 12"):
             await session.generate(SUMS)

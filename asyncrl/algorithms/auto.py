@@ -44,7 +44,7 @@ RECIPES = {
 """From gentle to cautious.
 
 Source: decoupled PPO, Fu et al. 2025 (AReaL); truncated importance sampling, Yao et al. 2025; off-policy sequence masking,
-DeepSeek-V3.2 2025. That these and not others: experiments/off_policy.
+DeepSeek-V3.2 2025. How they fare: experiments/off_policy.
 """
 RECIPE_NAMES = tuple(RECIPES)
 FIRST = "lagging"

@@ -84,7 +84,7 @@ def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
 
 def settings_of(cell: Cell, algorithm: dict[str, object]) -> str:
     """Return a digest of all that a cell is told."""
-    return xxhash.xxh3_64(dump_config(config_of(cell, algorithm))).hexdigest()
+    return xxhash.xxh3_64(dump_config(config_of(cell, algorithm)).encode()).hexdigest()
 
 
 @dataclass(slots=True)

@@ -480,7 +480,8 @@ class Session:
                 for group, row in zip(groups, by_member("advantages", groups, advantages), strict=True)
                 for member, value in zip(group.members, row, strict=True)
             }
-        config = self.config if not isinstance(loss, str) else resolve_config(self.config, {"algorithm.loss": loss})
+        by_name = {"algorithm.kind": "policy", "algorithm.loss": loss} if isinstance(loss, str) else {}
+        config = resolve_config(self.config, by_name) if by_name else self.config
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
         mask_below = await self.run.take_these(group_ids)
         packed, self._packed = self._packed, None

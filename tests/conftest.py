@@ -1,5 +1,5 @@
-"""What all tests share: how they are spread over processes, and a Hypothesis that neither measures the machine (no deadline) nor
-draws anew on each (`pytest --hypothesis-profile explore` does).
+"""What all tests share: how they are spread over processes, and a Hypothesis that does not measure the machine (no deadline, no
+check of how long it takes to draw) and does not draw anew on each (`pytest --hypothesis-profile explore` does).
 
 `make test` runs first, over three processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
 in one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from asyncrl.control.launch.process_main import imports_without_gc
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("explore", deadline=None)
-settings.register_profile("asyncrl", deadline=None, derandomize=True)
+settings.register_profile("asyncrl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
 
 TESTS = Path(__file__).parent

@@ -1,9 +1,10 @@
 """Admission: how many more groups may start, and which generator gets the next one.
 
 The rule is AReaL's, with the version that is live on the generator: a group may start on generator g while
-`(live_version_g + max_staleness + 1) * B - (accepted + running) > 0`. The version is the generator's and not the learner's: the
-group's oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way.
-The counts are those of the buffer's state machine (state.py), which asks; nothing is counted twice.
+`(live_version_g + lead + 1) * B - (accepted + running) > 0`. The version is the generator's and not the learner's: the group's
+oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way. The lead
+is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts are those of the buffer's state machine
+(state.py), which asks; nothing is counted twice.
 
 The pool keeps one heap for each live version, of (load, name), with stale entries left in until they come up or are too many. A
 change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of generators a scan
@@ -25,12 +26,58 @@ _STALE_SHARE = 8
 """Entries a heap may hold for each generator at its version, before the stale ones are thrown out."""
 
 
-def capacity(*, max_running: int, running: int, accepted: int, version: int, max_staleness: int, groups_per_step: int) -> int:
+LEAST_SLACK, MOST_SLACK = 0.1, 0.4
+"""Of a step's time, for which the next step's groups are there before the learner asks for them: with less, generation is to run
+further ahead; with more, less far."""
+LONGER, SHORTER = 1.25, 0.1
+"""The lead grows by this factor and shrinks by so many versions. Growing is fast: a learner that waits costs time at once."""
+
+
+def capacity(*, max_running: int, running: int, accepted: int, version: int, lead_groups: int, groups_per_step: int) -> int:
     """Return how many more groups may start; may be negative.
 
-    Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller.
+    Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller, where `lead_groups` is max_staleness * B.
     """
-    return min(max_running - running, (version + max_staleness + 1) * groups_per_step - (accepted + running))
+    return min(max_running - running, (version + 1) * groups_per_step + lead_groups - (accepted + running))
+
+
+class Lead:
+    """How many versions generation may be ahead of the learner: at most eta, and no more than keep the learner busy.
+
+    Data that waits grows old and teaches less. With a bound of 1 there is nothing to choose: the next step's groups are generated
+    while this one is trained.
+
+    Example:
+        >>> lead = Lead(BufferLimits(groups_per_step=4, max_staleness=8, as_needed=True))
+        >>> lead.groups
+        4
+        >>> lead.step_trained(slack=0.0)  # the learner had to wait
+        >>> lead.groups
+        5
+    """
+
+    def __init__(self, limits: BufferLimits) -> None:
+        self.versions = 0.0
+        self.follow(limits)
+
+    def follow(self, limits: BufferLimits) -> None:
+        """Go on under these limits."""
+        self._limits, self._least, self._most = limits, float(min(1, limits.max_staleness)), float(limits.max_staleness)
+        self.versions = min(max(self.versions, self._least), self._most) if limits.as_needed else self._most
+
+    @property
+    def groups(self) -> int:
+        """Return the lead in groups."""
+        return int(self.versions * self._limits.groups_per_step)
+
+    def step_trained(self, slack: float) -> None:
+        """Learn from a step for what share of its time the groups of the next one were there; 0: they are not."""
+        if not self._limits.as_needed:
+            return
+        if slack < LEAST_SLACK:
+            self.versions = min(self.versions * LONGER, self._most)
+        elif slack > MOST_SLACK:
+            self.versions = max(self.versions - SHORTER, self._least)
 
 
 @dataclass(slots=True)

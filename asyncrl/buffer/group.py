@@ -45,6 +45,8 @@ class BufferLimits:
     """Groups a generator may hold beyond its slots, so that no slot waits for the controller."""
     max_groups: int | None = None
     """Most groups that may ever hold a place (num_steps x B); None: no end."""
+    as_needed: bool = False
+    """Generate ahead only as far as keeps the learner busy, and not as far as eta allows."""
 
 
 @dataclass(slots=True)

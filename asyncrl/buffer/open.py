@@ -80,6 +80,7 @@ def open_buffer(
 def limits_of(config: RunConfig) -> BufferLimits:
     """Return what a run's state machine is made with."""
     algorithm = config.algorithm
+    is_beside = config.learner.kind == "builtin" and config.placement.kind in {"disaggregated", "async_hybrid"}
     return BufferLimits(
         groups_per_step=algorithm.groups_per_step,
         max_staleness=config.buffer.max_staleness,
@@ -93,6 +94,7 @@ def limits_of(config: RunConfig) -> BufferLimits:
         group_size=algorithm.members_per_group,
         max_running_groups=config.buffer.max_running_groups,
         max_groups=config.num_steps * algorithm.groups_per_step,
+        as_needed=config.buffer.ahead == "as_needed" and is_beside,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.admission import Generator, GeneratorPool, capacity
+from asyncrl.buffer.admission import Generator, GeneratorPool, Lead, capacity
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
 from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, count_reason
 from asyncrl.buffer.selection import Screening, choose, is_fit
@@ -56,6 +56,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     def __init__(self, limits: BufferLimits) -> None:
         self.limits = limits
         self.pool = GeneratorPool(limits)
+        self.lead = Lead(limits)
         self.paused = False
         self.groups: dict[int, Group] = {}
         """Running, scoring and ready groups by id, in order of issue."""
@@ -70,6 +71,8 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         """Running groups that no generator has."""
         self._ready: dict[int, Group] = {}
         """Those of `groups` that are ready."""
+        self._taken_s = self._trained_s = 0.0
+        """When a new step was taken, and when one was trained, last."""
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
@@ -111,6 +114,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
                 self.paused = isinstance(event, ev.IssuePaused)
             case ev.BoundsChanged(max_staleness, max_groups):
                 self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
+                self.lead.follow(self.limits)
             case GroupsRestored():
                 self._restore(event)
             case _:
@@ -149,7 +153,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         if self.capacity(self.pool.newest_version) <= 0:
             return None
         # The rule allows every version from one on, and that one is found by division.
-        lowest = self._num_held // self.limits.groups_per_step - self.limits.max_staleness
+        lowest = (self._num_held - self.lead.groups) // self.limits.groups_per_step
         generator = self.pool.best(max(lowest, 0))
         if generator is None or self.capacity(generator.version) <= 0:
             return None
@@ -163,7 +167,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             running=num_running,
             accepted=self._num_held - num_running,
             version=version,
-            max_staleness=limits.max_staleness,
+            lead_groups=self.lead.groups,
             groups_per_step=limits.groups_per_step,
         )
         return free if limits.max_groups is None else min(free, limits.max_groups - self._num_held)
@@ -187,12 +191,14 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         """Return in words why no group is issued now; empty when one could be."""
         held, newest, limits = self._num_held, self.pool.newest_version, self.limits
         allowed = (newest + limits.max_staleness + 1) * limits.groups_per_step
+        needed = (newest + 1) * limits.groups_per_step + self.lead.groups
         reasons = (
             (self.paused, "paused"),
             (not len(self.pool), "no generator is ready"),
             (newest < 0, "no generator has weights yet"),
             (limits.max_groups is not None and held >= limits.max_groups, "every group the run needs is issued"),
             (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
+            (held >= needed, f"the learner has enough: {held} groups hold a place, version {newest} needs {needed}"),
             (self.capacity(newest) <= 0, f"{len(self.groups) - len(self._ready)} groups are running, the most that may"),
             (self.next_issue() is None, "every generator that may get a group has its slots full"),
         )
@@ -422,6 +428,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
         self.steps[step] = StepRecord(step, chosen, mask_below, figures.token_max)
         self.next_step += 1
+        self._taken_s = now
         for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
             instructions += self._end(group, "dropped", STALE)
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
@@ -446,11 +453,15 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
                 )
         return ""
 
-    def _step_trained(self, event: ev.StepTrained, _: float) -> list[BufferInstruction]:
+    def _step_trained(self, event: ev.StepTrained, now: float) -> list[BufferInstruction]:
         record = self.steps.get(event.step)
         if record is None:
             assert event.step < self.next_step, f"step {event.step} was never taken; {self.next_step} is next"
             return []
+        if not record.trained_before:
+            is_next_there, step_s = self.next_step > event.step + 1, now - self._trained_s
+            self.lead.step_trained((now - self._taken_s) / step_s if is_next_there and step_s > 0 else 0.0)
+            self._trained_s = now
         was_trained, record.trained, record.trained_before = record.trained, True, True
         return [] if was_trained else [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
 

@@ -234,12 +234,16 @@ class PreferenceConfig(_Stage, frozen=True):
     """Only `threshold`: at most this many, taken in member order, each sample at most once."""
 
 
+CHOSEN_BY_HAND = {"loss": "decoupled_ppo", "corrections": (TruncatedToken(),), "proximal": "recompute", "denominator": "all"}
+"""What `kind = "auto"` does not read, with its defaults: where one is set and no kind is, it is used."""
+
+
 class AlgorithmConfig(_Stage, frozen=True):
     """Advantage, loss and off-policy correction, by name."""
 
-    kind: Literal["policy", "auto", "dpo"] = "policy"
+    kind: Literal["policy", "auto", "dpo"] | msgspec.UnsetType = msgspec.UNSET
     """`policy`: the loss and corrections named here; `auto`: picked from measured staleness and mismatch; `dpo`: `preference`,
-    and all that makes a policy loss stays at its default."""
+    and all that makes a policy loss stays at its default. Left out: `policy` where one of CHOSEN_BY_HAND is set, else `auto`."""
     groups_per_step: BoundedInt = 32
     """B: groups one optimizer step consumes."""
     group_size: BoundedInt = 8
@@ -299,6 +303,11 @@ class AlgorithmConfig(_Stage, frozen=True):
     """Loaded only where `kl` or `kind = "dpo"` needs it."""
     critic: CriticConfig | None = None
     preference: PreferenceConfig = PreferenceConfig()
+
+    def __post_init__(self) -> None:
+        if self.kind is msgspec.UNSET:
+            kind = "policy" if any(getattr(self, field) != default for field, default in CHOSEN_BY_HAND.items()) else "auto"
+            msgspec.structs.force_setattr(self, "kind", kind)
 
     @property
     def needs_reference(self) -> bool:

@@ -185,7 +185,8 @@ def _weight_counted_once(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
     carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
     loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss, LossRule())
     if algorithm.kind == "auto":
-        yield f"{carries}, and algorithm.kind = 'auto' picks another: take advantage = 'gae', or kind = 'policy'"
+        instead = "take advantage = 'gae', or kind = 'policy' with a loss and corrections that have none"
+        yield f"{carries}, and algorithm.kind = 'auto' picks another: {instead}"
     for item in filter(kinds.is_importance_weight, algorithm.corrections):
         instead = "set algorithm.corrections to masks only, or to [], or take advantage = 'gae'"
         yield f"{carries}, and the correction {item.kind!r} would count it twice: {instead}"

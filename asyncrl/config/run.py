@@ -139,6 +139,9 @@ class BufferConfig(_Stage, frozen=True):
 
     max_staleness: NonNegativeInt = 2
     """Eta: no token older than this many versions is ever trained. 0 is synchronous, exactly."""
+    ahead: Literal["as_needed", "as_allowed"] = "as_needed"
+    """How far generation runs ahead of the learner where eta is over 1: only as far as keeps the learner busy, so that data is as
+    fresh as it can be; or as far as eta allows, as always where generators and learner take turns or the learner is not ours."""
     policy: Literal["wait", "drop", "mask"] = "wait"
     """What happens to a group about to pass eta: wait for it, drop it, or train it with its old tokens masked."""
     reissue_dropped: bool = True

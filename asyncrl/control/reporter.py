@@ -362,6 +362,7 @@ class Reporter:
             },
             "memory/available_gb": psutil.virtual_memory().available / 1e9,
             "idle/generators": sum(shares) / len(shares) if shares else 0.0,
+            "queue/lead": dispatcher.buffer.state.lead.versions,
             "queue/ready": float(counts.ready),
             "queue/running": float(counts.running),
             "queue/scoring": float(counts.scoring),

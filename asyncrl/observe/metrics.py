@@ -158,6 +158,7 @@ _ROWS = (
     ("placement/inference_s", "s", "phase inference, over the same time"),
     ("placement/train_s", "s", "phase train, over the same time"),
     ("placement/switch_s", "s", "from one to the other and back, over the same time"),
+    ("queue/lead", "versions", "that generation may be ahead of the learner: what it needs of buffer.max_staleness"),
     ("queue/ready", "groups", "complete and waiting to be trained"),
     ("queue/running", "groups", "being generated"),
     ("queue/scoring", "groups", "being judged"),

@@ -50,7 +50,8 @@ def scenario_of(point: Point, config: RunConfig) -> Scenario:
     return Scenario(
         num_workers=config.generate.num_workers, num_slots=config.generate.engine.slots, num_steps=config.num_steps,
         groups_per_step=config.algorithm.groups_per_step, group_size=config.algorithm.group_size,
-        max_staleness=config.buffer.max_staleness, decode_s=point.decode_s, sequence_s=point.sequence_s,
+        max_staleness=config.buffer.max_staleness, ahead=config.buffer.ahead,
+        decode_s=point.decode_s, sequence_s=point.sequence_s,
         lengths=recorded(point.lengths), step_s=fixed(point.step_s), reward_s=fixed(point.reward_s), sync_s=fixed(point.sync_s),
         swap_s=point.swap_s, hop_s=point.hop_s,
     )  # fmt: skip

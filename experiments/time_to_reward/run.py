@@ -68,16 +68,17 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument("--until-bar", action="store_true", help="TRL ends at the highest bar; its held-out accuracy is of then")
     parser.add_argument("--report", action="store_true", help="only write RESULTS.md from results.jsonl")
     told = parser.parse_args()
     if not told.report:
         for name in told.work:
             for seed in range(told.first_seed, told.first_seed + told.seeds):
-                compare(name, seed, told.sides, told.overrides)
+                compare(name, seed, told.sides, told.overrides, until_bar=told.until_bar)
     (HERE / "RESULTS.md").write_text(report(), encoding="utf-8")
 
 
-def compare(name: str, seed: int, sides: list[str], overrides: list[str]) -> None:
+def compare(name: str, seed: int, sides: list[str], overrides: list[str], *, until_bar: bool) -> None:
     """All sides of one seed, one after the other; which begins changes with the seed."""
     work = WORKS[name]
     with tempfile.TemporaryDirectory(prefix="asyncrl-time-to-reward-") as scratch:
@@ -88,7 +89,8 @@ def compare(name: str, seed: int, sides: list[str], overrides: list[str]) -> Non
         turn = seed % len(sides)
         for side in sides[turn:] + sides[:turn]:
             started_s = time.monotonic()
-            steps, model = trl(work, told, version_0, folder) if side == "trl" else ours(config, side, version_0, folder)
+            until = ["--until", str(max(work.bars))] if until_bar else []
+            steps, model = trl(work, told, version_0, folder, until) if side == "trl" else ours(config, side, version_0, folder)
             row = {
                 "work": name,
                 "seed": seed,
@@ -142,13 +144,15 @@ def run_once(config: asyncrl.RunConfig) -> None:
     asyncio.run(run())
 
 
-def trl(work: Work, overrides: list[str], version_0: Path, folder: Path) -> tuple[list[tuple[float, float]], Path]:
+def trl(
+    work: Work, overrides: list[str], version_0: Path, folder: Path, until: list[str]
+) -> tuple[list[tuple[float, float]], Path]:
     """TRL, in a process of its own that has all cores and waits actively, which is faster there."""
     out = folder / "trl"
     shutil.rmtree(out, ignore_errors=True)
     environment = {key: value for key, value in os.environ.items() if key not in {"OMP_WAIT_POLICY", "OMP_NUM_THREADS"}}
     told = [argument for override in overrides for argument in ("--set", override)]
-    command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told]
+    command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told, *until]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
     )

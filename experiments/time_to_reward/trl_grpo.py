@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the version 0, prompts, samples, rewards and schedule of a run of ours, in one process with all cores.
 
-    python experiments/time_to_reward/trl_grpo.py CONFIG.toml VERSION_0 OUT [--set a.b=c]
+    python experiments/time_to_reward/trl_grpo.py CONFIG.toml VERSION_0 OUT [--set a.b=c] [--until REWARD]
 
 Writes OUT/steps.jsonl, a line a step: seconds since training began, and mean reward. Writes the trained model to OUT/model.
 CONFIG.toml is the file that asyncrl runs: nothing of the work is written down twice.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,27 @@ from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from asyncrl.user_code import load_function
 
+WINDOW = 10
+"""Steps whose mean reward is compared with a bar; as in run.py."""
+
 
 class Steps(TrainerCallback):
-    """Writes one line a step."""
+    """Writes one line a step; ends the training at the step with which the mean reward of the last WINDOW reaches `until`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.started_s = path, 0.0
+    def __init__(self, path: Path, until: float) -> None:
+        self.path, self.until, self.started_s = path, until, 0.0
+        self.rewards: list[float] = []
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         self.started_s = time.perf_counter()
 
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float] | None = None, **_kwargs: Any) -> None:
+    def on_log(self, _args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_kwargs: Any) -> None:
         if logs and "reward" in logs:
             line = {"step": state.global_step, "seconds": time.perf_counter() - self.started_s, "reward": logs["reward"]}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+            self.rewards.append(logs["reward"])
+            control.should_training_stop |= len(self.rewards) >= WINDOW and sum(self.rewards[-WINDOW:]) / WINDOW >= self.until
 
 
 def main() -> None:
@@ -51,6 +58,7 @@ def main() -> None:
     parser.add_argument("version_0", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--until", type=float, default=math.inf)
     told = parser.parse_args()
     config = asyncrl.load_config(told.config, told.overrides)
     told.out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +72,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(told.version_0, padding_side="left"),
         reward_funcs=reward_function(config),
         train_dataset=Dataset.from_list([as_row(prompt) for prompt in chosen]),
-        callbacks=[Steps(told.out / "steps.jsonl")],
+        callbacks=[Steps(told.out / "steps.jsonl", told.until)],
         args=GRPOConfig(
             output_dir=str(told.out / "trainer"),
             max_steps=config.num_steps,

@@ -26,7 +26,7 @@ def test_capacity_is_that_of_areal_after_every_event(case):
             running=running,
             accepted=accepted,
             version=version,
-            max_staleness=params["max_staleness"],
+            lead_groups=params["max_staleness"] * params["consumer_batch_size"],
             groups_per_step=params["consumer_batch_size"],
         )
 

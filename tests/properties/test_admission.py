@@ -15,8 +15,9 @@ from asyncrl.buffer.state import BufferState
 class Schedule:
     """Generators with weights of different ages, one buffer, one learner."""
 
-    def __init__(self, groups_per_step: int, max_staleness: int, num_slots: list[int]) -> None:
-        self.state = BufferState(BufferLimits(groups_per_step, max_staleness, "wait", max_group_retries=1000))
+    def __init__(self, groups_per_step: int, max_staleness: int, num_slots: list[int], as_needed: bool) -> None:
+        limits = BufferLimits(groups_per_step, max_staleness, "wait", max_group_retries=1000, as_needed=as_needed)
+        self.state, self.now = BufferState(limits), 0.0
         self.num_slots = num_slots
         self.live: dict[str, int] = {}
         self.running: dict[int, tuple[str, int]] = {}
@@ -28,7 +29,8 @@ class Schedule:
             self.come(number)
 
     def tell(self, event) -> None:
-        assert self.state.handle(event, 0.0) == []
+        self.now += 1.0
+        assert self.state.handle(event, self.now) == []
         self.issue()
 
     def issue(self) -> None:
@@ -38,11 +40,11 @@ class Schedule:
             if isinstance(issue, ev.IssueGroup):
                 group_id = self.state.next_group_id
                 self.issued_under[group_id] = version
-                self.state.handle(ev.GroupIssued(group_id, "p", 1, issue.generator, version), 0.0)
+                self.state.handle(ev.GroupIssued(group_id, "p", 1, issue.generator, version), self.now)
             else:
                 group_id = issue.group_id
                 assert version >= self.issued_under[group_id], "a group goes on under older weights than it began with"
-                self.state.handle(ev.GroupPlaced(group_id, issue.generator, version), 0.0)
+                self.state.handle(ev.GroupPlaced(group_id, issue.generator, version), self.now)
             self.running[group_id] = (issue.generator, version)
 
     def come(self, number: int) -> None:
@@ -76,8 +78,8 @@ class Schedule:
             newest_first = sorted(self.running, reverse=True)
             group_id = newest_first[number % len(newest_first)]
             generator, version = self.running.pop(group_id)
-            self.state.handle(ev.SamplesFinished(group_id, (0,), (((version, 1),),)), 0.0)
-            (moved,) = self.state.handle(ev.SamplesScored(group_id, (0,), (0.0,)), 0.0)
+            self.state.handle(ev.SamplesFinished(group_id, (0,), (((version, 1),),)), self.now)
+            (moved,) = self.state.handle(ev.SamplesScored(group_id, (0,), (0.0,)), self.now)
             assert isinstance(moved, ev.GroupMoved)
             self.tell(ev.MembersFinished(generator))
 
@@ -85,7 +87,7 @@ class Schedule:
         """Take the next step, at most one ahead of the one being trained."""
         if len(self.untrained) == 2:
             self.train()
-        *dropped, decision = self.state.handle(ev.TakeStep(len(self.steps)), 0.0)
+        *dropped, decision = self.state.handle(ev.TakeStep(len(self.steps)), self.now)
         assert not dropped, f"wait dropped {dropped}"
         if isinstance(decision, ev.TakeGroups):
             assert decision.staleness.token_max <= self.state.limits.max_staleness
@@ -96,7 +98,7 @@ class Schedule:
     def train(self, _: int = 0) -> None:
         if self.untrained:
             step = self.untrained.pop(0)
-            self.state.handle(ev.StepTrained(step), 0.0)
+            self.state.handle(ev.StepTrained(step), self.now)
             self.version = step + 1
 
     def check(self, held_before: dict[str, int]) -> None:
@@ -124,8 +126,9 @@ class Schedule:
 def schedules(draw):
     # Mostly tight settings: they are where a wrong rule shows.
     schedule = Schedule(
-        draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    )
+        draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)),
+        draw(st.booleans()),
+    )  # fmt: skip
     acts = [schedule.finish, schedule.finish, schedule.take, schedule.take, schedule.train, schedule.update, schedule.room]
     if draw(st.booleans()):
         acts += [schedule.go, schedule.come]

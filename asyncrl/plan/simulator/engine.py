@@ -50,6 +50,7 @@ class Simulation:
                 group_size=scenario.group_size,
                 max_running_groups=scenario.max_running_groups,
                 max_groups=scenario.num_steps * scenario.groups_per_step,
+                as_needed=scenario.ahead == "as_needed",
             )
         )
         names = [f"generator-{number}" for number in range(scenario.num_workers)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from asyncrl.buffer.open import limits_of
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
@@ -76,6 +77,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
         groups_per_step=config.algorithm.groups_per_step,
         group_size=group_size,
         max_staleness=config.buffer.max_staleness,
+        ahead="as_needed" if limits_of(config).as_needed else "as_allowed",
         policy=config.buffer.policy,
         max_running_groups=config.buffer.max_running_groups,
         reward_s=_measured([item.end_s - item.start_s for item in spans[SCORE]]),

@@ -121,6 +121,8 @@ class Scenario:
     groups_per_step: int = 16
     group_size: int = 4
     max_staleness: int = 2
+    ahead: Literal["as_needed", "as_allowed"] = "as_needed"
+    """As `buffer.ahead` of a config."""
     policy: Literal["wait", "drop", "mask"] = "wait"
     max_running_groups: int = 0
     reward_s: Distribution = AT_ONCE

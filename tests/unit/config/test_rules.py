@@ -37,7 +37,7 @@ ALGORITHMS: list[tuple[dict[str, Any], str]] = [
     ({"corrections": [{"kind": "tis_token"}, {"kind": "icepop"}]}, "keep one"),
     ({"corrections": [{"kind": "tis_geometric"}, {"kind": "rejection", "high": 2.0, "weight": "token"}]}, "keep one"),
     ({"loss": "vespo"}, "'vespo' has its importance weight inside"),
-    (VTRACE, "'tis_token' would count it twice"),
+    (VTRACE | {"kind": "policy"}, "'tis_token' would count it twice"),
     (VTRACE | {"kind": "auto"}, "kind = 'policy'"),
     (VTRACE | {"loss": "aipo", "corrections": []}, "'aipo' would count it twice"),
     (VTRACE | {"loss": "decoupled_ppo", "corrections": []}, "'decoupled_ppo' would count it twice"),

@@ -155,7 +155,7 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
 
 
 async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_path):
-    async with running(tmp_path, num_steps=9, buffer={"max_staleness": 5}) as world:
+    async with running(tmp_path, num_steps=9, buffer={"max_staleness": 5, "ahead": "as_allowed"}) as world:
         learner, reward, generator = await world.start()
         await generate(generator, reward, 4 * B)
         assert (await receive(learner, StepBatch, Lane.DATA)).step == 0
@@ -171,7 +171,7 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
 
 
 async def test_a_step_that_stays_open_is_told_while_it_lasts_and_is_over_with_the_next(tmp_path):
-    async with running(tmp_path, num_steps=9, buffer={"max_staleness": STALL_STEPS}) as world:
+    async with running(tmp_path, num_steps=9, buffer={"max_staleness": STALL_STEPS, "ahead": "as_allowed"}) as world:
         learner, reward, generator = await world.start()
         await generate(generator, reward, (STALL_STEPS + 1) * B)
         await train(learner, range(STALL_STEPS))

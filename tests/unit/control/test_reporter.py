@@ -55,6 +55,7 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
 async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_time(tmp_path):
     clock = VirtualClock()
     dispatcher, generator = Mock(generated_tokens=0), Mock(num_slots=8, heartbeat=None)
+    dispatcher.buffer.state.lead.versions = 1.0
     dispatcher.buffer.counts.return_value = Mock(ready=1, running=2, scoring=3, dropped={}, failed={})
     generator.name = "generator-0"
     peers = Mock(values=lambda: [generator], of=lambda _: [generator])
@@ -77,6 +78,7 @@ async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_
 
 async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screens_is_none(tmp_path):
     clock, dispatcher, peers = VirtualClock(), Mock(generated_tokens=0), Mock(values=list, of=lambda _: [])
+    dispatcher.buffer.state.lead.versions = 1.0
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
     a_step = RunConfig().algorithm.groups_per_step
     lost = [(1000, 9, 0), (1000, 9 + a_step, 0), (1000 + a_step - 1, 9, 0), (1000 + 2 * a_step, 9, 3), (1000 + 4 * a_step, 9, 3)]

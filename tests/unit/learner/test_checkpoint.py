@@ -145,10 +145,13 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path):
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000003"]
 
 
+PLAIN = AlgorithmConfig(kind="policy")
+
+
 def config_of(algorithm=None, hidden_size=32, **learner):
     settings = {"learning_rate": 1e-3, "warmup_steps": 1, "minibatches": 2} | learner
     model = ScratchModel(hidden_size=hidden_size, num_layers=1, num_heads=2)
-    return RunConfig(model=model, algorithm=algorithm or AlgorithmConfig(), learner=LearnerConfig(**settings))
+    return RunConfig(model=model, algorithm=algorithm or PLAIN, learner=LearnerConfig(**settings))
 
 
 def with_critic(kind):
@@ -189,7 +192,7 @@ def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
     second = stand(tmp_path / "parts")
     assert torch.equal(torch.rand(3), drawn)
     assert second.train_state.memory == first.train_state.memory
-    assert (second.train_state.memory == StepMemory()) == (config.algorithm == AlgorithmConfig())
+    assert (second.train_state.memory == StepMemory()) == (config.algorithm == PLAIN)
     assert go(second, range(2, 4)) == expected[2:]
     assert second.train_state.memory == whole.train_state.memory
     assert not kit.same(second.train_state.model.parameters(), halfway)

@@ -26,6 +26,18 @@ def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
     assert len(made.step_times_s) == 60
 
 
+@pytest.mark.parametrize("eta", [2, 8])
+def test_a_generator_that_is_fast_enough_makes_fresh_data_at_any_bound_and_costs_the_learner_nothing(eta):
+    scenario = dataclasses.replace(SCENARIO, decode_s=0.01, max_staleness=eta, num_steps=60)
+    needed, allowed = simulate(scenario), simulate(dataclasses.replace(scenario, ahead="as_allowed"))
+    assert (needed.mean_staleness, allowed.mean_staleness) == (1.0, float(eta))
+    assert needed.steps_per_s == pytest.approx(allowed.steps_per_s, rel=0.01)
+    slow = dataclasses.replace(scenario, reward_s=fixed(3.0))  # six steps of time: here the whole bound is needed, if not more
+    needed, allowed = simulate(slow), simulate(dataclasses.replace(slow, ahead="as_allowed"))
+    assert needed.mean_staleness > 0.7 * eta
+    assert needed.steps_per_s > 0.9 * allowed.steps_per_s
+
+
 @pytest.mark.parametrize(
     ("text", "mean"),
     [("2.5", 2.5), ("fixed:3", 3), ("uniform:1:3", 2), ("exponential:4", 4), ("lognormal:64:1", 64), ("lognormal:64:1:1e9", 64)],

@@ -117,7 +117,8 @@ def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where, share, e
 
 def test_nothing_is_adapted_while_the_critic_is_trained_alone(kit):
     penalty = kinds.KLConfig(coefficient=0.5, where="reward", target=1e-6, horizon=100)
-    config = kit.config({"advantage": "gae", "kl": penalty, "critic": kinds.CriticConfig(kind="head", warmup_steps=1)})
+    critic = kinds.CriticConfig(kind="head", warmup_steps=1)
+    config = kit.config({"kind": "policy", "advantage": "gae", "kl": penalty, "critic": critic})
     train_state = kit.train_state(kit.model(), config, kit.new_critic("head"), kit.model(seed=2))
     alone = train_step(train_state, kit.batch(kit.samples()), config).metrics
     assert alone["kl/penalty_mean"] > 0

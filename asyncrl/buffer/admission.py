@@ -24,13 +24,10 @@ from asyncrl.buffer.group import BufferLimits
 
 _STALE_SHARE = 8
 """Entries a heap may hold for each generator at its version, before the stale ones are thrown out."""
-
-
-LEAST_SLACK, MOST_SLACK = 0.1, 0.4
-"""Of a step's time, for which the next step's groups are there before the learner asks for them: with less, generation is to run
-further ahead; with more, less far."""
-LONGER, SHORTER = 1.25, 0.1
-"""The lead grows by this factor and shrinks by so many versions. Growing is fast: a learner that waits costs time at once."""
+WAITING = 0.1
+"""Share of the time for which the learner may wait for groups. With none, data is a version older for few more steps a second."""
+SMOOTHING, RATE = 0.3, 0.5
+"""What a step counts in the mean of that share; and the relative change of the lead for each 1 that the mean is over WAITING."""
 
 
 def capacity(*, max_running: int, running: int, accepted: int, version: int, lead_groups: int, groups_per_step: int) -> int:
@@ -51,13 +48,14 @@ class Lead:
         >>> lead = Lead(BufferLimits(groups_per_step=4, max_staleness=8, as_needed=True))
         >>> lead.groups
         4
-        >>> lead.step_trained(slack=0.0)  # the learner had to wait
+        >>> for _ in range(5):
+        ...     lead.step_taken(waited=0.9)
         >>> lead.groups
-        5
+        10
     """
 
     def __init__(self, limits: BufferLimits) -> None:
-        self.versions = 0.0
+        self.versions = self._waiting = 0.0
         self.follow(limits)
 
     def follow(self, limits: BufferLimits) -> None:
@@ -70,14 +68,11 @@ class Lead:
         """Return the lead in groups."""
         return int(self.versions * self._limits.groups_per_step)
 
-    def step_trained(self, slack: float) -> None:
-        """Learn from a step for what share of its time the groups of the next one were there; 0: they are not."""
-        if not self._limits.as_needed:
-            return
-        if slack < LEAST_SLACK:
-            self.versions = min(self.versions * LONGER, self._most)
-        elif slack > MOST_SLACK:
-            self.versions = max(self.versions - SHORTER, self._least)
+    def step_taken(self, waited: float) -> None:
+        """Learn for what share of the time since the step before the learner had nothing to train."""
+        self._waiting += SMOOTHING * (waited - self._waiting)
+        if self._limits.as_needed:
+            self.versions = min(max(self.versions * (1.0 + RATE * (self._waiting - WAITING)), self._least), self._most)
 
 
 @dataclass(slots=True)

@@ -426,9 +426,12 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             queue_s=[now - group.ready_s for group in groups],
         )
         assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
+        if step > 0 and now > self._taken_s:
+            waited_s = 0.0 if self.steps_to_repeat() else now - max(self._trained_s, self._taken_s)
+            self.lead.step_taken(waited_s / (now - self._taken_s))
+        self._taken_s = now
         self.steps[step] = StepRecord(step, chosen, mask_below, figures.token_max)
         self.next_step += 1
-        self._taken_s = now
         for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
             instructions += self._end(group, "dropped", STALE)
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
@@ -458,10 +461,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         if record is None:
             assert event.step < self.next_step, f"step {event.step} was never taken; {self.next_step} is next"
             return []
-        if not record.trained_before:
-            is_next_there, step_s = self.next_step > event.step + 1, now - self._trained_s
-            self.lead.step_trained((now - self._taken_s) / step_s if is_next_there and step_s > 0 else 0.0)
-            self._trained_s = now
+        self._trained_s = now
         was_trained, record.trained, record.trained_before = record.trained, True, True
         return [] if was_trained else [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
 

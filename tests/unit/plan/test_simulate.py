@@ -32,10 +32,10 @@ def test_a_generator_that_is_fast_enough_makes_fresh_data_at_any_bound_and_costs
     needed, allowed = simulate(scenario), simulate(dataclasses.replace(scenario, ahead="as_allowed"))
     assert (needed.mean_staleness, allowed.mean_staleness) == (1.0, float(eta))
     assert needed.steps_per_s == pytest.approx(allowed.steps_per_s, rel=0.01)
-    slow = dataclasses.replace(scenario, reward_s=fixed(3.0))  # six steps of time: here the whole bound is needed, if not more
+    slow = dataclasses.replace(scenario, reward_s=fixed(3.0))  # as long as six steps
     needed, allowed = simulate(slow), simulate(dataclasses.replace(slow, ahead="as_allowed"))
-    assert needed.mean_staleness > 0.7 * eta
-    assert needed.steps_per_s > 0.9 * allowed.steps_per_s
+    assert needed.mean_staleness > 0.6 * eta
+    assert needed.steps_per_s > 0.8 * allowed.steps_per_s
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_generator_that_is_fast_enough_makes_fresh_data_at_any_bound_and_costs
     slow = dataclasses.replace(scenario, reward_s=fixed(3.0))  # as long as six steps
     needed, allowed = simulate(slow), simulate(dataclasses.replace(slow, ahead="as_allowed"))
     assert needed.mean_staleness > 0.6 * eta
-    assert needed.steps_per_s > 0.8 * allowed.steps_per_s
+    assert needed.steps_per_s > 0.7 * allowed.steps_per_s
 
 
 @pytest.mark.parametrize(

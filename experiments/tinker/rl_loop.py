@@ -1,6 +1,6 @@
 """Reinforcement learning by the `tinker` SDK alone: sums, group-centred advantages, importance sampling.
 
-    python experiments/tinker/rl_loop.py --base-url URL --api-key KEY
+    python experiments/tinker/rl_loop.py --base-url=URL --api-key=KEY
 
 Only the two arguments say that the server is ours. The model's tokenizer must know digits, `+` and `=`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 
 import tinker
 from tinker import types
@@ -19,7 +20,7 @@ WARMUP_STEPS = 10
 """Adam's first steps are as long as any, whatever the gradient; adapters that begin at 0 do not stand that."""
 
 
-def examples_of(prompt: list[int], sequences: list[types.SampledSequence], rewards: list[float]) -> list[types.Datum]:
+def examples_of(prompt: list[int], sequences: Sequence[types.SampledSequence], rewards: list[float]) -> list[types.Datum]:
     """Return what a group trains: each sample's tokens with its reward over the group's mean; nothing where all are alike."""
     mean = sum(rewards) / len(rewards)
     data = []

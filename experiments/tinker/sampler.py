@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -100,7 +101,7 @@ class Sampler:
         given, limit = asked.sampling_params, self._config.generate.engine.max_sequence_tokens
         if not 0 <= given.temperature < math.inf or not 0 < given.top_p <= 1 or given.top_k < -1:
             raise RefusedError("sampling_params: temperature must be at least 0, top_p over 0 to 1, top_k -1 or more")
-        vocabulary, stop = self._limits.vocabulary, None if given.stop is None else list(given.stop)
+        vocabulary, stop = self._limits.vocabulary, None if given.stop is None else list[Any](given.stop)
         if wrong := [one for one in stop or () if isinstance(one, str) or not 0 <= one < vocabulary]:
             raise RefusedError(f"sampling_params: stop {wrong[0]!r:.80} is not supported here; give ids, 0 to {vocabulary - 1}")
         return SamplingParams(
@@ -141,7 +142,7 @@ class Sampler:
             if self._engine is not None:
                 await self._engine.close()
             model, lora = self._config.model, with_rank(self._config, version.rank).learner.lora if version.rank else None
-            options = {"trust_remote_code": self._config.trusts_code, "fp32_head": model.fp32_head, "lora": lora}
+            options: dict[str, Any] = {"trust_remote_code": self._config.trusts_code, "fp32_head": model.fp32_head, "lora": lora}
             assert isinstance(self._config.generate.engine, TransformersEngineConfig)
             self._engine = TransformersEngine(self._config.generate.engine, self._model_folder, **options)
             await self._engine.start()
@@ -157,7 +158,9 @@ class Sampler:
 
 async def _whole(stream: TokenStream) -> tuple[list[int], list[float], str]:
     """Return ids, log-probabilities and the reason of the end."""
-    ids, logprobs, reason = [], [], ""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    reason = ""
     async for chunk in stream:
         ids += chunk.token_ids
         logprobs += chunk.logprobs

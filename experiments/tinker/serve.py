@@ -16,7 +16,6 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -30,8 +29,9 @@ from aiohttp import web
 from futures import Answer, Futures
 from sampler import FILE, Sampler, Version, find_version, write_version
 from tinker import types
+from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 from trainer import ChosenLoss, Policy, with_rank
-from wire import ForwardBackwardRequest, Limits, RefusedError, checked, decoded, examples_of, pass_answer, prompt_of, settings_of
+from wire import Limits, RefusedError, checked, decoded, examples_of, pass_answer, prompt_of, settings_of
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.load import load_config
@@ -102,6 +102,7 @@ class Server:
         """Return what is supported."""
         at_once = (self.create_session, self.session_heartbeat, self.create_model, self.get_info, self.create_sampling_session)
         in_turn = (self.forward_backward, self.optim_step, self.save_weights, self.load_weights, self.save_weights_for_sampler)
+        ways: list[tuple[Callable[..., Any], Callable[..., Any]]]
         ways = [(self._at_once, work) for work in (*at_once, self.asample)] + [(self._in_turn, work) for work in in_turn]
         return [
             *(web.post(f"/api/v1/{name}", _always(answer)) for name, answer in ALWAYS.items()),
@@ -167,7 +168,10 @@ class Server:
         self._heard_s[session] = time.monotonic()
 
     def _end(self, session: str) -> None:
-        self._heard_s.pop(session, None)
+        if self._heard_s.pop(session, None) is None:
+            return
+        for snapshot in self._saved.glob(f"{session}:*/sampler_weights/snapshot-*"):
+            shutil.rmtree(snapshot, ignore_errors=True)
         for known in (self._models, self._versions):
             for name in [name for name in list(known) if name.startswith(f"{session}:")]:
                 del known[name]
@@ -182,10 +186,17 @@ class Server:
             said = "full weights are not supported here, nor adapters on some layers only"
             raise RefusedError(f"{said}: give a lora_config of rank 1 to {MOST_RANK} with train_mlp and train_attn")
         config = self._config if wanted.seed is None else msgspec.structs.replace(self._config, seed=wanted.seed % (1 << 31))
-        return self._open(asked.session_id, asked.model_seq_id, with_rank(config, wanted.rank), {"type": "create_model"})
+        return self._open(asked.session_id, asked.model_seq_id, with_rank(config, wanted.rank), {}, None, moments=False)
 
     def _open(
-        self, session: str, number: int, config: RunConfig, told: Answer, saved: Path | None = None, *, moments: bool = False
+        self,
+        session: str,
+        number: int,
+        config: RunConfig,
+        told: dict[str, str],
+        saved: Path | None = None,
+        *,
+        moments: bool = False,
     ) -> Answer:
         """Have a model opened; it is known by its session and its number in it."""
         self._hear(session)
@@ -202,7 +213,7 @@ class Server:
 
         def in_thread() -> Answer:
             model.policy = Policy(config, self._base, self._stopped, saved, has_moments=moments)
-            return {"model_id": name, **told}
+            return {"model_id": name} | told
 
         return self._begin(model, 0, in_thread)
 
@@ -382,14 +393,14 @@ def prepared(args: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 async def serve(args: argparse.Namespace, config: RunConfig, folder: Path) -> None:
     """Make the model where there is none, and serve until a signal says stop."""
-    stop, stopping, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: (stop.set(), stopping.set()))
+        loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as tasks:
         futures, thread, task = Futures(tasks), ThreadPoolExecutor(1, "trainer"), build_task(config.task, config.seed)
-        make = partial(load_or_make, config, folder, lambda: list(task.worked_examples), task.alphabet, None, stopping.is_set)
+        make = partial(load_or_make, config, folder, lambda: list(task.worked_examples), task.alphabet, None, stop.is_set)
         name = args.model_name or config.name
-        server = Server(config, name, await loop.run_in_executor(thread, make), futures, thread, stopping.is_set)
+        server = Server(config, name, await loop.run_in_executor(thread, make), futures, thread, stop.is_set)
         app = web.Application(middlewares=[guard(args.api_key)], client_max_size=MOST_BODY_BYTES)
         app.add_routes(server.routes())
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -400,7 +411,7 @@ async def serve(args: argparse.Namespace, config: RunConfig, folder: Path) -> No
             print(f"base_url http://{host}:{runner.addresses[0][1]}\napi_key {args.api_key}", flush=True)
             await stop.wait()
         finally:
-            stopping.set()
+            stop.set()
             await runner.cleanup()
             futures.cancel_all()
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)

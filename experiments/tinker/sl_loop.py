@@ -1,6 +1,6 @@
 """Supervised learning by the `tinker` SDK alone: cross-entropy on worked sums.
 
-    python experiments/tinker/sl_loop.py --base-url URL --api-key KEY
+    python experiments/tinker/sl_loop.py --base-url=URL --api-key=KEY
 
 Only the two arguments say that the server is ours. The model's tokenizer must know digits, `+` and `=`.
 """

@@ -65,7 +65,10 @@ class ChosenLoss:
             raise RefusedError(
                 f"loss_fn_config: {name} wants clip_low_threshold in [0, 1], clip_high_threshold from 1, beta over 0"
             )
-        own = {"ppo": {"clip_low": 1.0 - low, "clip_high": high - 1.0}, "cispo": {"min_ratio": low, "max_ratio": high}}
+        own: dict[str, Any] = {
+            "ppo": {"clip_low": 1.0 - low, "clip_high": high - 1.0},
+            "cispo": {"min_ratio": low, "max_ratio": high},
+        }
         own["dro"] = {"log_ratio_penalty": beta / 2}
         self._name, self._loss = name, LOSSES[OWN_NAMES.get(name, name)]
         self._config = LossConfig(aggregation="token-sum", **own.get(name, {}))
@@ -184,7 +187,7 @@ class Policy:
                 raise RefusedError(f"adam_params: {name} must be at least 0 (eps: over 0) and under {below:g}, got {value}")
         if all(one.grad is None for one in self._state.model.parameters()):
             raise RefusedError("there are no gradients; call forward_backward before optim_step")
-        said = {"learning_rate": params.learning_rate, "epsilon": params.eps, "weight_decay": params.weight_decay}
+        said: dict[str, Any] = {"learning_rate": params.learning_rate, "epsilon": params.eps, "weight_decay": params.weight_decay}
         said |= {"betas": (params.beta1, params.beta2), "max_grad_norm": params.grad_clip_norm or math.inf}
         optimizer = self._state.optimizer
         optimizer.follow(replace(self._config.learner, **said), num_steps=1)

@@ -24,7 +24,7 @@ from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
 from asyncrl.errors import AsyncRLError
 
-DTYPES = {messages.DTYPE_FLOAT32: np.dtype("<f4"), messages.DTYPE_INT64: np.dtype("<i8")}
+DTYPES: dict[int, np.dtype[Any]] = {messages.DTYPE_FLOAT32: np.dtype("<f4"), messages.DTYPE_INT64: np.dtype("<i8")}
 UNSUPPORTED = (
     "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n",
     "record_stability_info", "model_path", "base_model",
@@ -143,7 +143,7 @@ def pass_answer(logprobs: Sequence[NDArray[np.float32]], loss: float) -> bytes:
     outputs = [messages.ArrayRecord(num_datums=len(logprobs), fields={"logprobs": field})]
     answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs)
     answer.metrics["loss:sum"] = loss
-    return answer.SerializeToString()
+    return bytes(answer.SerializeToString())
 
 
 def prompt_of(asked: types.SampleRequest) -> list[int]:
@@ -166,4 +166,4 @@ def sample_answer(samples: Iterable[tuple[list[int], list[float], str]], prompt_
             tokens=np.array(ids, "<i4").tobytes(),
             logprobs=np.array(logprobs, "<f4").tobytes(),
         )
-    return answer.SerializeToString()
+    return bytes(answer.SerializeToString())

@@ -26,12 +26,12 @@ FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tinker"
 SERVE = (sys.executable, FOLDER / "serve.py", "quickstart")
 SMALL = (
     "task.digits=1", "task.held_out=10", "model.hidden_size=64", "model.max_positions=24",
-    "model.warm_start.steps=40", "model.warm_start.until_accuracy=0.0", "generate.engine.num_slots=64",
+    "model.warm_start.steps=100", "model.warm_start.until_accuracy=0.0", "generate.engine.num_slots=64",
 )  # fmt: skip
 CALM = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
 VOCABULARY = 14
-PLAIN = types.AdamParams(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0)
-"""A first step with these moves each weight by -g / (|g| + 1)."""
+PLAIN = types.AdamParams(learning_rate=1e4, beta1=0.0, beta2=0.0, eps=1e4)
+"""A step with these moves each weight by -g / (1 + |g| / 1e4)."""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def figures(output, name):
 
 
 def test_both_loops_run_to_their_end_at_once_and_learn(server):
-    own = {"rl_loop": ["--reward=short", "--groups=16"], "sl_loop": ["--learning-rate=6e-3", "--steps=40"]}
+    own = {"rl_loop": ["--reward=short", "--groups=16"], "sl_loop": ["--digits=2"]}
     common = [f"--base-url={server['base_url']}", f"--api-key={server['api_key']}", "--digits=1", "--steps=16"]
     loops = [
         subprocess.Popen([sys.executable, FOLDER / f"{name}.py", *common, *words], stdout=PIPE, stderr=STDOUT, text=True)
@@ -133,9 +133,9 @@ def test_both_loops_run_to_their_end_at_once_and_learn(server):
     said = [loop.communicate(timeout=100)[0] for loop in loops]
     assert [loop.returncode for loop in loops] == [0, 0], said
     rewards, losses = figures(said[0], "reward"), figures(said[1], "loss")
-    assert (len(rewards), len(losses)) == (16, 40)
+    assert (len(rewards), len(losses)) == (16, 16)
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.2, rewards
-    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]), losses
+    assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4]), losses
     assert "saved tinker://" in said[1]
 
 
@@ -189,8 +189,8 @@ def test_losses_gradients_and_logprobs_are_those_of_a_float64_reference(service,
             assert output["logprobs"].to_torch().double().numpy() == pytest.approx(wanted.detach().numpy(), abs=1e-4)
         for key, adapter in adapters.items():
             step = -moved["base_model.model." + key.replace(".default.", ".")]
-            gradient = step / (1.0 - step.abs())
-            assert gradient.numpy() == pytest.approx(adapter.grad.numpy(), rel=1e-3, abs=2e-5), (name, key)
+            gradient = step / (1.0 - step.abs() / 1e4)
+            assert gradient.numpy() == pytest.approx(adapter.grad.numpy(), rel=1e-3, abs=1e-4), (name, key)
 
 
 def test_a_request_that_is_sent_again_is_worked_once(service, weights_of, post):
@@ -233,7 +233,7 @@ def test_gradients_add_up_until_a_step_and_a_custom_loss_is_one(service, weights
     wanted = weights_of(whole, "whole")
     for training in (parts, custom):
         for name, ours in weights_of(training, "same").items():
-            assert ours.numpy() == pytest.approx(wanted[name].numpy(), abs=1e-5), name
+            assert ours.numpy() == pytest.approx(wanted[name].numpy(), rel=1e-4, abs=1e-4), name
 
 
 def test_a_sampler_gives_the_version_it_names_whichever_is_newer(service):

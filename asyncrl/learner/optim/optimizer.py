@@ -143,8 +143,12 @@ class PolicyOptimizer:
         return norm.item()
 
     def follow(self, config: LearnerConfig, num_steps: int) -> None:
-        """Take learning rate, schedule and clipping of this config from the next step on; `num_steps`: where a cosine ends."""
+        """Take everything but kind, dtype and place from this config from the next step on; `num_steps`: where a cosine ends."""
         self._config, self._num_steps = config, num_steps
+        for adamw in self._adamws:
+            for group in adamw.param_groups:
+                group |= {"betas": config.betas, "eps": config.epsilon}
+            adamw.param_groups[0]["weight_decay"] = config.weight_decay  # of matrices; others have none
 
     def step(self, step: int) -> float:
         """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""

@@ -25,6 +25,25 @@ def test_learning_rate_rises_linearly_and_stays_or_falls_along_a_cosine_to_its_f
     assert [rates[2], rates[9], rates[11]] == pytest.approx([1.0, 0.1, 0.1])
 
 
+def test_following_another_config_changes_all_that_a_step_reads():
+    first, other = (
+        LearnerConfig(weight_decay=0.5),
+        LearnerConfig(learning_rate=0.1, warmup_steps=0, betas=(0.5, 0.6), epsilon=1e-3, weight_decay=0.2),
+    )
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (3,))] for _ in range(2))
+    optimizer = optim.PolicyOptimizer(zip(("matrix", "bias"), ours, strict=True), first, 10)
+    groups = [{"params": theirs[:1], "weight_decay": 0.2}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.5, 0.6), eps=1e-3, fused=True)
+    optimizer.follow(other, 10)
+    for step in range(2):
+        for own, their in zip(ours, theirs, strict=True):
+            own.grad, their.grad = (torch.full(own.shape, 0.3 + step) for _ in range(2))
+        optimizer.step(step)
+        reference.step()
+    for own, their in zip(ours, theirs, strict=True):
+        assert torch.equal(own, their)
+
+
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float16"), ("adamw", "bfloat16"), ("adamw_8bit", "float32")])
 def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, monkeypatch, dtype, optimizer):
     """Nor do the buckets in which gradients come over, or a parameter without one."""

@@ -480,8 +480,10 @@ class Session:
                 for group, row in zip(groups, by_member("advantages", groups, advantages), strict=True)
                 for member, value in zip(group.members, row, strict=True)
             }
-        by_name = {"algorithm.kind": "policy", "algorithm.loss": loss} if isinstance(loss, str) else {}
-        config = resolve_config(self.config, by_name) if by_name else self.config
+        chosen = {"algorithm.loss": loss} if isinstance(loss, str) else {}
+        if loss is not None and self.config.algorithm.kind == "auto":
+            chosen["algorithm.kind"] = "policy"
+        config = resolve_config(self.config, chosen) if chosen else self.config
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
         mask_below = await self.run.take_these(group_ids)
         packed, self._packed = self._packed, None

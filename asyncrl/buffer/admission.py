@@ -25,7 +25,7 @@ from asyncrl.buffer.group import BufferLimits
 _STALE_SHARE = 8
 """Entries a heap may hold for each generator at its version, before the stale ones are thrown out."""
 WAITING = 0.1
-"""Share of the time for which the learner may wait for groups. With none, data is a version older for few more steps a second."""
+"""Share of the time for which the learner may wait for groups. Without, steps are a little faster and data is a version older."""
 SMOOTHING, RATE = 0.3, 0.5
 """What a step counts in the mean of that share; and the relative change of the lead for each 1 that the mean is over WAITING."""
 

@@ -71,8 +71,9 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         """Running groups that no generator has."""
         self._ready: dict[int, Group] = {}
         """Those of `groups` that are ready."""
-        self._taken_s = self._trained_s = 0.0
-        """When a new step was taken, and when one was trained, last."""
+        self._taken_s: float | None = None
+        self._trained_s = 0.0
+        """When a new step was taken, and when one was trained, last; the first is None where it says nothing of the next."""
         self._screening = Screening(limits)
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
@@ -111,7 +112,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             case ev.MembersFinished(name, num_members):
                 self.pool.change(name, add_members=-num_members)
             case ev.IssuePaused() | ev.IssueResumed():
-                self.paused = isinstance(event, ev.IssuePaused)
+                self.paused, self._taken_s = isinstance(event, ev.IssuePaused), None
             case ev.BoundsChanged(max_staleness, max_groups):
                 self.limits = replace(self.limits, max_staleness=max_staleness, max_groups=max_groups)
                 self.lead.follow(self.limits)
@@ -191,14 +192,14 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         """Return in words why no group is issued now; empty when one could be."""
         held, newest, limits = self._num_held, self.pool.newest_version, self.limits
         allowed = (newest + limits.max_staleness + 1) * limits.groups_per_step
-        needed = (newest + 1) * limits.groups_per_step + self.lead.groups
+        lead, led = self.lead.versions, (newest + 1) * limits.groups_per_step + self.lead.groups
         reasons = (
             (self.paused, "paused"),
             (not len(self.pool), "no generator is ready"),
             (newest < 0, "no generator has weights yet"),
             (limits.max_groups is not None and held >= limits.max_groups, "every group the run needs is issued"),
             (held >= allowed, f"the staleness bound: {held} groups hold a place, version {newest} allows {allowed}"),
-            (held >= needed, f"the learner has enough: {held} groups hold a place, version {newest} needs {needed}"),
+            (held >= led, f"buffer.ahead: {held} groups hold a place, version {newest} and a lead of {lead:.1f} allow {led}"),
             (self.capacity(newest) <= 0, f"{len(self.groups) - len(self._ready)} groups are running, the most that may"),
             (self.next_issue() is None, "every generator that may get a group has its slots full"),
         )
@@ -426,7 +427,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             queue_s=[now - group.ready_s for group in groups],
         )
         assert figures.token_max <= self.limits.max_staleness, f"step {step} would train a token {figures.token_max} versions old"
-        if step > 0 and now > self._taken_s:
+        if self._taken_s is not None and now > self._taken_s:
             waited_s = 0.0 if self.steps_to_repeat() else now - max(self._trained_s, self._taken_s)
             self.lead.step_taken(waited_s / (now - self._taken_s))
         self._taken_s = now
@@ -466,7 +467,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return [] if was_trained else [GroupMoved(group_id, "taken", "trained") for group_id in record.group_ids]
 
     def _learner_restarted(self, event: ev.LearnerRestarted, _: float) -> list[BufferInstruction]:
-        version, first = event.version, min(self.steps, default=self.next_step)
+        version, first, self._taken_s = event.version, min(self.steps, default=self.next_step), None
         assert version <= self.next_step, f"the learner stands at version {version}, but only {self.next_step} steps were taken"
         assert version >= first, f"the learner stands at version {version}, but steps before {first} are forgotten"
         for step, record in self.steps.items():
@@ -490,5 +491,6 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             moved.step -= 1
             self.steps[moved.step] = moved
         self.next_step -= 1
+        self._taken_s = None
         count_reason(self._dropped, event.reason, len(record.group_ids))
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from asyncrl.config.algorithm import CHOSEN_BY_HAND
 from asyncrl.config.check import faults_of
 from asyncrl.config.places import at_node
 from asyncrl.config.run import RunConfig
@@ -72,6 +73,9 @@ def resolve_config(
     pairs = pairs_of(overrides)
     for key, value, given in pairs:
         set_value(raw, key, value, given)
+    algorithm = raw.get("algorithm")
+    if isinstance(algorithm, dict) and "kind" not in algorithm and CHOSEN_BY_HAND.keys() & algorithm.keys():
+        raw["algorithm"] = {"kind": "policy", **algorithm}
     try:
         checked = msgspec.convert(raw, RunConfig)
         encoded = msgspec.json.encode(checked)

@@ -41,9 +41,10 @@ class TrainState:
 
     def follow(self, config: RunConfig) -> None:
         """Train by this config from the next step on."""
-        for optimizer in (self.optimizer, self.critic_optimizer):
-            if optimizer is not None:
-                optimizer.follow(config.learner, config.num_steps)
+        self.optimizer.follow(config.learner, config.num_steps)
+        if self.critic_optimizer is not None and config.algorithm.critic is not None:
+            rate = config.algorithm.critic.learning_rate
+            self.critic_optimizer.follow(replace(config.learner, learning_rate=rate), config.num_steps)
 
     def bring(self, phase: Phase) -> None:
         """See `Offload.bring`; without offload everything is there."""

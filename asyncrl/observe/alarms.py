@@ -121,9 +121,9 @@ RULES: tuple[Rule, ...] = (
          "buffer.policy = \"wait\", a higher buffer.max_staleness, or more generators; `bias/lost/*` says what is lost"),
     Rule("generation.slow", "info", 20, 20, "idle/learner", gt, 0.5, "`idle/learner` > 0.5", "own: half the learner is unused",
          "more generators or slots, or engine vllm"),
-    Rule("generation.starved", "info", 20, 20, "idle beside ready groups", gt, 0.5,
-         "`idle/generators` > 0.5 and a step's groups are ready",
-         "own: half of generation is unused", "fewer generators, or a lower buffer.max_staleness, cost nothing"),
+    Rule("generation.starved", "info", 20, 20, "idle beside a busy learner", gt, 0.5,
+         "`idle/generators` > 0.5 and `idle/learner` < 0.1",
+         "own: half of generation is unused", "fewer generators cost nothing"),
     Rule("generation.uneven", "warning", 3, 3, "slowest generator", lt, 0.5,
          "one generator made less than half the tokens of the median of all, for a minute in which they had work",
          "own: half a generator is lost",
@@ -272,8 +272,8 @@ class Alarms:
         if len(steps) >= FIRST:
             lost = sum(last.dropped.values()) - sum(steps[-FIRST].dropped.values())
             found["groups lost"] = lost / max(lost + self._groups_per_step * (last.step - steps[-FIRST].step), 1)
-        if last.groups_ready >= self._groups_per_step:
-            found["idle beside ready groups"] = last.generators_idle
+        if last.metrics.get("idle/learner", 1.0) < 0.1:
+            found["idle beside a busy learner"] = last.generators_idle
         if last.metrics.get("idle/learner", 0.0) > 0.1 and last.metrics.get("time/generate_mean_s"):
             found["scoring over generating"] = last.metrics.get("time/score_mean_s", 0.0) / last.metrics["time/generate_mean_s"]
         return found

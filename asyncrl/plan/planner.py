@@ -65,14 +65,12 @@ class Plan:
     def mean_staleness(self) -> float:
         """Return the mean age of a sample's oldest token when it is trained, in versions.
 
-        Where training is the bottleneck the buffer fills up to the bound; where generation is, a sample is as old as it took to
-        make, plus half a step of waiting for its batch.
+        Generation runs ahead as far as it is needed (`buffer.ahead`): a sample is as old as it took to make, plus half a step of
+        waiting for its batch, and one version at least.
         """
         bound = float(self.question.max_staleness) if self.overlaps else 0.0
-        if not bound or self.training_s >= self.generation_s:
-            return bound
         sample_s = self.question.response_tokens * engine_speed(self.question, self.tensor_parallel).step_s
-        return min(bound, sample_s / self.step_s + 0.5)
+        return min(bound, max(1.0, sample_s / self.step_s + 0.5))
 
     @property
     def dollars_per_step(self) -> float:

@@ -177,7 +177,7 @@ def _settings(run_folder: Path, num_workers: int, num_tokens: int) -> dict[str, 
         "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
         "packing": {"tokens_per_row": TOKENS_PER_ROW},
         "reward": {"num_workers": 1},
-        "buffer": {"max_staleness": MAX_STALENESS},
+        "buffer": {"max_staleness": MAX_STALENESS, "ahead": "as_allowed"},
         "eval": {"at_start": False, "at_end": False},
         "checkpoint": {"every_steps": 0},
     }  # fmt: skip

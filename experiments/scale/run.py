@@ -65,6 +65,7 @@ def scenario(series: str, generators: int) -> Scenario:
         groups_per_step=max(1, size * SLOTS // GROUP_SIZE // 2),
         group_size=GROUP_SIZE,
         max_staleness=4,
+        ahead="as_allowed",
         step_s=fixed(STEP_S),
         sync_s=fixed(sync_s(generators, relays="feeds all" not in series)),
         swap_s=SWAP_S,

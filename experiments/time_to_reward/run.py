@@ -96,6 +96,7 @@ def compare(name: str, seed: int, sides: list[str], overrides: list[str], *, unt
                 "seed": seed,
                 "side": side,
                 "overrides": overrides,
+                "until_bar": until_bar and side == "trl",
                 "date": time.strftime("%Y-%m-%d"),
                 "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
                 "wall_s": time.monotonic() - started_s,
@@ -218,9 +219,8 @@ def report() -> str:
     for (name, seed, side), row in sorted(rows.items()):
         bars = ", ".join(f"{bar}: {'not reached' if took is None else f'{took:.0f}'}" for bar, took in row["seconds_to"].items())
         rate, (before, after) = row["steps"] / row["train_s"], row["accuracy"]
-        lines.append(
-            f"| {name} | {seed} | {side} | {rate:.1f} | {bars} | {before:.3f} to {after:.3f} | {row['date']}, {row['commit']} |"
-        )
+        held_out = f"{before:.3f} to {after:.3f}" + " (ended at its bar)" * row.get("until_bar", False)
+        lines.append(f"| {name} | {seed} | {side} | {rate:.1f} | {bars} | {held_out} | {row['date']}, {row['commit']} |")
     lines += [
         "",
         "| work | bar | ours over TRL, median (goal) | ours over eta = 0, median (goal) | seeds |",

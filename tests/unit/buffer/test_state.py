@@ -150,3 +150,24 @@ def test_reasons_that_are_new_each_time_are_counted_together_from_some_number_on
     assert len(failed) == MOST_REASONS + 1
     assert failed[OTHER_REASONS] == MOST_REASONS
     state.check_invariants()
+
+
+def test_the_lead_learns_nothing_from_time_in_which_the_run_stood_still():
+    machine = Machine(max_staleness=4, as_needed=True)
+
+    def step(number):
+        machine.ready(version=number)
+        machine.take(number)
+        machine.now += 1.0
+        machine(ev.StepTrained(number))
+
+    for number in range(4):
+        step(number)
+    waited = machine.state.lead.versions
+    assert waited > 1.0, "each step was taken after the one before was trained"
+    for pause in (ev.IssuePaused(), ev.LearnerRestarted(4)):
+        machine(pause)
+        machine.now += 1000.0
+        machine(ev.IssueResumed())
+        step(machine.state.next_step)
+        assert machine.state.lead.versions == waited

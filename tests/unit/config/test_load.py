@@ -152,3 +152,15 @@ def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
     assert f"always takes {applied(auto, 'near').denominator!r}" in denominator
     for plain in (AlgorithmConfig(proximal="behaviour"), AlgorithmConfig(kind="auto")):
         assert doubts_about_algorithm(plain) == []
+
+
+def test_the_kind_of_algorithm_that_is_left_out_is_policy_where_one_of_its_parts_is_named():
+    assert resolve_config({}).algorithm.kind == resolve_config({"algorithm": {"clip_low": 0.1}}).algorithm.kind == "auto"
+    for part in ({"loss": "decoupled_ppo"}, {"corrections": [{"kind": "tis_token"}]}, {"proximal": "behaviour"}):
+        assert resolve_config({"algorithm": part}).algorithm.kind == "policy"
+    assert resolve_config({}, {"algorithm.loss": "decoupled_ppo"}).algorithm.kind == "policy"
+    assert (AlgorithmConfig().kind, AlgorithmConfig(loss="gspo").kind) == ("auto", "policy")
+    resolved = resolve_config({})
+    with pytest.raises(ConfigError, match=r"set algorithm\.kind = 'policy'"):
+        resolve_config(resolved, {"algorithm.loss": "gspo"})
+    assert resolve_config(resolved, {"algorithm.loss": "gspo", "algorithm.kind": "policy"}).algorithm.loss == "gspo"

@@ -44,6 +44,14 @@ def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits(kit, kind):
     assert after.metrics["policy/grad_norm"] > 0
 
 
+@any_kind
+def test_a_critic_keeps_its_own_learning_rate_when_the_settings_of_a_step_are_followed(kit, kind):
+    config = ppo_config(kit, kind, {"learning_rate": 1e-5})
+    train_state = kit.train_state(kit.model(), config, kit.critic(kind))
+    train_state.follow(config)
+    assert (train_state.optimizer.step(99), train_state.critic_optimizer.step(99)) == (pytest.approx(1e-5), pytest.approx(1e-2))
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("low", [0.9, 90.0], ids=["some kept", "none kept"])
 def test_what_corrections_drop_is_no_matter_to_the_critic(kit, low, aggregation):

@@ -23,9 +23,9 @@ HEALTHY = {
 }  # fmt: skip
 
 
-def report(step, reward=0.5, *, idle=0.1, ready=0, lost=0, **metrics):
+def report(step, reward=0.5, *, idle=0.1, lost=0, **metrics):
     return StepReport(
-        step=step, version=step + 1, time_s=step * 0.2, reward_mean=reward, generators_idle=idle, groups_ready=ready,
+        step=step, version=step + 1, time_s=step * 0.2, reward_mean=reward, generators_idle=idle,
         dropped={"stale": lost} if lost else {}, metrics={**HEALTHY, **metrics},
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ BY_METRICS = {
     "score.slow": {"time/score_mean_s": 0.2, "idle/learner": 0.3}, "generation.slow": {"idle/learner": 0.7},
     "reward.equal": {"reward": 0.0, "reward/max": 0.0}, "reward.dead": {"reward": 0.1, "reward/zero_spread_fraction": 0.8},
     "reward.collapse": {"reward": 0.1}, "bias": {"bias/flagged": 1.0}, "memory.device": {"memory/peak_share": 0.97},
-    "generation.starved": {"idle": 0.8, "ready": 8},
+    "generation.starved": {"idle": 0.8, "idle/learner": 0.05},
 }  # fmt: skip
 TROUBLE = {name: lambda step, changed=changed: report(step, **changed) for name, changed in BY_METRICS.items()} | {
     "generation.uneven": uneven,

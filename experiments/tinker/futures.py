@@ -1,6 +1,7 @@
 """Requests and their answers: the SDK sends a request, gets an id, and asks for the answer until it is there.
 
 A request is known by its id, and worked once however often it is sent. What is wrong with it, or goes wrong, is its answer.
+Invariant: the oldest answers are forgotten where there are too many, and all of a session when it ends; no other request is.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 
 from wire import RefusedError
 
-from asyncrl.errors import AsyncRLError, first_line
+from asyncrl.errors import AsyncRLError, EngineDied, GenerationError, first_line
 
-MOST_KNOWN = 16384
-"""Requests that are remembered with their answers; the oldest are forgotten."""
+MOST_ANSWERS, MOST_ANSWER_BYTES = 16384, 256 << 20
+"""What is kept of answers; the newest is kept in any case."""
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 log = logging.getLogger(__name__)
@@ -32,13 +33,17 @@ class Futures:
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         self._known: dict[str, asyncio.Task[Answer]] = {}
+        self._running: set[asyncio.Task[Answer]] = set()
+        self._sizes_bytes: dict[str, int] = {}
+        """Of the answers that are there, the oldest first."""
+        self._num_bytes = 0
 
     def begin(self, request_id: str, work: Callable[[], Awaitable[Answer]]) -> None:
         """Work a request beside all others; work is begun in the order of the calls. Said again it is the same request."""
         if request_id not in self._known:
-            self._known[request_id] = self._tasks.create_task(_answer(work), name=request_id)
-            if len(self._known) > MOST_KNOWN:
-                del self._known[next(iter(self._known))]
+            self._known[request_id] = task = self._tasks.create_task(self._worked(request_id, work), name=request_id)
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
     async def answer(self, request_id: str, timeout_s: float) -> Answer | None:
         """Return the answer; None where it is not there in time.
@@ -51,17 +56,38 @@ class Futures:
         done, _ = await asyncio.wait([task], timeout=timeout_s)
         return task.result() if done else None
 
+    def forget(self, session: str) -> None:
+        """Forget a session's requests. Those that are running end as they would, and their answers are not kept."""
+        for request_id in [one for one in self._known if one.startswith(f"{session}:")]:
+            self._drop(request_id)
+
     def cancel_all(self) -> None:
         """End everything."""
-        for task in self._known.values():
+        for task in list(self._running):
             task.cancel()
+
+    async def _worked(self, request_id: str, work: Callable[[], Awaitable[Answer]]) -> Answer:
+        answer = await _answer(work)
+        if request_id in self._known:
+            self._sizes_bytes[request_id] = size = len(answer) if isinstance(answer, bytes) else 0
+            self._num_bytes += size
+            while len(self._sizes_bytes) > MOST_ANSWERS or (self._num_bytes > MOST_ANSWER_BYTES and len(self._sizes_bytes) > 1):
+                self._drop(next(iter(self._sizes_bytes)))
+        return answer
+
+    def _drop(self, request_id: str) -> None:
+        del self._known[request_id]
+        self._num_bytes -= self._sizes_bytes.pop(request_id, 0)
 
 
 async def _answer(work: Callable[[], Awaitable[Answer]]) -> Answer:
     try:
         return await work()
     except AsyncRLError as error:
-        return {"error": str(error), "category": "user"}
+        is_of_user = isinstance(error, RefusedError | GenerationError) and not isinstance(error, EngineDied)
+        if not is_of_user:
+            log.warning("a request failed: %s", error)
+        return {"error": str(error), "category": "user" if is_of_user else "server"}
     except Exception as error:
         log.exception("a request failed")
         return {"error": f"the server failed: {type(error).__name__}: {first_line(error)}", "category": "server"}

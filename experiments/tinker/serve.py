@@ -1,7 +1,8 @@
 """A server for the `tinker` SDK: `python experiments/tinker/serve.py CONFIG` prints the base_url and api_key to give to it.
 
 README.md says what of the protocol is supported. A model is a session's: it goes when the session ends, or is silent while
-another needs its place. Saved weights stay, in FOLDER/saved, across restarts.
+another needs its place. Weights saved by a name stay, in FOLDER/saved, across restarts. Those without a name, and answers, go
+with their session, and no session outlives the server.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 from aiohttp import web
+from folder import SNAPSHOT, prepared, remove_sampler_weights
 from futures import Answer, Futures
 from sampler import FILE, Sampler, Version, find_version, write_version
 from tinker import types
@@ -33,11 +35,8 @@ from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 from trainer import ChosenLoss, Policy, with_rank
 from wire import Limits, RefusedError, checked, decoded, examples_of, pass_answer, prompt_of, settings_of
 
-from asyncrl.config.generate import TransformersEngineConfig
-from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.tools.choices import with_choices
-from asyncrl.errors import AsyncRLError, ConfigError, leaves
+from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.tasks.registry import build_task
@@ -73,6 +72,8 @@ class Model:
     """Of its next request."""
     policy: Policy | None = None
     """Made by its first request, number 0."""
+    has_failed: bool = False
+    """It could not be made: nothing can be asked of it, and it takes no place."""
 
 
 class Server:
@@ -143,7 +144,8 @@ class Server:
     # -- sessions --------------------------------------------------------------------------------------------------------
 
     async def _capabilities(self, _: web.Request) -> web.Response:
-        model = {"model_name": self._name, "max_context_length": self._limits.most_tokens, "trainable": True, "sampleable": True}
+        most_tokens = min(self._limits.most_tokens, self._config.generate.engine.max_sequence_tokens)
+        model = {"model_name": self._name, "max_context_length": most_tokens, "trainable": True, "sampleable": True}
         return web.json_response({"supported_models": [model]})
 
     def create_session(self, asked: types.CreateSessionRequest) -> Answer:
@@ -170,8 +172,8 @@ class Server:
     def _end(self, session: str) -> None:
         if self._heard_s.pop(session, None) is None:
             return
-        for snapshot in self._saved.glob(f"{session}:*/sampler_weights/snapshot-*"):
-            shutil.rmtree(snapshot, ignore_errors=True)
+        remove_sampler_weights(self._saved, f"{session}:*", SNAPSHOT)
+        self._futures.forget(session)
         for known in (self._models, self._versions):
             for name in [name for name in list(known) if name.startswith(f"{session}:")]:
                 del known[name]
@@ -202,20 +204,26 @@ class Server:
         self._hear(session)
         name, lora = f"{session}:train:{number}", config.learner.lora
         if name not in self._models:
-            if len(self._models) >= MOST_MODELS:
+            if self._is_full():
                 for silent in [one for one, heard_s in self._heard_s.items() if time.monotonic() - heard_s > SILENT_S]:
                     self._end(silent)
-            if len(self._models) >= MOST_MODELS:
+            if self._is_full():
                 raise RefusedError(f"{MOST_MODELS} models are open, and no more can be; close a ServiceClient that is done")
             assert lora is not None
             self._models[name] = Model(name, lora.rank)
         model = self._models[name]
 
         def in_thread() -> Answer:
-            model.policy = Policy(config, self._base, self._stopped, saved, has_moments=moments)
+            try:
+                model.policy = Policy(config, self._base, self._stopped, saved, has_moments=moments)
+            finally:
+                model.has_failed = model.policy is None
             return {"model_id": name} | told
 
         return self._begin(model, 0, in_thread)
+
+    def _is_full(self) -> bool:
+        return sum(not one.has_failed for one in self._models.values()) >= MOST_MODELS
 
     def _check_base(self, name: str | None, optimizer: types.OptimizerConfig | None = None) -> None:
         if name != self._name:
@@ -290,14 +298,16 @@ class Server:
             raise RefusedError(
                 "take kind 'snapshot', others are not supported here, and give a path or a sampling_session_seq_id"
             )
-        name = f"snapshot-{asked.seq_id:08d}" if asked.path is None else asked.path
+        if asked.path is not None and asked.path.startswith(SNAPSHOT):
+            raise RefusedError(f"{asked.path!r:.80} begins with {SNAPSHOT}, as weights without a name do; take another name")
+        name = f"{SNAPSHOT}{asked.seq_id:08d}" if asked.path is None else asked.path
         path = f"tinker://{model.name}/sampler_weights/{name}"
         folder = self._folder(path, "sampler_weights", is_there=False)
         version = write_version(folder, policy.weights(), model.rank)
         if asked.path is not None:
             return {"path": path, "type": "save_weights_for_sampler"}
-        for old in sorted(folder.parent.glob("snapshot-*"))[:-KEPT_SNAPSHOTS]:
-            shutil.rmtree(old)
+        for old in sorted(folder.parent.glob(f"{SNAPSHOT}*"))[:-KEPT_SNAPSHOTS]:
+            shutil.rmtree(old, ignore_errors=True)  # the session may end just now
         session = f"{model.name.partition(':')[0]}:sample:{number}"
         self._versions[session] = version
         return {"sampling_session_id": session, "type": "save_weights_for_sampler"}
@@ -368,27 +378,6 @@ def guard(api_key: str) -> Any:
         return web.json_response({"detail": text}, status=status)
 
     return guarded
-
-
-def prepared(args: argparse.Namespace) -> tuple[RunConfig, Path]:
-    """Return the config, checked, and the folder.
-
-    Raises:
-        ConfigError: The config cannot be served, or the folder has another model.
-    """
-    config, _ = with_choices(load_config(args.config, args.set))
-    learner = config.learner
-    if learner.dtype != "float32" or learner.ranks != 1 or learner.offload_optimizer or learner.optimizer != "adamw":
-        raise ConfigError("the learner must have one rank, float32 and adamw here, without offload_optimizer")
-    if not isinstance(config.generate.engine, TransformersEngineConfig):
-        raise ConfigError("generate.engine.kind must be 'transformers' here")
-    folder = args.folder or Path(config.folder) / f"{config.name}-tinker"
-    note, made_of = folder / "made_of.json", msgspec.json.encode((config.model, config.task, config.seed))
-    if note.is_file() and note.read_bytes() != made_of:
-        raise ConfigError(f"{folder} has the model of another config; take another --folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    note.write_bytes(made_of)
-    return config, folder
 
 
 async def serve(args: argparse.Namespace, config: RunConfig, folder: Path) -> None:

@@ -9,7 +9,6 @@ Legend: M targets of a row, N tokens of an example.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import load_trainer, save_checkpoint
-from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint
+from asyncrl.learner.checkpoint_folder import PREFIX, TrainerState, newest_checkpoint
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import run_row
 from asyncrl.learner.resume import build_train_state
@@ -200,9 +199,10 @@ class Policy:
         return {"grad_norm": norm}
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write a checkpoint of weights and optimizer, in place of one that is there."""
-        shutil.rmtree(folder, ignore_errors=True)
-        save_checkpoint(folder, self._state, tokenizer, TrainerState(version=self._version), keep_last=1)
+        """Write a checkpoint of weights and optimizer; one that is there is removed once the new one is whole."""
+        there = [int(one.name.removeprefix(PREFIX)) for one in folder.glob(f"{PREFIX}*")]
+        version = max([self._version, *(one + 1 for one in there)])  # the highest is the newest, also after `load_weights`
+        save_checkpoint(folder, self._state, tokenizer, TrainerState(version=version), keep_last=1)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return what a sampler must load to sample from this version: copies, on the CPU."""

@@ -1,5 +1,6 @@
 """The real `tinker` SDK, unchanged, against experiments/tinker: loops of its documented calls, and what must hold under them."""
 
+import asyncio
 import gc
 import json
 import os
@@ -37,10 +38,11 @@ PLAIN = types.AdamParams(learning_rate=1e4, beta1=0.0, beta2=0.0, eps=1e4)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tinker")
+    for name in ("snapshot-00000001", ".partial-snapshot-00000002", "named"):
+        (folder / "saved" / "before:train:0" / "sampler_weights" / name).mkdir(parents=True)
     command = [*SERVE, "--folder", folder, "--model-name", "tiny", *(word for pair in SMALL for word in ("--set", pair))]
     process = subprocess.Popen(list(map(str, command)), stdout=PIPE, stderr=PIPE, text=True, env=CALM)
-    words = dict(process.stdout.readline().split() for _ in range(2))
-    yield words
+    yield {"folder": folder} | dict(process.stdout.readline().split() for _ in range(2))
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
@@ -288,8 +290,9 @@ def test_wrong_input_is_a_sentence_and_changes_nothing(service, weights_of, post
     for one in (training, untouched):
         one.forward_backward(data, "cross_entropy").result()
     for sentence, (wrong, loss, config) in WRONG.items():
-        with pytest.raises(tinker.RequestFailedError, match=sentence):
+        with pytest.raises(tinker.RequestFailedError, match=sentence) as caught:
             training.forward_backward(data + wrong if loss == "cross_entropy" else wrong, loss, config).result()
+        assert caught.value.category == "user"
     for params, sentence in ((types.AdamParams(beta1=1.0), "beta1 must be"), (types.DimuonParams(learning_rate=1), "AdamParams")):
         with pytest.raises(tinker.RequestFailedError, match=sentence):
             training.optim_step(params).result()
@@ -299,6 +302,8 @@ def test_wrong_input_is_a_sentence_and_changes_nothing(service, weights_of, post
             one.optim_step(PLAIN).result()
         with pytest.raises(tinker.RequestFailedError, match="is no weights"):
             one.save_state("../x").result()
+        with pytest.raises(tinker.RequestFailedError, match="take another name"):
+            one.save_weights_for_sampler("snapshot-final").result()
     wanted = weights_of(untouched, "same")
     for name, ours in weights_of(training, "same").items():
         assert torch.equal(ours, wanted[name]), name
@@ -318,7 +323,94 @@ def test_wrong_input_is_a_sentence_and_changes_nothing(service, weights_of, post
     assert post("optim_step", {"model_id": training.model_id, "seq_id": "1"})[0] == 409
 
 
-def test_a_config_that_cannot_be_served_is_one_line():
-    done = subprocess.run([*SERVE, "--set", "learner.dtype=bfloat16"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "serve.py: the learner must have one rank, float32 and adamw here, without offload_optimizer\n"
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
+def test_a_state_is_overwritten_by_one_that_is_whole(service, folder_of, weights_of):
+    training, second = opened(service), opened(service, seed=2)
+    first = weights_of(training, "first")
+    trained(training, drawn(5, "weights"))
+    weights_of(training, "kept")
+    path = training.save_state("kept", overwrite=True).result().path
+    later = load_file(folder_of(path) / "adapter_model.safetensors")
+    training.load_state(path.replace("kept", "first")).result()  # now at a lower version than what it replaces
+    training.save_state("kept", overwrite=True).result()
+    second.load_state(path).result()
+    for name, theirs in weights_of(second, "theirs").items():
+        assert torch.equal(theirs, first[name]), name
+    assert any(not torch.equal(first[name], later[name]) for name in first)
+    old = folder_of(path)
+    (obstacle := old.with_name(f".partial-step-{int(old.name.removeprefix('step-')) + 1:06d}")).touch()
+    with pytest.raises(tinker.RequestFailedError, match="cannot be written") as caught:
+        training.save_state("kept", overwrite=True).result()
+    assert caught.value.category == "server"
+    obstacle.unlink()
+    second.load_state(path).result()
+    assert list(old.parent.iterdir()) == [old]
+
+
+def test_models_that_cannot_be_opened_take_no_place(service, folder_of, post):
+    training = opened(service)
+    path = training.save_state("damaged").result().path
+    (folder_of(path) / "adapter_model.safetensors").write_bytes(b"")
+    for _ in range(9):
+        with pytest.raises(tinker.RequestFailedError, match="is damaged"):
+            service.create_training_client_from_state(path).result()
+    session, number = opened(service).model_id.split(":train:")
+    failed = f"{session}:train:{int(number) - 1}"
+    status, answer = post("optim_step", {"model_id": failed, "seq_id": 1, "adam_params": {}})
+    assert status == 200
+    assert "could not be opened" in post("retrieve_future", answer)[1]["error"]
+    assert "is damaged" in post("retrieve_future", {"request_id": f"{failed}:0"})[1]["error"]
+    post(f"sessions/{session}/finish", {})
+    assert post("retrieve_future", answer)[0] == 410
+
+
+def test_the_oldest_answers_are_forgotten_but_none_that_is_not_there(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import futures as subject
+
+    monkeypatch.setattr(subject, "MOST_ANSWER_BYTES", 100)
+
+    async def known():
+        async with asyncio.TaskGroup() as tasks:
+            futures, go_on = subject.Futures(tasks), asyncio.Event()
+
+            async def slow():
+                await go_on.wait()
+                return b"slow"
+
+            async def quick(size):
+                return b"x" * size
+
+            for request_id in ("a:slow", "b:slow"):
+                futures.begin(request_id, slow)
+            for number, size in enumerate((60, 40, 50, 300)):
+                futures.begin(f"a:{number}", lambda size=size: quick(size))
+                assert len(await futures.answer(f"a:{number}", 1.0)) == size
+            there = set(futures._known)
+            futures.forget("a")
+            go_on.set()
+            assert await futures.answer("b:slow", 1.0) == b"slow"
+            return there, set(futures._known), futures._num_bytes
+
+    assert asyncio.run(known()) == ({"a:slow", "b:slow", "a:3"}, {"b:slow"}, 4)
+
+
+def test_a_server_begins_without_snapshots_and_tells_the_length_that_can_be_sampled_and_trained(server):
+    left = server["folder"] / "saved" / "before:train:0" / "sampler_weights"
+    assert [one.name for one in left.iterdir()] == ["named"]
+    client = tinker.RestClient(base_url=server["base_url"], api_key=server["api_key"])
+    assert client.get_server_capabilities().result().supported_models[0].max_context_length == 16
+
+
+def test_a_config_that_cannot_be_served_is_one_line(server):
+    small = [word for pair in SMALL for word in ("--set", pair)]
+    faults = {
+        "learner.dtype=bfloat16": "the learner must have one rank, float32 and adamw here, without offload_optimizer",
+        "learner.lora.alpha=8.0": f"{server['folder']} is of a config with another model, task, seed, lora.alpha or "
+        "lora.target_modules; take another --folder, or remove it",
+        "num_steps=1": f"{server['folder']} is another server's; take another --folder, or end that server",
+    }
+    for changed, fault in faults.items():
+        command = [*SERVE, "--folder", server["folder"], *small, "--set", changed]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"serve.py: {fault}\n")

@@ -44,6 +44,7 @@ LONGEST = (
     "integration/machines/test_ray_cluster.py",
     "integration/service/test_serve.py",
     "adversarial/test_failures_seen.py",
+    "integration/experiments/test_tinker.py",
     "integration/machines/test_networks.py",
     "integration/run/test_cli.py",
     "integration/run/test_alarms.py",

@@ -17,6 +17,8 @@ from asyncrl.errors import AsyncRLError, EngineDied, GenerationError, first_line
 
 MOST_ANSWERS, MOST_ANSWER_BYTES = 16384, 256 << 20
 """What is kept of answers; the newest is kept in any case."""
+MOST_CHARS = 1000
+"""Of an error, which may quote what a client has sent."""
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ async def _answer(work: Callable[[], Awaitable[Answer]]) -> Answer:
         is_of_user = isinstance(error, RefusedError | GenerationError) and not isinstance(error, EngineDied)
         if not is_of_user:
             log.warning("a request failed: %s", error)
-        return {"error": str(error), "category": "user" if is_of_user else "server"}
+        return {"error": str(error)[:MOST_CHARS], "category": "user" if is_of_user else "server"}
     except Exception as error:
         log.exception("a request failed")
-        return {"error": f"the server failed: {type(error).__name__}: {first_line(error)}", "category": "server"}
+        return {"error": f"the server failed: {type(error).__name__}: {first_line(error)}"[:MOST_CHARS], "category": "server"}

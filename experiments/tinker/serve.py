@@ -28,7 +28,7 @@ from typing import Any, get_type_hints
 import msgspec
 from aiohttp import web
 from folder import SNAPSHOT, prepared, remove_sampler_weights
-from futures import Answer, Futures
+from futures import MOST_CHARS, Answer, Futures
 from sampler import FILE, Sampler, Version, find_version, write_version
 from tinker import types
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
@@ -125,6 +125,8 @@ class Server:
         model, number = self._model(asked_of("model_id")), asked_of("seq_id")
 
         def in_thread() -> Answer:
+            if self._models.get(model.name) is not model:
+                raise RefusedError("the session of this model has ended; make a new ServiceClient", 410)
             if model.policy is None:
                 raise RefusedError("the model could not be opened; the answer to its first request says why")
             return work(model, model.policy, checked(said, kind))
@@ -306,6 +308,9 @@ class Server:
         version = write_version(folder, policy.weights(), model.rank)
         if asked.path is not None:
             return {"path": path, "type": "save_weights_for_sampler"}
+        if self._models.get(model.name) is not model:
+            shutil.rmtree(folder)
+            raise RefusedError("the session of this model has ended; make a new ServiceClient", 410)
         for old in sorted(folder.parent.glob(f"{SNAPSHOT}*"))[:-KEPT_SNAPSHOTS]:
             shutil.rmtree(old, ignore_errors=True)  # the session may end just now
         session = f"{model.name.partition(':')[0]}:sample:{number}"
@@ -373,8 +378,10 @@ def guard(api_key: str) -> Any:
                 f"{request.method} {request.path[:200]}: {error.reason}; README.md says what is supported",
                 error.status,
             )
+        except web.RequestPayloadError as error:
+            text, status = f"the body cannot be read: {error}", 400
         except RefusedError as error:
-            text, status = str(error), error.status
+            text, status = str(error)[:MOST_CHARS], error.status
         return web.json_response({"detail": text}, status=status)
 
     return guarded

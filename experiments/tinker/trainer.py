@@ -179,11 +179,10 @@ class Policy:
             RefusedError: A parameter is out of its range, or there are no gradients, or they add up to what is not finite.
         """
         for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-            value, below = getattr(params, name), 1.0 if name.startswith("beta") else math.inf
-            if not 0.0 <= value < below or (
-                name == "eps" and value == 0.0
-            ):  # without it, a gradient of 0 would make a weight NaN
-                raise RefusedError(f"adam_params: {name} must be at least 0 (eps: over 0) and under {below:g}, got {value}")
+            # An eps of 0 in float32 would make a weight NaN where its gradient is 0.
+            value, below, least = getattr(params, name), 1.0 if name.startswith("beta") else 1e30, 1e-30 if name == "eps" else 0.0
+            if not least <= value < below:
+                raise RefusedError(f"adam_params: {name} must be at least {least:g} and under {below:g}, got {value}")
         if all(one.grad is None for one in self._state.model.parameters()):
             raise RefusedError("there are no gradients; call forward_backward before optim_step")
         said: dict[str, Any] = {"learning_rate": params.learning_rate, "epsilon": params.eps, "weight_decay": params.weight_decay}

@@ -291,7 +291,15 @@ def test_wrong_input_is_a_sentence_and_changes_nothing(service, weights_of, post
         with pytest.raises(tinker.RequestFailedError, match=sentence) as caught:
             training.forward_backward(data + wrong if loss == "cross_entropy" else wrong, loss, config).result()
         assert caught.value.category == "user"
-    for params, sentence in ((types.AdamParams(beta1=1.0), "beta1 must be"), (types.DimuonParams(learning_rate=1), "AdamParams")):
+    long = types.TensorData(data=[1.0, 2.0], dtype="float32", shape=[2])
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        training.forward_backward([datum([1], target_tokens=[1], **{"x" * 10_000: long})], "cross_entropy").result()
+    assert len(str(caught.value)) < 2_000
+    for params, sentence in (
+        (types.AdamParams(beta1=1.0), "beta1 must be"),
+        (types.AdamParams(eps=1e-60), "eps must be at least 1e-30"),
+        (types.DimuonParams(learning_rate=1), "AdamParams"),
+    ):
         with pytest.raises(tinker.RequestFailedError, match=sentence):
             training.optim_step(params).result()
     for one in (training, untouched):

@@ -115,10 +115,10 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
         why = "this run has no [algorithm.kl], so no reference is loaded" if kl is None else "algorithm.kl.target adapts it"
         raise ConfigError(f"algorithm.kl.coefficient cannot change: {why}")
     if "generate.num_workers" in values and (
-        config.placement.kind != "disaggregated" or config.generate.engine.kind != "transformers"
+        config.placement.kind != "disaggregated" or config.generate.engine.kind not in {"transformers", "fake"}
     ):
         raise ConfigError(
-            "generate.num_workers can change only with placement.kind = 'disaggregated' and the transformers engine"
+            "generate.num_workers can change only with placement.kind = 'disaggregated' and engine 'transformers' or 'fake'"
         )
     raw = msgspec.to_builtins(config)
     for field, value in values.items():

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-import psutil
 
 from asyncrl.buffer.bias import INTENDED, SelectionBias
 from asyncrl.buffer.payloads import TakenStep
@@ -26,6 +25,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peers
+from asyncrl.control.placement.limits import available_memory
 from asyncrl.control.stall_detector import Wait
 from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
@@ -360,7 +360,7 @@ class Reporter:
             **{
                 f"memory/resident_gb/{name}": beat.gauges.get("process/resident_bytes", 0.0) / 1e9 for name, beat in beats.items()
             },
-            "memory/available_gb": psutil.virtual_memory().available / 1e9,
+            "memory/available_gb": available_memory() / 1e9,
             "idle/generators": sum(shares) / len(shares) if shares else 0.0,
             "queue/lead": dispatcher.buffer.state.lead.versions,
             "queue/ready": float(counts.ready),

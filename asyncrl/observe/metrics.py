@@ -177,7 +177,7 @@ _ROWS = (
     ("memory/peak_share", "fraction", "most the learner ever held, of its device's memory"),
     ("memory/resident_gb/*", "GB", "resident memory of one process, by name"),
     ("disk/free_gb", "GB", "free on the disk of the run's folder"),
-    ("memory/available_gb", "GB", "that the machine can still give"),
+    ("memory/available_gb", "GB", "that the machine, or the container, can still give"),
     ("deaths/*", "deaths", "processes that died since the run began, by kind"),
     ("refused/samples", "samples", "submitted by outside code and refused since the run began"),
     ("warm_start/loss", "nat", "last loss of the supervised warm start"),

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from asyncrl.config.generate import gpu_of
 from asyncrl.config.places import places_of
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import num_threads, plan_processes
-from asyncrl.control.placement.gpu_share import usable_cores
+from asyncrl.control.placement.limits import total_memory, usable_cores
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
 from asyncrl.models.number_format import ask_driver
@@ -40,7 +39,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 def machine() -> Machine:
     """Return what this machine has."""
-    return Machine(tuple(ask_driver("uuid").split()), len(usable_cores()), psutil.virtual_memory().total)
+    return Machine(tuple(ask_driver("uuid").split()), len(usable_cores()), total_memory())
 
 
 def disk_fault(folder: Path) -> str:

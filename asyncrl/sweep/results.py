@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncrl.config.run import RunConfig
-from asyncrl.control.placement.gpu_share import usable_cores
+from asyncrl.control.placement.limits import usable_cores
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_evals, read_lines, read_steps
 from asyncrl.sweep.grid import OUTCOMES, Metric, Plan

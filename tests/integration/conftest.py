@@ -86,6 +86,15 @@ def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture
+def quick_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs look at room and pace, which they do every ten seconds, every 0.3 s."""
+    folder = tmp_path / "quick_looks"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("from asyncrl.observe import alarms\nalarms.ROOM_S = 0.3\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+
+
+@pytest.fixture
 def beside(tmp_path: Path):
     """Start commands that go on beside the test, each with a log; what is left of them at the end is killed."""
     started: list[subprocess.Popen[bytes]] = []

@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of
 from asyncrl.config.run import LocalLaunch, RunConfig
+from asyncrl.control.placement.limits import usable_cores
 from asyncrl.control.tools import memory
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES, Part
@@ -90,11 +91,6 @@ def keep_to_own_cores(config: RunConfig) -> frozenset[int]:
     os.sched_setaffinity(0, cores)
     log.info("held to cores %s (placement.generation_share %g)", sorted(cores), config.placement.generation_share)
     return cores
-
-
-def usable_cores() -> frozenset[int]:
-    """Return the cores that this process may run on."""
-    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def generator_environment(config: RunConfig) -> dict[str, str]:

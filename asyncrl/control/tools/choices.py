@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
-import psutil
 from msgspec.structs import replace
 
 from asyncrl.config.generate import TransformersEngineConfig, gpu_of
 from asyncrl.config.places import with_chosen_medium, with_launch_choices
 from asyncrl.config.run import RunConfig
 from asyncrl.control.placement.gpu_share import gpu_memory_bytes
+from asyncrl.control.placement.limits import total_memory
 from asyncrl.control.tools.memory import policy_shape
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES
@@ -63,7 +63,7 @@ def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, st
     except ConfigError:  # said where the model is opened
         return wanted, why
     slot_bytes = shape.cached_values * engine.max_sequence_tokens * BYTES[engine.dtype]
-    memory_bytes = gpu_memory_bytes(config) if gpu_of(engine.device) is not None else psutil.virtual_memory().total
+    memory_bytes = gpu_memory_bytes(config) if gpu_of(engine.device) is not None else total_memory()
     most = max(1, int(KV_CACHE_SHARE * memory_bytes / num_workers / slot_bytes)) if memory_bytes else wanted
     if most >= wanted:
         return wanted, why

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from asyncrl.control.placement.gpu_share import usable_cores
+from asyncrl.control.placement.limits import available_memory, core_quota, memory_limit, usable_cores
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
 from asyncrl.models.number_format import hardware_format
@@ -76,10 +76,7 @@ def diagnose() -> list[Finding]:
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    cores = float(len(usable_cores()))
-    quota, period = _control_group_number("cpu.max", 0), _control_group_number("cpu.max", 1)
-    cores = min(cores, quota / period) if quota and period else cores
-    memory_bytes, limit_bytes = psutil.virtual_memory().available, _control_group_number("memory.max")
+    cores, memory_bytes, limit_bytes = min(float(len(usable_cores())), core_quota()), available_memory(), memory_limit()
     limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
     shared = Path("/dev/shm")  # noqa: S108 - the system's, not ours
     free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0
@@ -96,7 +93,7 @@ def diagnose() -> list[Finding]:
             f"give it {LEAST_CORES}: with one, generation and training take turns and nothing overlaps",
         ),
         Finding(
-            "memory", min(memory_bytes, limit_bytes or memory_bytes) >= LEAST_MEMORY_BYTES,
+            "memory", memory_bytes >= LEAST_MEMORY_BYTES,
             f"{memory_bytes / GIB:.1f} GiB available{limited}",
             f"the quickstart wants {LEAST_MEMORY_BYTES / GIB:.0f} GiB; close something or lower generate.num_workers",
         ),
@@ -204,12 +201,3 @@ def _probe(code: str) -> dict[str, object] | str:
         return (finished.stderr.strip().splitlines() or [f"died with {finished.returncode}"])[-1]
     told: dict[str, object] = json.loads(finished.stdout.strip().splitlines()[-1])
     return told
-
-
-def _control_group_number(name: str, index: int = 0) -> int | None:
-    """Return one number of a control-group (v2) file, None where there is no such limit."""
-    try:
-        words = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").split()
-    except OSError:
-        return None
-    return int(words[index]) if index < len(words) and words[index].isdigit() else None

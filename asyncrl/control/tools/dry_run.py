@@ -14,6 +14,7 @@ from asyncrl.config.places import doubts_about_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import gpu_share
+from asyncrl.control.placement.limits import usable_cores
 from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
@@ -86,16 +87,14 @@ def _shares(config: RunConfig) -> dict[str, str]:
     """Return what generation beside training is held to; refuses what a run would refuse."""
     if not gpu_share.shares_device(config):
         return {}
-    gpu_share.check_shares(config, gpu_share.usable_cores(), gpu_share.gpu_memory_bytes(config))
+    gpu_share.check_shares(config, usable_cores(), gpu_share.gpu_memory_bytes(config))
     environment = gpu_share.generator_environment(config)
     if environment:
         return {
             "time of each generator": f"{environment[gpu_share.MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"
         }
-    cores = sorted(gpu_share.own_cores(config.placement.generation_share, gpu_share.usable_cores()))
-    return {
-        "cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(gpu_share.usable_cores())}))"
-    }
+    cores = sorted(gpu_share.own_cores(config.placement.generation_share, usable_cores()))
+    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(usable_cores())}))"}
 
 
 def _shown(parts: Sequence[Part], config: RunConfig) -> str:

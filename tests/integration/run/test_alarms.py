@@ -1,13 +1,17 @@
 """Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; all without a model.
 
 What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
-experiments/alarms, over runs that collapse. Every rule has its trouble and its end in tests/unit/observe/test_alarms.py, and
-some are there alone: a disk or a memory that fills up, a slow generator, a slow or a hollow reward. A step that stays open is in
-tests/unit/control/test_controller.py.
+experiments/alarms, over runs that collapse. A disk that fills up is in test_full_disk.py, a step that stays open in
+tests/unit/control/test_controller.py. Every rule has its trouble and its end in tests/unit/observe/test_alarms.py.
 """
 
+import asyncio
+import contextlib
+import itertools
+import signal
 from statistics import fmean
 
+import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -15,7 +19,8 @@ from aiohttp.test_utils import TestServer
 import asyncrl
 from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
-from tests.integration.conftest import NO_EVALUATION, NO_MODELS, python_reward
+from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, recorded_pids
 
 pytestmark = pytest.mark.timeout(240)
 OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
@@ -95,3 +100,97 @@ async def test_a_long_tail_is_flat_under_wait_and_flagged_under_drop(tiny, polic
         assert last["bias/lost/stale"] > 0
         assert last["bias/length_ratio_high"] < 0.95
         assert {"bias", "groups.lost"} <= alarms
+
+
+async def test_too_few_generators_and_too_many_are_told_and_another_number_of_them_ends_it(tiny):
+    """A step takes 50 ms. One generator needs 128 ms for the samples of a step, two need 64 ms, and eight need 16 ms."""
+    engine = NO_MODEL | {"length_distribution": "fixed", "token_latency_s": 0.002, "num_slots": 1}
+    settings = {"generate__engine": engine, "learner__fake_step_s": 0.05, "buffer__ahead": "as_allowed"}
+    async with asyncrl.Run(tiny(**OFF, **settings)) as run:
+        few = await said(run, "generation.slow", "more generators or slots")
+        await run.change({"generate.num_workers": 8})
+        await said(run, "generation.slow", "is over", few)
+        many = await said(run, "generation.starved", "fewer generators cost nothing", few)
+        await run.change({"generate.num_workers": 2})
+        await said(run, "generation.starved", "is over", many)
+
+
+async def test_a_generator_that_is_held_up_is_told_and_ends_as_it_is_restarted(tiny, quick_looks):
+    """It is stopped for most of the time, as beside a process that takes its cores."""
+
+    async def hold_up(process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while True:
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.5)
+                process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.05)
+
+    settings = {
+        "generate__num_workers": 3,
+        "learner__fake_step_s": 0.005,
+        "buffer__max_staleness": 8,
+        "buffer__ahead": "as_allowed",
+    }
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run, asyncio.TaskGroup() as group:
+        async for report in run.steps():
+            if report.version == 5:
+                break
+        holding = group.create_task(hold_up(psutil.Process(recorded_pids(run.run_folder)["generator-1"])))
+        raised = await said(run, "generation.uneven", "or restart it")
+        kill(run.run_folder, "generator-1")
+        await holding
+        await said(run, "generation.uneven", "is over", raised)
+
+
+async def test_a_reward_that_is_slow_and_keeps_memory_is_told_and_mended_ends_both(tiny, tmp_path, quick_looks):
+    slow, leak = tmp_path / "slow", tmp_path / "leak"
+    rewards = python_reward(tmp_path, f"""
+import os, time
+kept = []
+def score(prompt, text):
+    if os.path.exists({str(slow)!r}):
+        time.sleep(0.02)
+    if os.path.exists({str(leak)!r}):
+        kept.append(bytearray(100_000))
+    else:
+        kept.clear()
+    return len(text) % 3
+""")  # fmt: skip
+    slow.touch()
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, reward__functions=rewards)) as run:
+        raised = await said(run, "score.slow", "or a quicker reward")
+        slow.unlink()
+        await said(run, "score.slow", "is over", raised)
+        leak.touch()
+        async for report in run.steps():  # other tests may take memory too
+            if report.metrics["memory/resident_gb/reward-0"] > 0.3:
+                raised = await said(run, "memory.full", "says which process grows", raised)
+                break
+        leak.unlink()
+        await said(run, "memory.full", "is over", raised)
+
+
+async def test_a_learner_whose_device_is_nearly_full_and_whose_weights_hold_it_up_is_told_until_it_does_as_advised(
+    tiny, tmp_path
+):
+    """The learner is outside the run: its device holds a thousand tokens, and all weights hold it up for 200 ms a step."""
+    tokens_per_row, sending_ms, nothing = 980, 200.0, WeightsManifest((), 0, 1 << 20)
+    config = tiny(**OFF, generate__engine=NO_MODEL, learner__kind="external")
+    async with asyncrl.Run(config) as run, asyncio.TaskGroup() as group:
+
+        async def train() -> None:
+            for step in itertools.count():
+                medium = config.broadcast.medium.kind
+                version = WeightsAvailable(step, medium, "", nothing, "", 0.0, blocked_ms=sending_ms)
+                await run.announce_weights(version, str(tmp_path))
+                await run.take()
+                await run.trained(step, {"memory/peak_share": tokens_per_row / 1000})
+
+        training = group.create_task(train())
+        full = await said(run, "memory.device", "lower packing.tokens_per_row first")
+        blocked = await said(run, "weights.blocked", "send less (broadcast.delta, learner.lora)")
+        tokens_per_row, sending_ms = 500, 0.1
+        await said(run, "memory.device", "is over", full)
+        await said(run, "weights.blocked", "is over", blocked)
+        training.cancel()

@@ -1,5 +1,6 @@
 """On a disk that is full a run ends, and goes on once there is room. Mounts a small disk."""
 
+import asyncio
 import contextlib
 import subprocess
 from collections.abc import Callable
@@ -80,6 +81,23 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
         await go_on(config, run_folder)
     filler_of(small_disk).unlink()
     await go_on(config, run_folder)
+
+
+async def test_a_disk_that_fills_up_is_told_an_hour_before_and_ends_as_there_is_room(small_disk, quick_looks):
+    async def until(what: str) -> None:
+        async for event in run.events("alarm"):
+            if event.subject == "disk.full" and what in event.text:
+                return
+
+    config = config_of(small_disk, learner__fake_step_s=0.3)  # else it writes 400 MB an hour itself
+    async with asyncrl.Run(config) as run, asyncio.timeout(60), asyncio.TaskGroup() as group:
+        told = group.create_task(until("make room, or keep less"))
+        with filler_of(small_disk).open("wb", buffering=0) as file:
+            while not told.done():
+                file.write(bytes(1 << 20))
+                await asyncio.sleep(0.05)
+        filler_of(small_disk).unlink()
+        await until("is over")
 
 
 async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):

@@ -391,7 +391,10 @@ def _run_sweep(given: Path, results: Path | None, jobs: int, *, resumed: bool) -
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="transport, ledger, broadcast, engine, pipeline, packing, learner, residency or controller.")
+        str,
+        typer.Argument(
+            help="broadcast, controller, engine, learner, ledger, packing, pipeline, residency, rewards, service or transport."
+        ),
     ],
     as_json: JsonOption = False,
     rounds: Annotated[

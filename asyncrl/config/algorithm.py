@@ -101,7 +101,7 @@ class Veto(Rejection, frozen=True, tag="veto"):
 class OffPolicySequenceMask(_Variant, frozen=True, tag="opsm"):
     """A sequence of negative advantage is dropped where mean(behaviour - current log-probability) exceeds the threshold."""
 
-    threshold: FiniteFloat = 0.1
+    threshold: NonNegativeFloat = 0.1
 
 
 class SecondMomentMask(_Variant, frozen=True, tag="m2po_mask"):

@@ -143,6 +143,8 @@ class Reporter:
     def note_checkpoint(self, done: CheckpointDone) -> None:
         """Record a checkpoint that is complete."""
         self._told["time/checkpoint_s"] = done.seconds
+        now = self._clock.now()
+        self.note_spans(sp.span(sp.CHECKPOINT, now - done.seconds, now, "learner", version=done.version))
         self.note_event("checkpoint", f"checkpoints/{Path(done.folder).name}", version=done.version)
 
     def note_taken(self, taken: TakenStep) -> None:

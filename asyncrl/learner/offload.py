@@ -42,7 +42,9 @@ def needs_offload(config: RunConfig) -> bool:
 
 
 def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: Clock) -> Offload:
-    """Put a state's components under a manager; that every phase has room was checked before the start (control/phase_room.py).
+    """Put a state's components under a manager.
+
+    That every phase has room was checked before the start (control/placement/gpu_share.py).
 
     Args:
         state: On the device.

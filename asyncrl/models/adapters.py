@@ -33,7 +33,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
         seed: Of the initial values.
 
     Raises:
-        ConfigError: `target_modules` names no linear layer of this model.
+        ConfigError: A name in `target_modules` is that of no linear layer of this model.
 
     Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1: B starts at 0, A random (peft's Kaiming uniform).
     """
@@ -50,6 +50,12 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
         inject_adapter_in_model(peft_config, model, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"learner.lora.target_modules {list(config.target_modules)}: {error}") from error
+    adapted = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if unknown := [name for name in config.target_modules if not any(path.endswith(f".{name}") for path in adapted)]:
+        known = sorted({path.rpartition(".")[2] for path in adapted})
+        raise ConfigError(
+            f"learner.lora.target_modules {unknown}: no linear layer of this model has that name; {known} were found"
+        )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_adapter = f".{ADAPTER}." in name

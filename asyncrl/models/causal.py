@@ -89,7 +89,7 @@ def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
     """Return what `work` returns, which runs parts of `model`, one by one, and calls no more of it afterwards.
 
     Args:
-        model: A model that is divided over ranks (learner/sharded.py) has all its weights for as long as `work` runs.
+        model: A model that is divided over ranks (learner/ranks/fsdp.py) has all its weights for as long as `work` runs.
         work: A pass over it; its result is a tensor or a tuple of them.
     """
     run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)

@@ -38,7 +38,7 @@ class Accelerator:
     host_bytes_per_s: float
     """To the memory of its own machine (PCIe), one way."""
     dollars_per_hour: float
-    """A usual price of renting one; to be replaced by your own (`--price`)."""
+    """A usual price of renting one; to be replaced by your own (`--set dollars_per_hour=`)."""
 
 
 _UNITS = (1e9, 1e12, 1e12, 1e9, 1e9, 1e9, 1.0)

@@ -1,6 +1,6 @@
 """1 where a reasoning-gym family's own scorer is satisfied (0.99 and above by default), else 0, with its known holes closed.
 
-`prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym_task.py writes it, or a bare entry.
+`prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym.py writes it, or a bare entry.
 
 Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, `nan`
 (complex_arithmetic), 0 for any probability (coin_flip), anything at all (game_of_life_halting). Others pass the model's text to

@@ -86,7 +86,7 @@ PUBLISHED = {
             "clip_low": 0.2, "clip_high": 0.2, "proximal": "recompute", "corrections.0.cap": 5.0, "aggregation": "token-mean",
             "groups_per_step": 512, "group_size": 16, "kl": None,
         },
-        "buffer": {"max_staleness": 4},
+        "buffer": {"max_staleness": 4, "ahead": "as_allowed"},
         "learner": {
             "learning_rate": 2e-5, "min_learning_rate_ratio": 1.0, "warmup_steps": 0, "betas": (0.9, 0.95), "epsilon": 1e-5,
             "weight_decay": 0.05, "max_grad_norm": 1.0, "minibatches": 4, "epochs": 1,

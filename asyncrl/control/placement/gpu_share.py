@@ -23,14 +23,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from msgspec.structs import replace
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of
 from asyncrl.config.run import LocalLaunch, RunConfig
-from asyncrl.control.placement.limits import usable_cores
+from asyncrl.control.placement.limits import core_quota, usable_cores
 from asyncrl.control.tools import memory
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES, Part
@@ -64,18 +64,18 @@ def as_joined(config: RunConfig, *, on_same_machine: bool) -> RunConfig:
 # -- time ------------------------------------------------------------------------------------------------------------------
 
 
-def own_cores(share: float, cores: Collection[int]) -> frozenset[int]:
-    """Return the cores of all generators together: the last floor(share x cores).
+def own_cores(share: float, cores: Collection[int], quota: float = inf) -> frozenset[int]:
+    """Return the cores of all generators together: the last floor(share x cores), or of as many as a container's quota gives.
 
     Raises:
         ConfigError: That is none.
     """
-    number = floor(share * len(cores) + 1e-9)
+    most = min(len(cores), quota)
+    number = floor(share * most + 1e-9)
     if number == 0:
         raise ConfigError(
-            f"placement.generation_share {share:g} of {len(cores)} cores is {share * len(cores):.2f} cores, and generators are "
-            f"held to whole ones: set it to at least {1 / len(cores):.2f}"
-            + ("" if len(cores) > 1 else ", on a machine of two cores or more")
+            f"placement.generation_share {share:g} of {most:g} cores is {share * most:.2f} cores, and generators are "
+            f"held to whole ones: set it to at least {1 / most:.2f}" + ("" if most > 1 else ", on a machine of two cores or more")
         )
     return frozenset(sorted(cores)[-number:])
 
@@ -87,7 +87,7 @@ def keep_to_own_cores(config: RunConfig) -> frozenset[int]:
     """
     if not shares_device(config) or _on_gpu(config) or not hasattr(os, "sched_setaffinity"):
         return frozenset()
-    cores = own_cores(config.placement.generation_share, usable_cores())
+    cores = own_cores(config.placement.generation_share, usable_cores(), core_quota())
     os.sched_setaffinity(0, cores)
     log.info("held to cores %s (placement.generation_share %g)", sorted(cores), config.placement.generation_share)
     return cores
@@ -138,7 +138,7 @@ def check_shares(config: RunConfig, cores: Collection[int], gpu_bytes: int = 0) 
     if not shares_device(config):
         return
     if not _on_gpu(config):
-        own_cores(config.placement.generation_share, cores)
+        own_cores(config.placement.generation_share, cores, core_quota())
     budget_bytes = int(config.placement.device_memory_gib * GIB) or gpu_bytes
     if not budget_bytes:
         return

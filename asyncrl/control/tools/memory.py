@@ -21,7 +21,7 @@ from asyncrl.models.memory import BYTES, ModelShape, Part, forward_row, shape_of
 
 GIB = 1 << 30
 JUDGING_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once in a reference on an inference worker (inference/reference.py)."""
+"""Tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
 CHARACTER_VOCABULARY = 64
 """Upper bound for the character tokenizers of scratch models."""
 

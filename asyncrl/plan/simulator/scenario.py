@@ -133,7 +133,7 @@ class Scenario:
     step_s_per_token: float = 0.0
     """What each trained token adds to it."""
     steps_ahead: int = 2
-    """Steps taken and not yet done: the one in hand and a prefetched one, as control/feed.py has it; an outside learner has 1."""
+    """Steps taken and not yet done: the one in hand and a prefetched one (control/batch_feeder.py); an outside learner has 1."""
     sync_s: Distribution = AT_ONCE
     """From publish to bytes verified on a generator."""
     swap_s: float = 0.0

@@ -21,11 +21,13 @@ from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
+@pytest.fixture(params=["400m"])
+def small_disk(request, tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
@@ -83,14 +85,14 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
     await go_on(config, run_folder)
 
 
+@pytest.mark.parametrize("small_disk", ["8g"], indirect=True)  # which the run itself would need a day to fill
 async def test_a_disk_that_fills_up_is_told_an_hour_before_and_ends_as_there_is_room(small_disk, quick_looks):
     async def until(what: str) -> None:
         async for event in run.events("alarm"):
             if event.subject == "disk.full" and what in event.text:
                 return
 
-    config = config_of(small_disk, learner__fake_step_s=0.3)  # else it writes 400 MB an hour itself
-    async with asyncrl.Run(config) as run, asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncrl.Run(config_of(small_disk)) as run, asyncio.timeout(60), asyncio.TaskGroup() as group:
         told = group.create_task(until("make room, or keep less"))
         with filler_of(small_disk).open("wb", buffering=0) as file:
             while not told.done():

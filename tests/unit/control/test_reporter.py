@@ -10,7 +10,7 @@ from asyncrl.control.stall_detector import Wait
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
-from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.control import CheckpointDone, Heartbeat
 from tests.builders import score_of
 from tests.virtual_clock import VirtualClock
 
@@ -50,6 +50,18 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
     assert [(one.process, one.attributes["why"], one.start_s, one.end_s) for one in read_spans(tmp_path)] == [
         ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0)
     ]  # fmt: skip
+
+
+async def test_a_checkpoint_is_a_span_of_the_learner_while_it_was_written_and_an_event(tmp_path):
+    clock = VirtualClock()
+    clock.advance(10.0)
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
+    reporter.note_checkpoint(CheckpointDone(7, str(tmp_path / "checkpoints" / "step-000007"), 1.5))
+    reporter.tick([], [])
+    await reporter.close(tmp_path)
+    spans = [(one.name, one.process, one.start_s, one.end_s, one.attributes) for one in read_spans(tmp_path)]
+    assert spans == [("checkpoint", "learner", 8.5, 10.0, {"version": 7})]
+    assert [(one.subject, one.version) for one in read_events(tmp_path)] == [("checkpoints/step-000007", 7)]
 
 
 async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_time(tmp_path):

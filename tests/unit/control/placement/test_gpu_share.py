@@ -40,6 +40,7 @@ def _config(device: str = "cpu", engine: dict | None = None, **placement: object
 
 def test_a_share_is_rounded_down_to_whole_cores():
     assert gpu_share.own_cores(0.5, {4, 7}) == gpu_share.own_cores(0.99, {4, 7}) == {7}
+    assert gpu_share.own_cores(0.5, range(64), quota=2.0) == {63}  # a container that may use two cores' time
     for share in (0.25, 0.3):
         with pytest.raises(ConfigError, match=rf"{share:g} of 2 cores is .* at least 0.50"):
             gpu_share.own_cores(share, {4, 7})

@@ -109,7 +109,8 @@ async def run_controller(
     from asyncrl.control.join import Membership
     from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
-    from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes, usable_cores
+    from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes
+    from asyncrl.control.placement.limits import usable_cores
     from asyncrl.observe.decisions.journal import Recorder
     from asyncrl.reward.sandbox.code_exec import check_tests
     from asyncrl.weights.shm_segments import remove_leftover_segments

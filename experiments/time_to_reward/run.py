@@ -56,7 +56,7 @@ class Work:
 WORKS = {
     "quickstart": Work(ROOT / "configs" / "quickstart.toml", 0.80, (0.75, 0.80, 0.85), 0.65, 0.75),
     "long_tail": Work(HERE / "long_tail.toml", 0.80, (0.60, 0.70, 0.80), 0.40, 0.50),
-    "smollm2": Work(ROOT / "configs" / "smollm2.toml", 0.50, (0.40, 0.50, 0.60), 0.25, 0.75),
+    "smollm2": Work(ROOT / "configs" / "smollm2.toml", 0.50, (0.30, 0.40, 0.50), 0.25, 0.75),
 }
 
 

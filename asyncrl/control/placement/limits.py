@@ -35,12 +35,12 @@ def memory_limit() -> int | None:
 
 def total_memory() -> int:
     """Return the bytes of memory that there are for this process and those beside it."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
 
 
 def available_memory() -> int:
     """Return the bytes that can still be given. Cached files count as free, as they give way."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _memory_limits())])
+    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _memory_limits())])
 
 
 def _memory_limits() -> list[tuple[int, int]]:

@@ -51,12 +51,14 @@ class Work:
     goal: float
     """Seconds to the bar, ours over TRL's, at most."""
     eta0_goal: float
+    trl_micro_batches: int = 1
+    """TRL holds the logits of a whole micro-batch."""
 
 
 WORKS = {
     "quickstart": Work(ROOT / "configs" / "quickstart.toml", 0.80, (0.75, 0.80, 0.85), 0.65, 0.75),
     "long_tail": Work(HERE / "long_tail.toml", 0.80, (0.60, 0.70, 0.80), 0.40, 0.50),
-    "smollm2": Work(ROOT / "configs" / "smollm2.toml", 0.50, (0.30, 0.40, 0.50), 0.25, 0.75),
+    "smollm2": Work(ROOT / "configs" / "smollm2.toml", 0.50, (0.30, 0.40, 0.50), 0.25, 0.75, 6),
 }
 
 
@@ -154,6 +156,7 @@ def trl(
     environment = {key: value for key, value in os.environ.items() if key not in {"OMP_WAIT_POLICY", "OMP_NUM_THREADS"}}
     told = [argument for override in overrides for argument in ("--set", override)]
     command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told, *until]
+    command += ["--micro-batches", str(work.trl_micro_batches)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
     )

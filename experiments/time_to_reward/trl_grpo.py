@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--until", type=float, default=math.inf)
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="parts of a step, where all of its logits do not fit the memory"
+    )
     told = parser.parse_args()
     config = asyncrl.load_config(told.config, told.overrides)
     told.out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,8 @@ def main() -> None:
             output_dir=str(told.out / "trainer"),
             max_steps=config.num_steps,
             shuffle_dataset=False,
-            per_device_train_batch_size=num_samples,
+            per_device_train_batch_size=num_samples // told.micro_batches,
+            gradient_accumulation_steps=told.micro_batches,
             num_generations=algorithm.group_size,
             max_completion_length=config.generate.sampling.max_new_tokens,
             temperature=config.generate.sampling.temperature,

@@ -17,6 +17,8 @@ from asyncrl.errors import AsyncRLError, EngineDied, GenerationError, first_line
 
 MOST_ANSWERS, MOST_ANSWER_BYTES = 16384, 256 << 20
 """What is kept of answers; the newest is kept in any case."""
+MOST_WAITING_BYTES = 512 << 20
+"""Of what requests say that are not answered yet; one alone may be larger."""
 MOST_CHARS = 1000
 """Of an error, which may quote what a client has sent."""
 Answer = bytes | dict[str, Any]
@@ -38,14 +40,27 @@ class Futures:
         self._running: set[asyncio.Task[Answer]] = set()
         self._sizes_bytes: dict[str, int] = {}
         """Of the answers that are there, the oldest first."""
-        self._num_bytes = 0
+        self._num_bytes = self._waiting_bytes = 0
 
-    def begin(self, request_id: str, work: Callable[[], Awaitable[Answer]]) -> None:
-        """Work a request beside all others; work is begun in the order of the calls. Said again it is the same request."""
-        if request_id not in self._known:
-            self._known[request_id] = task = self._tasks.create_task(self._worked(request_id, work), name=request_id)
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+    def begin(self, request_id: str, work: Callable[[], Awaitable[Answer]], num_bytes: int = 0) -> None:
+        """Work a request of this size beside all others; work is begun in the order of the calls. Said again it is the same.
+
+        Raises:
+            RefusedError: Requests that wait hold too much; the SDK sends this one again.
+        """
+        if request_id in self._known:
+            return
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > MOST_WAITING_BYTES:
+            raise RefusedError(f"requests that wait hold {self._waiting_bytes >> 20} MiB: send this one later", 429)
+
+        def done(task: asyncio.Task[Answer]) -> None:
+            self._running.discard(task)
+            self._waiting_bytes -= num_bytes
+
+        self._waiting_bytes += num_bytes
+        self._known[request_id] = task = self._tasks.create_task(self._worked(request_id, work), name=request_id)
+        self._running.add(task)
+        task.add_done_callback(done)
 
     async def answer(self, request_id: str, timeout_s: float) -> Answer | None:
         """Return the answer; None where it is not there in time.

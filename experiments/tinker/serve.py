@@ -118,7 +118,8 @@ class Server:
         return web.json_response(work(checked(decoded(await request.read(), kind), kind)))
 
     async def _in_turn(self, work: Callable[[Model, Policy, Any], Answer], kind: type, request: web.Request) -> web.Response:
-        said = decoded(await request.read(), kind)
+        body = await request.read()
+        said, num_bytes = decoded(body, kind), len(body)
         if kind is types.LoadWeightsRequest and said.get("session_id") is not None:
             return web.json_response(self._open_saved(checked(said, kind)))
         asked_of = said.get if isinstance(said, dict) else partial(getattr, said)
@@ -131,16 +132,18 @@ class Server:
                 raise RefusedError("the model could not be opened; the answer to its first request says why")
             return work(model, model.policy, checked(said, kind))
 
-        return web.json_response(self._begin(model, number, in_thread))
+        return web.json_response(self._begin(model, number, in_thread, num_bytes))
 
-    def _begin(self, model: Model, number: object, in_thread: Callable[[], Answer]) -> Answer:
+    def _begin(self, model: Model, number: object, in_thread: Callable[[], Answer], num_bytes: int = 0) -> Answer:
         """Have a model's request worked, unless it has been; its number is used up, whatever comes of it."""
         if type(number) is not int or not 0 <= number <= model.next_number:
             raise RefusedError(f"seq_id is {number!r:.80}, and {model.next_number} is the next; send that first", 409)
         request_id = f"{model.name}:{number}"
         if number == model.next_number:
+            self._futures.begin(
+                request_id, lambda: asyncio.get_running_loop().run_in_executor(self._thread, in_thread), num_bytes
+            )
             model.next_number += 1
-            self._futures.begin(request_id, lambda: asyncio.get_running_loop().run_in_executor(self._thread, in_thread))
         return {"request_id": request_id}
 
     # -- sessions --------------------------------------------------------------------------------------------------------
@@ -341,9 +344,9 @@ class Server:
 
     def asample(self, asked: types.SampleRequest) -> Answer:
         """Sample from a session's version."""
-        prompt_of(asked)  # what is wrong with the request is said now
+        num_bytes = 8 * len(prompt_of(asked))  # what is wrong with the request is said now
         version, request_id = self._version(asked.sampling_session_id), f"{asked.sampling_session_id}:{asked.seq_id}"
-        self._futures.begin(request_id, lambda: self.sampler.sample(version, asked))
+        self._futures.begin(request_id, lambda: self.sampler.sample(version, asked), num_bytes)
         return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(asked.num_samples)]}
 
     async def _retrieve(self, request: web.Request) -> web.Response:

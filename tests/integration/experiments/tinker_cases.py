@@ -401,6 +401,32 @@ def test_the_oldest_answers_are_forgotten_but_none_that_is_not_there(monkeypatch
     assert asyncio.run(known()) == ({"a:slow", "b:slow", "a:3"}, {"b:slow"}, 4)
 
 
+def test_requests_that_wait_are_bounded_by_what_they_say_and_one_that_is_refused_may_be_sent_again(monkeypatch):
+    import futures as subject
+
+    monkeypatch.setattr(subject, "MOST_WAITING_BYTES", 100)
+
+    async def sent():
+        async with asyncio.TaskGroup() as tasks:
+            futures, go_on = subject.Futures(tasks), asyncio.Event()
+
+            async def slow():
+                await go_on.wait()
+                return b"slow"
+
+            futures.begin("a:0", slow, 300)  # alone
+            with pytest.raises(subject.RefusedError, match="requests that wait hold 0 MiB: send this one later") as refused:
+                futures.begin("a:1", slow, 1)
+            futures.begin("a:0", slow, 300)  # is the same one
+            go_on.set()
+            await futures.answer("a:0", 1.0)
+            futures.begin("a:1", slow, 60)
+            futures.begin("a:2", slow, 40)
+            return refused.value.status, await futures.answer("a:2", 1.0), futures._waiting_bytes
+
+    assert asyncio.run(sent()) == (429, b"slow", 0)
+
+
 def test_a_server_begins_without_snapshots_and_tells_the_length_that_can_be_sampled_and_trained(server):
     left = server["folder"] / "saved" / "before:train:0" / "sampler_weights"
     assert [one.name for one in left.iterdir()] == ["named"]

@@ -16,7 +16,7 @@ from asyncrl.config.generate import gpu_of
 from asyncrl.config.places import places_of
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import num_threads, plan_processes
-from asyncrl.control.placement.limits import core_quota, total_memory, usable_cores
+from asyncrl.control.placement.limits import num_cores, total_memory
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
 from asyncrl.models.number_format import ask_driver
@@ -39,7 +39,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 def machine() -> Machine:
     """Return what this machine has."""
-    return Machine(tuple(ask_driver("uuid").split()), max(1, int(min(len(usable_cores()), core_quota()))), total_memory())
+    return Machine(tuple(ask_driver("uuid").split()), max(1, int(num_cores())), total_memory())
 
 
 def disk_fault(folder: Path) -> str:

@@ -28,6 +28,11 @@ def core_quota() -> float:
     return min(quotas)
 
 
+def num_cores() -> float:
+    """Return how many cores' time this process may take."""
+    return min(float(len(usable_cores())), core_quota())
+
+
 def memory_limit() -> int | None:
     """Return the bytes that this process's control groups may hold; None: no limit."""
     return min((limit for limit, _ in _memory_limits()), default=None)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from asyncrl.control.placement.limits import available_memory, core_quota, memory_limit, usable_cores
+from asyncrl.control.placement.limits import available_memory, memory_limit, num_cores
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
 from asyncrl.models.number_format import hardware_format
@@ -76,7 +76,7 @@ def diagnose() -> list[Finding]:
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    cores, memory_bytes, limit_bytes = min(float(len(usable_cores())), core_quota()), available_memory(), memory_limit()
+    cores, memory_bytes, limit_bytes = num_cores(), available_memory(), memory_limit()
     limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
     shared = Path("/dev/shm")  # noqa: S108 - the system's, not ours
     free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0

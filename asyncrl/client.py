@@ -35,9 +35,8 @@ from asyncrl.control.launch.controller_process import (
     read_endpoint,
 )
 from asyncrl.control.launch.lease import take_lease
-from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.control.tools.choices import with_choices
-from asyncrl.control.tools.inputs import check_user_functions, path_faults, wrong_kinds
+from asyncrl.control.tools.inputs import start_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.folders import lock_folder, write_whole
 from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
@@ -94,8 +93,8 @@ class RunClient:
             raise LaunchError(
                 f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`"
             )
-        await self._open(endpoint)
         try:
+            await self._open(endpoint)
             status = await self.status()
         except BaseException as error:
             await self._close()
@@ -402,9 +401,11 @@ class Run(RunClient):
     async def __aenter__(self) -> Self:
         if self._http is not None:
             raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
-        await asyncio.to_thread(check_user_functions, self.config)
         if self._resumed:
             await self._wait_for_end()
+        faults = await asyncio.to_thread(start_faults, self.config, resumed=self._resumed)
+        if faults := [*faults, *wrong_kinds(self.run_folder)]:
+            raise ConfigError("\n".join(faults))
         with self._prepared_folder():
             self._controller = ControllerProcess(self.config, self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
@@ -424,7 +425,12 @@ class Run(RunClient):
             # A controller that ended itself has said why; one that was killed may well start the next time.
             words, are_its_own = _last_words(self.run_folder, said_before)
             raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
-        await self._open(endpoint)
+        try:
+            await self._open(endpoint)
+        except BaseException:
+            await self._close()
+            await self._controller.end()
+            raise
         if self._reward is not None:
             self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
         return self
@@ -476,9 +482,6 @@ class Run(RunClient):
     @contextlib.contextmanager
     def _prepared_folder(self) -> Iterator[None]:
         """Write the run's folder and config, and hold the folder's lock while the run starts: of several starts one goes on."""
-        if faults := [*path_faults(self.config, resumed=self._resumed), *wrong_kinds(self.run_folder)]:
-            raise ConfigError("; ".join(faults))
-        check_phase_room(self.config)
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             self.run_folder.chmod(0o700)

@@ -182,26 +182,29 @@ class Session:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if self._is_open:
-                await self.save()
-        except (AsyncRLError, OSError) as failed:
-            if error is None:
-                raise
-            log.warning("version %d is not saved: %s", self.version, failed)
-        finally:
-            self._is_open = False
-            if self._coming is not None:
-                self._coming.cancel()
-                await asyncio.wait([self._coming])
-                if not self._coming.cancelled():
-                    self._coming.exception()  # looked at: the run says it too
-            if self._publisher is not None:
-                await asyncio.to_thread(self._publisher.close)
-            await self.run.__aexit__(kind, error, trace)
-            await asyncio.to_thread(self._thread.shutdown)
+        async with contextlib.AsyncExitStack() as leaving:  # whatever fails or is cancelled, the rest is done
             if self._token_file is not None:
-                self._token_file.close()
+                leaving.callback(self._token_file.close)
+            leaving.push_async_callback(asyncio.to_thread, self._thread.shutdown)
+            leaving.push_async_exit(lambda *why: self.run.__aexit__(*(why if why[0] else (kind, error, trace))))
+            if self._publisher is not None:
+                leaving.push_async_callback(asyncio.to_thread, self._publisher.close)
+            leaving.push_async_callback(self._end_gathering)
+            try:
+                if self._is_open:
+                    await self.save()
+            except (AsyncRLError, OSError) as failed:
+                if error is None:
+                    raise
+                log.warning("version %d is not saved: %s", self.version, failed)
+
+    async def _end_gathering(self) -> None:
+        self._is_open = False
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.wait([self._coming])
+            if not self._coming.cancelled():
+                self._coming.exception()  # looked at: the run says it too
 
     async def _start(self) -> None:
         loop, folder, config = asyncio.get_running_loop(), self.run.run_folder, self.config
@@ -517,11 +520,17 @@ class Session:
 
             def updated() -> StepResult:
                 """Make every update of the step, whose first one has its gradients."""
-                updates = len(step.plan.prepared.updates)
-                for number in range(step.plan.num_updates):
-                    if number > 0:
-                        step.backward(number % updates)
-                    step.update()
+                updates, most = len(step.plan.prepared.updates), step.plan.num_updates
+                for number in range(most):
+                    try:
+                        if number > 0:
+                            step.backward(number % updates)
+                        step.update()
+                    except BaseException as error:
+                        step.abandon()
+                        if number > 0:
+                            error.add_note(f"update {number + 1} of {most} of step {self.version}: those before it stand")
+                        raise
                 result = step.result()
                 if self._token_file is not None:
                     self._token_file.write(result.tokens)

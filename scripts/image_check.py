@@ -1,13 +1,14 @@
 """Run the Dockerfile's steps in a bare Debian root, down to its entry point and health check, where there is no Docker.
 
-    python scripts/image_check.py /tmp/image [--bind DIR ...] [--keep]
+    python scripts/image_check.py /tmp/image [--bind DIR ...] [--keep] [--results deploy/RESULTS.md]
 
-Needs root and `debootstrap`. The root gets Debian's own Python in place of the base image's. Every ARG, ENV, WORKDIR, COPY, RUN and USER
-of the Dockerfile is carried out in it, in a mount and pid namespace of its own; VOLUME is a folder of its own beside it. Then, as the
-image's user, who must not be root: where asyncrl is imported from, the entry point with `--version`, `doctor`, the daemon with the
-image's CMD, the image's health check, a run of two steps, its controller killed, after which no zombie may stay, and SIGTERM, which
-must drain.
-`--bind` makes folders of this machine visible there (a package index on the disk, say).
+Needs root, `debootstrap`, and port 7717. The root gets Debian's own Python in place of the base image's. Every ARG, ENV, WORKDIR,
+COPY, RUN and USER of the Dockerfile is carried out in it, in a mount and pid namespace of its own; VOLUME is a folder of its own
+beside it. Then, as the image's user, who must not be root: where asyncrl is imported from, whether torch is a build for CPUs, the
+entry point with `--version`, `doctor`, the daemon with the image's CMD, the image's health check, the page, a run, its controller
+killed, after which no zombie may stay, SIGTERM, which must drain, and `asyncrl view` of the run.
+`--bind` makes folders of this machine visible there (a package index on the disk, say). `--results` writes what was found to a
+file.
 """
 
 from __future__ import annotations
@@ -20,10 +21,32 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1]
+TRAINS = """
+import asyncio, asyncrl, sys
+
+async def main(token, attempt):
+    async with asyncrl.Server("http://127.0.0.1:7717", token) as server:
+        small = {"num_steps": 2000, "model.warm_start.steps": 2, "eval.num_prompts": 8, "algorithm.groups_per_step": 4}
+        if not await server.runs():
+            await server.submit("quickstart", set=small)
+        run = await server.show("quickstart")
+        while run.attempts < int(attempt) or run.state != "live":
+            await asyncio.sleep(0.5)
+            run = await server.show("quickstart")
+        async with server.connect("quickstart") as live:
+            while (status := await live.status()).phase != "running" or status.version < 2:
+                await asyncio.sleep(0.5)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""Submits the run where there is none, and waits until that attempt of it trains."""
 
 
 def instructions(dockerfile: str) -> list[tuple[str, str]]:
@@ -133,60 +156,96 @@ def children(pid: int, what: str) -> list[tuple[str, str]]:
     ]
 
 
-def look(root: Root, said: dict[str, list[str]]) -> None:
+class Found(dict[str, str]):
+    """What was looked at, and what was found; each is printed at once."""
+
+    def __setitem__(self, what: str, found: str) -> None:
+        super().__setitem__(what, found)
+        print(f"{what}: {found}", flush=True)
+
+
+def check(condition: object, otherwise: str) -> None:
+    """End where something is not as it must be."""
+    if not condition:
+        sys.exit(otherwise)
+
+
+def page_answers(url: str) -> str:
+    """Return what was served of the page, which must be the source's files."""
+    page = SOURCE / "asyncrl" / "serve" / "page"
+    for where, name in (("/", "index.html"), ("/page/page.js", "page.js")):
+        with urllib.request.urlopen(url + where, timeout=60) as answer:
+            check(answer.read() == (page / name).read_bytes(), f"{url}{where} is not {name}")
+    return "`/` and `/page/page.js` answer 200, with the source's bytes"
+
+
+def judge_doctor(said: str) -> str:
+    """Return what the doctor misses. In a chroot nobody may make a user namespace, and it must say so in one line and go on."""
+    findings = [line for line in said.splitlines() if not line.startswith(" ")]
+    check(all(line.startswith(("ok  ", "MISS")) for line in findings), f"doctor printed something else: {said}")
+    names = [line.split()[1] for line in findings]
+    (sandbox,) = [line for line in findings if line.split()[1] == "sandbox"]
+    check(sandbox.startswith("MISS"), f"the sandbox works in a chroot: {sandbox}")
+    check({"mps", "torch", "msgspec"} <= set(names[names.index("sandbox") :]), f"doctor did not go on after the sandbox: {said}")
+    missing = [line.removeprefix("MISS").strip() for line in findings if line.startswith("MISS")]
+    return f"{len(findings)} findings, missing: " + "; ".join(textwrap.shorten(line, 150) for line in missing)
+
+
+def look(root: Root, said: dict[str, list[str]], found: Found) -> None:
     """Start what was built, as its user."""
     entry = said["ENTRYPOINT"]
     root.env["HOME"] = "/home/asyncrl"
+    where = "import os, sys, asyncrl, torch; print(os.getuid(), asyncrl.__file__, torch.__version__, sys.version.split()[0])"
+    uid, installed, torch, python = root.run(["python", "-c", where], capture_output=True).stdout.split()
+    check(uid != "0" and "site-packages" in installed, f"the image runs as user {uid}, with asyncrl of {installed}")
+    check(torch.endswith("+cpu"), f"torch {torch} is not a build for CPUs")
+    found["user"], found["asyncrl"], found["Python"], found["torch"] = uid, f"`{installed}`", python, torch
+    version = root.run([*entry, "--version"], capture_output=True).stdout.strip()
+    check(f'"{version}"' in (SOURCE / "asyncrl" / "__init__.py").read_text(), f"`asyncrl --version` says {version!r}")
+    found["`asyncrl --version`"] = version
+    found["`asyncrl doctor`"] = judge_doctor(root.run([*entry, "doctor"], capture_output=True).stdout)
+    look_at_daemon(root, [*entry, *said["CMD"]], said["HEALTHCHECK"], found)
+    view = subprocess.Popen(
+        root.command([*entry, "view", "/work/served/runs/quickstart"]), env=root.env, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        url = (view.stdout.readline() if view.stdout else "").partition("/#")[0]
+        found["`asyncrl view` of the run"] = page_answers(url)
+    finally:
+        view.kill()
+
+
+def look_at_daemon(root: Root, daemon_command: list[str], health_check: list[str], found: Found) -> None:
+    """Start the daemon, have it run something, kill a controller, and end the daemon."""
     (volume,) = root.volumes.values()
-    where = "import os, asyncrl; print(os.getuid(), asyncrl.__file__)"
-    uid, installed = root.run(["python", "-c", where], capture_output=True).stdout.split()
-    if uid == "0" or "site-packages" not in installed:
-        sys.exit(f"the image runs as user {uid}, with asyncrl of {installed}")
-    print(root.run([*entry, "--version"], capture_output=True).stdout)
-    doctor = root.run([*entry, "doctor"], capture_output=True).stdout
-    if "sandbox" not in doctor:
-        sys.exit(f"doctor did not come to the sandbox: {doctor}")
-    print(doctor)
-    daemon = subprocess.Popen(root.command([*entry, *said["CMD"]]), env=root.env)
+    daemon = subprocess.Popen(root.command(daemon_command), env=root.env)
     try:
         for _ in range(120):
             if (volume / "served" / "server.url").exists():
                 break
             time.sleep(0.5)
-        root.run(said["HEALTHCHECK"])
-        print("health check: ok", flush=True)
+        root.run(health_check)
+        found["the image's health check"] = "passes"
+        found["the daemon's page"] = page_answers("http://127.0.0.1:7717")
         token = (volume / "served" / "admin.token").read_text().strip()
-        submit = (
-            "import asyncio, asyncrl\n"
-            "async def main():\n"
-            f"    async with asyncrl.Server('http://127.0.0.1:7717', {token!r}) as server:\n"
-            "        small = {'num_steps': 2000, 'model.warm_start.steps': 2, 'eval.num_prompts': 8, 'algorithm.groups_per_step': 4}\n"
-            "        if not await server.runs(): await server.submit('quickstart', set=small)\n"
-            "        run = await server.show('quickstart')\n"
-            "        while run.attempts < ATTEMPT or run.state != 'live':\n"
-            "            await asyncio.sleep(0.5)\n"
-            "            run = await server.show('quickstart')\n"
-            "        async with server.connect('quickstart') as live:\n"
-            "            while (status := await live.status()).phase != 'running' or status.version < 2: await asyncio.sleep(0.5)\n"
-            "asyncio.run(main())\n"
-        )
-        root.run(["python", "-c", submit.replace("ATTEMPT", "1")])
-        print("a run of the daemon trains", flush=True)
+        root.run(["python", "-c", TRAINS, token, "1"])
+        found["a run of the daemon"] = "trains"
         child = int(said_by("pgrep", "-n", "-x", "tini"))
         (controller,) = [int(pid) for pid, command in children(child, "args") if "serve" not in command.split()]
         os.kill(controller, 9)  # its processes are process 1's children then, and end
-        root.run(["python", "-c", submit.replace("ATTEMPT", "2")])
-        print(f"resumed after SIGKILL; children of process 1: {[state for _, state in children(child, 'stat')]}", flush=True)
-        if any(state.startswith("Z") for _, state in children(child, "stat")):
-            sys.exit("children of a killed controller stay as zombies")
+        root.run(["python", "-c", TRAINS, token, "2"])
+        states = [state for _, state in children(child, "stat")]
+        check(not any(state.startswith("Z") for state in states), "children of a killed controller stay as zombies")
+        found["its controller killed (SIGKILL)"] = f"the daemon resumes it; process 1 has {len(states)} children, no zombie"
+        began = time.monotonic()
         os.kill(child, 15)
-        print(f"SIGTERM: the daemon ended with {daemon.wait(timeout=300)}")
+        status, seconds = daemon.wait(timeout=300), time.monotonic() - began
     finally:
         daemon.kill()
-    checkpoints = list((volume / "served/runs/quickstart/checkpoints").glob("step-*"))
-    if not checkpoints:
-        sys.exit("the run was not drained: it has no checkpoint")
-    print(f"drained: {checkpoints[-1].name}")
+    checkpoints = sorted((volume / "served/runs/quickstart/checkpoints").glob("step-*"))
+    check(status == 0 and checkpoints, f"the daemon ended with {status}; checkpoints: {checkpoints}")
+    drained = f"the run is drained to {checkpoints[-1].name} and the daemon ends with 0"
+    found["SIGTERM to process 1"] = f"{drained}, {seconds:.1f} s after"
 
 
 def main() -> None:
@@ -194,15 +253,23 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--bind", action="append", default=[])
     parser.add_argument("--keep", action="store_true", help="Leave the root there.")
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    root = Root(options.root, options.bind)
+    root, found, began = Root(options.root, options.bind), Found(), time.monotonic()
     bootstrap(root)
     try:
-        look(root, build(root, instructions((SOURCE / "Dockerfile").read_text())))
+        said = build(root, instructions((SOURCE / "Dockerfile").read_text()))
+        used = said_by("du", "-sxm", str(options.root)).split()[0]
+        found["debootstrap and the Dockerfile's steps"] = f"{time.monotonic() - began:.0f} s; the root has {used} MB"
+        look(root, said, found)
     finally:
         if not options.keep:
             for path in (options.root, *root.volumes.values()):
                 shutil.rmtree(path, ignore_errors=True)
+    if options.results:
+        rows = "\n".join(f"| {what} | {text} |" for what, text in found.items())
+        head = "# What the image does\n\nMade by `scripts/image_check.py`, whose docstring says how, without Docker"
+        options.results.write_text(f"{head}, on {datetime.now(UTC):%Y-%m-%d}.\n\n| | found |\n|---|---|\n{rows}\n")
 
 
 if __name__ == "__main__":

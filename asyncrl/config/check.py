@@ -1,14 +1,20 @@
 """What the parts of a config ask of each other, checked when it is read.
 
 A rule is a condition and what is said where it holds: the option, the value given, what is allowed, what to write instead.
+The first field that a message names is the one at fault. Every rule is asked, whatever the others found.
 Rules of algorithms are in algorithm_table.py. Pure.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
@@ -23,15 +29,55 @@ from asyncrl.schema.control import ProcessKind
 MOST_NAME_BYTES = 200
 REFERENCE = "reference"
 """The name that the reference has among an inference worker's models."""
+MOST_FAULTS = 50
+"""That are looked for: of values that cannot be taken, and by the rules."""
 NO_EVALUATION = "set eval.at_start = false, eval.at_end = false and eval.every_steps = 0"
+_FIELD = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)*", re.ASCII)
 
 
-def faults_of(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the first fault by the rules of each table: the table, and what is wrong there."""
-    for table, rules in RULES:
-        for fault in rules(config):
-            yield table, fault
-            break
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that is wrong with a config."""
+
+    field: str
+    given: Any = None
+    allowed: str = ""
+    """What is wrong, and what would be right."""
+
+    def __str__(self) -> str:
+        return self.allowed if self.field in self.allowed else f"{self.field}: {self.allowed}"
+
+
+def faults_of(config: RunConfig, wrong: Collection[str] = ()) -> list[Fault]:
+    """Return all that is wrong by the rules.
+
+    Args:
+        config: To be looked at.
+        wrong: Fields that are at their defaults, because what was given cannot be taken: nothing is said of those.
+    """
+    return faults_in(config, itertools.islice((said for rules in RULES for said in rules(config)), MOST_FAULTS), wrong)
+
+
+def faults_in(config: RunConfig, messages: Iterable[str], wrong: Collection[str] = ()) -> list[Fault]:
+    """Return what messages say of a config, each with the field that it names first and the value there."""
+    faults, tables = [], msgspec.to_builtins(config)
+    for said in messages:
+        named = list(_fields_in(said, tables)) or [("config", None)]
+        if not any(f"{one}.".startswith(f"{name}.") or name.startswith(f"{one}.") for one in wrong for name, _ in named):
+            faults.append(Fault(*named[0], said))
+    return faults
+
+
+def _fields_in(said: str, tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a message names, and their values; of a part of a list, or of what is left out, what holds it."""
+    for word in _FIELD.finditer(said):
+        value, names = tables, list[str]()
+        for name in word[0].split("."):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+            names.append(name)
+        if len(names) > 1 or (names and word.start() == 0 and not isinstance(value, dict)):
+            yield ".".join(names), value
 
 
 def _run(config: RunConfig) -> Iterator[str]:
@@ -165,7 +211,7 @@ def _vllm_server(config: RunConfig) -> Iterator[str]:
             is_address = False
         if not is_address:
             yield f"{url}: {given!r} is no server's address; it looks like http://host:port"
-        if not engine.shared_folder and not isinstance(config.broadcast.medium, NCCLMedium) and not is_loopback(given):
+        elif not engine.shared_folder and not isinstance(config.broadcast.medium, NCCLMedium) and not is_loopback(given):
             yield f"{url}: {given} is another machine: set generate.engine.shared_folder, a folder that both see under one path"
     distinct = len({each.rstrip("/") for each in engine.urls})
     if distinct < max(len(engine.urls), num_workers):
@@ -291,26 +337,19 @@ def _launch(config: RunConfig) -> Iterator[str]:
         yield f"placement.kind {config.placement.kind!r} shares one, and {apart}: take placement.kind = 'disaggregated'"
     if isinstance(config.broadcast.medium, CUDAIPCMedium):
         yield f"broadcast.medium.kind 'cuda_ipc' shares one, and {apart}: take 'auto', 'nccl' or 'zeromq'"
-    devices: dict[ProcessKind, str] = {"learner": config.learner.device, "inference": config.inference.device}
-    for kind, device in (devices | {"generator": engine.device_name}).items():
+    devices: dict[ProcessKind, tuple[str, str]] = {
+        "learner": ("learner.device", config.learner.device), "inference": ("inference.device", config.inference.device),
+        "generator": ("generate.engine.device", engine.device_name),
+    }  # fmt: skip
+    for kind, (field, device) in devices.items():
         name, _, number = device.partition(":")
         if name == "cuda" and number not in {"", "0"}:
-            yield f"{kind}: device {device!r} with launch.kind 'ray': Ray numbers a process's own GPUs from 0"
+            yield f"{field} {device!r} with launch.kind 'ray': Ray numbers a process's own GPUs from 0"
         if name == "cuda" and not needs_of(config, kind).num_gpus:
-            yield f"{kind}: device {device!r} needs a GPU and launch.{kind}.num_gpus is 0"
+            yield f"{field} {device!r} needs a GPU and launch.{kind}.num_gpus is 0"
 
 
-RULES: tuple[tuple[str, Callable[[RunConfig], Iterator[str]]], ...] = (
-    ("algorithm", lambda config: algorithm_faults(config.algorithm, config.learner)),
-    ("learner", _learner),
-    ("task", _task),
-    ("inference", _inference),
-    ("run", _run),
-    ("broadcast.medium", _medium),
-    ("placement", _turns),
-    ("placement", _shared_weights),
-    ("placement", _joining),
-    ("launch", _launch),
-    ("generate.engine", _vllm_server),
-)
-"""By the table that the rules are mostly about."""
+RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    lambda config: algorithm_faults(config.algorithm, config.learner),
+    _learner, _task, _inference, _run, _medium, _turns, _shared_weights, _joining, _launch, _vllm_server,
+)  # fmt: skip

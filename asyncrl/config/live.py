@@ -46,6 +46,11 @@ OF_CONTROLLER = (
     "max_run_s",
 )
 """Read by the controller, from the next time it looks."""
+NOT_OF_THE_RUN = {
+    "driven": {*OF_STEPS, *OF_CONTROLLER} - {"generate.num_workers", "max_run_s"},
+    "external": {*OF_STEPS} - {"num_steps"},
+}
+"""By kind of a learner that is not the run's own: what that learner reads by itself, or nobody."""
 ALARMS = "observe.alarms."
 """And the action of any alarm."""
 
@@ -110,6 +115,12 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
         raise ConfigError(
             f"{', '.join(fixed)} cannot change while the run goes on: fork it, or drain it and `asyncrl resume RUN --set ...`; "
             f"what can is {known}"
+        )
+    learner = config.learner.kind
+    if elsewhere := [field for field in values if field in NOT_OF_THE_RUN.get(learner, ())]:
+        raise ConfigError(
+            f"{', '.join(elsewhere)} cannot change here: learner.kind = {learner!r}, and its program goes by what it read "
+            "at first; give it there (a session's train_step takes learning_rate), or leave and resume with other values"
         )
     if "algorithm.kl.coefficient" in values and ((kl := config.algorithm.kl) is None or kl.target is not None):
         why = "this run has no [algorithm.kl], so no reference is loaded" if kl is None else "algorithm.kl.target adapts it"

@@ -6,10 +6,11 @@ Every error is a `ConfigError` that names the field, what was given and what is 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config.algorithm import CHOSEN_BY_HAND
-from asyncrl.config.check import faults_of
+from asyncrl.config.check import MOST_FAULTS, Fault, faults_of
 from asyncrl.config.places import at_node
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
@@ -26,6 +27,8 @@ NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
 """Environment variable by which a launcher says how other machines reach this one."""
 SHIPPED = Path(__file__).parent.parent / "shipped"
 """The configs that come with the package; in a checkout a link to configs/."""
+# Looks removable, and is not: msgspec (0.22) looks into a type at its first use, and crashes where two threads do that at once.
+msgspec.json.Decoder(RunConfig)
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -63,7 +66,7 @@ def resolve_config(
         source: What the config is called in messages.
 
     Raises:
-        ConfigError: As `load_config`; a wrong override is named as it was given.
+        ConfigError: As `load_config`, with every fault, one a line; a wrong override is named as it was given.
     """
     if isinstance(config, (str, Path)):
         return load_config(config, overrides)
@@ -73,24 +76,101 @@ def resolve_config(
     pairs = pairs_of(overrides)
     for key, value, given in pairs:
         set_value(raw, key, value, given)
-    algorithm = raw.get("algorithm")
+    checked, wrong, gone = take_values(raw)
+    said = []
+    for fault in wrong:
+        at_fault = [
+            text for key, _, text in pairs if f"{fault.field}.".startswith(f"{key}.") or key.startswith(f"{fault.field}.")
+        ]
+        said.append(f"{at_fault[-1] if at_fault else source}: {fault.allowed}")
+    if checked is not None:
+        said += [fault.allowed for fault in faults_beside(checked, gone)]
+    if checked is None or said:
+        raise ConfigError("\n".join(said))
+    return checked
+
+
+def take_values(raw: dict[str, Any]) -> tuple[RunConfig | None, list[Fault], set[str]]:
+    """Return the config that tables make without what cannot be taken, which is removed from them so that the rest is looked at.
+
+    Returns:
+        The config, None where too much is wrong to make one; what is wrong with single values; the fields that were removed.
+    """
+    algorithm, wrong, gone = raw.get("algorithm"), list[Fault](), set[str]()
     if isinstance(algorithm, dict) and "kind" not in algorithm and CHOSEN_BY_HAND.keys() & algorithm.keys():
         raw["algorithm"] = {"kind": "policy", **algorithm}
+    while len(wrong) < MOST_FAULTS:
+        try:
+            return msgspec.convert(raw, RunConfig), wrong, gone
+        except msgspec.ValidationError as error:
+            place, given, said = fault_of(error, raw)
+            given_at = _place_before(place, gone)
+            field, missing = ".".join(map(str, given_at)), _MISSING_FIELD.search(said)
+            if missing is None or f"{field}.{missing['field']}" not in gone:
+                wrong.append(Fault(field, given, said.replace(_shown(place), _shown(given_at))))
+            if not place or not _remove(raw, place):
+                break
+            gone.add(field)
+        except UnicodeEncodeError as error:
+            wrong.append(_no_text(error))
+            break
+    return None, wrong, gone
+
+
+def faults_beside(config: RunConfig, gone: Collection[str]) -> list[Fault]:
+    """Return what else is wrong with a config from which these fields were removed."""
+    faults = faults_of(config, gone)
     try:
-        checked = msgspec.convert(raw, RunConfig)
-        encoded = msgspec.json.encode(checked)
-    except msgspec.ValidationError as error:
-        steps, _, said = fault_of(error, raw)
-        place = ".".join(map(str, steps))
-        at_fault = [text for key, _, text in pairs if f"{place}.".startswith(f"{key}.") or key.startswith(f"{place}.")]
-        raise ConfigError(f"{at_fault[-1] if at_fault else source}: {said}") from error
+        msgspec.json.encode(config)
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{source}, or a value laid over it, is not UTF-8 text: {error.object!r}") from error
-    for _, fault in faults_of(checked):
-        raise ConfigError(fault)
-    if nul := re.search(rb'[^"]*(?<!\\)\\u0000[^"]*', encoded):
-        raise ConfigError(f"{source}, or a value laid over it, has a null character: {nul[0].decode()!r}")
-    return checked
+        faults = [*(fault for fault in faults if fault.given != error.object), _no_text(error)]
+    for field, value in leaves_of(msgspec.to_builtins(config)):
+        if isinstance(value, str) and "\0" in f"{field}{value}":
+            faults.append(Fault(field, value, f"{field} has a null character: {value!r}"))
+    return faults
+
+
+def leaves_of(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - plain nested values
+    """Yield every value that is no table and no list, with its place, `a.b.0`."""
+    if not isinstance(table, dict | list | tuple):
+        yield place, table
+        return
+    for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+        yield from leaves_of(value, f"{place}.{key}" if place else str(key))
+
+
+def _no_text(error: UnicodeEncodeError) -> Fault:
+    return Fault("config", ascii(error.object), f"the config, or a value laid over it, is not UTF-8 text: {error.object!r}")
+
+
+def _place_before(place: Sequence[str | int], gone: Collection[str]) -> list[str | int]:
+    """Return a place as it was given: of a list from which members have gone the later ones have moved up."""
+    given: list[str | int] = []
+    for step in place:
+        if isinstance(step, str):
+            given.append(step)
+        else:
+            left = (number for number in itertools.count() if ".".join(map(str, (*given, number))) not in gone)
+            given.append(next(itertools.islice(left, step, step + 1)))
+    return given
+
+
+def _shown(place: Sequence[str | int]) -> str:
+    """Return a place as msgspec says it, up to the last number: that of what is unknown there it does not say."""
+    numbers = [number for number, step in enumerate(place, 1) if isinstance(step, int)]
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[: max(numbers, default=0)])
+
+
+def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - plain nested values
+    """Take out what lies at a place; return whether anything was."""
+    *parents, last = place
+    try:
+        for step in parents:
+            raw = raw[step]
+        del raw[last]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
@@ -229,6 +309,7 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested TOML values
 
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
+_MISSING_FIELD = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
 
 def _steps(error: msgspec.ValidationError) -> list[str | int]:

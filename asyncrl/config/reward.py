@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from asyncrl.config import (
@@ -123,12 +124,13 @@ class RewardConfig(_Stage, frozen=True):
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:
     """Return each function's name: as configured, else its kind, with `_2`, `_3`, ... where the kind repeats."""
-    taken, names = {function.name for function in config.functions}, list[str]()
+    taken, names, tried = {function.name for function in config.functions}, list[str](), Counter[str]()
     for function in config.functions:
-        name, number = function.name or function.kind, 1
-        while not function.name and name in taken:
-            number += 1
-            name = f"{function.kind}_{number}"
+        name = function.name
+        while not name or (not function.name and name in taken):
+            tried[function.kind] += 1
+            number = tried[function.kind]
+            name = function.kind if number == 1 else f"{function.kind}_{number}"
         taken.add(name)
         names.append(name)
     return tuple(names)

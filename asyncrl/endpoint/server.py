@@ -40,6 +40,7 @@ from asyncrl.endpoint.openai_schema import (
     turns_of,
 )
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError, RunLostError
+from asyncrl.groups import to_its_end
 from asyncrl.schema.samples import Prompt, ScoredGroup, ids_to_bytes
 from asyncrl.session import Session
 
@@ -113,20 +114,29 @@ class Endpoint:
             web.post("/v1/rewards", self._reward),
         ]
         app.add_routes(routes)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
+        self._runner = runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+        async def listen() -> None:
+            await runner.setup()
+            await web.TCPSite(runner, self._host, self._port).start()
+
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
-        except OSError as error:
-            await self._runner.cleanup()
+            await to_its_end(listen())  # a start that is cut short would leave a socket that nobody knows of
+        except BaseException as error:
+            await runner.cleanup()
+            if not isinstance(error, OSError):
+                raise
             raise RunError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from error
-        port = self._runner.addresses[0][1]
+        port = runner.addresses[0][1]
         self.base_url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}/v1"
         self._forgetting = asyncio.get_running_loop().create_task(self._answers.forget(), name="endpoint")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.base_url = ""
+        await to_its_end(self._close())
+
+    async def _close(self) -> None:
         try:
             if self._forgetting is not None:
                 self._forgetting.cancel()

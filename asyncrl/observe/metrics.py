@@ -218,6 +218,8 @@ METRICS |= {
     f"{name}_by_staleness/*": Metric(f"{name}_by_staleness/*", METRICS[name].unit, f"`{name}` {_OF_BUCKET}")
     for name in _BY_STALENESS
 }
+COUNTERS = frozenset({"dropped/*", "failed/*", "deaths/*", "refused/samples"})
+"""Those that never fall while a controller lives."""
 
 
 def find_metric(name: str) -> Metric | None:

@@ -23,7 +23,7 @@ import msgspec
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.observe.metrics import find_metric, finite, unknown_names
+from asyncrl.observe.metrics import COUNTERS, find_metric, finite, unknown_names
 from asyncrl.observe.samples import MOST_FILE_BYTES, SAMPLES_FILE, SampleRow
 from asyncrl.observe.steps import JsonLines
 
@@ -90,7 +90,7 @@ class MetricSinks:
 
     def prometheus_text(self) -> str:
         """Return the newest value of every metric in Prometheus' text form; after `close`, too: a scrape may still come."""
-        return render_prometheus({"": self._newest})
+        return render_prometheus({"": self._newest}, {"step": "the newest optimizer step"})
 
     def close(self) -> None:
         """Close every destination, whatever becomes of the others."""
@@ -171,11 +171,12 @@ def label_text(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
-    """Return metrics as exposition text, members of a family under one header.
+def render_prometheus(by_labels: Mapping[str, Mapping[str, float]], meanings: Mapping[str, str]) -> str:
+    """Return metrics as exposition text, members of a family under one header; names of counters end in `_total`.
 
     Args:
         by_labels: Values by name, under the labels that each of them gets (`run="a"`); empty: none.
+        meanings: Of names that are not in metrics.py.
     """
     families: dict[str, tuple[str, dict[str, str]]] = {}
     for labels, name, value in sorted(
@@ -184,11 +185,12 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]]) -> str:
         metric = find_metric(name)
         family = metric is not None and metric.name.endswith("/*")
         stem, _, key = name.rpartition("/") if family else (name, "", "")
-        exposed = "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", stem)
+        kind, suffix = ("counter", "_total") if metric is not None and metric.name in COUNTERS else ("gauge", "")
+        exposed = f"asyncrl_{re.sub(r'[^a-zA-Z0-9_]', '_', stem)}{suffix}"
         label = ",".join([labels] * bool(labels) + [f'key="{label_text(key)}"'] * family)
         label = f"{{{label}}}" if label else ""
         shown = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))
-        meaning = f"# HELP {exposed} {metric.meaning} ({metric.unit})\n" if metric else ""
-        _, lines = families.setdefault(exposed, (f"{meaning}# TYPE {exposed} gauge\n", {}))
+        meaning = f"{metric.meaning} ({metric.unit})" if metric else meanings.get(name, "a name that is not asyncrl's own")
+        _, lines = families.setdefault(exposed, (f"# HELP {exposed} {meaning}\n# TYPE {exposed} {kind}\n", {}))
         lines.setdefault(label, f"{exposed}{label} {shown}\n")  # of names that read the same here the first
     return "".join(header + "".join(lines.values()) for header, lines in families.values())

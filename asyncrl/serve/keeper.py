@@ -32,7 +32,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, is_live, kill_controllers, until_gone
 from asyncrl.control.lifecycle.pid_file import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
-from asyncrl.observe.steps import EVENTS_FILE, RunEvent, Tail, read_evals, read_events, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, Tail, read_evals, read_events, read_steps
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
 from asyncrl.serve.machine import Machine, admit, in_order, misfits
@@ -47,6 +47,15 @@ BACKOFF_S = 1.0
 AGAIN_S = 5.0
 START = "start"
 """In a fork's folder: what it begins with, as hard links: its parent may remove that checkpoint before the fork's turn comes."""
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """A RunEvent of a controller that may be of another version than this daemon: its kind is any."""
+
+    seq: int
+    kind: str
+    subject: str = ""
+    text: str = ""
 
 
 class Keeper:
@@ -289,7 +298,8 @@ class Keeper:
             self._settle(record.id)
             await self._keep(record, lives=True)
         elif (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
-            await self._conclude(record, *last)
+            await self._pass_on(record.id, self._untold(record.id))
+            await self._conclude(self.records.runs[record.id], *last)
             self._settle(record.id)
         else:
             self._settle(record.id)
@@ -357,9 +367,9 @@ class Keeper:
 
     async def _follow(self, run: str) -> tuple[str, str]:
         """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""
-        folder = self.records.run_folder(run)
-        events = Tail(folder / EVENTS_FILE, "seq", "event", max((event.seq for event in read_events(folder)), default=0))
+        folder, events = self.records.run_folder(run), self._untold(run)
         status: RunStatus | None = None
+        lost = ""
         try:
             async with connect(folder) as client:
                 self._clients[run] = client
@@ -373,11 +383,10 @@ class Keeper:
                     del self._clients[run]  # before it is closed
         except AsyncRLError as error:
             lost = str(error)
-        else:
-            await until_gone(folder, CONTROLLER_END_S)
-            return status.phase, status.reason
         await until_gone(folder, CONTROLLER_END_S)
         await self._pass_on(run, events)
+        if status is not None and not lost:
+            return status.phase, status.reason
         last = _last_phase(folder, self.records.runs[run].events_before)
         return last if last is not None and last[0] in ENDED else ("", lost)
 
@@ -392,11 +401,20 @@ class Keeper:
         else:
             self.records.runs[run] = newer
 
+    def _untold(self, run: str) -> Tail:
+        """Return what a run has told of itself and the daemon has not yet, also what it told while there was no daemon."""
+        return Tail(self.records.run_folder(run) / EVENTS_FILE, "seq", "event", self.records.runs[run].events_told)
+
     async def _pass_on(self, run: str, events: Tail) -> None:
-        for _, _, line in await events.rows():
-            event = msgspec.json.decode(line, type=RunEvent)
-            if event.kind != "swap":  # one a step; the run's own file has them
-                await self.tell(event.kind, run, f"{event.subject} {event.text}".strip())
+        while rows := await events.rows():
+            for _, _, line in rows:
+                event = msgspec.json.decode(line, type=_Told)
+                told = replace(self.records.runs[run], events_told=event.seq)
+                if event.kind == "swap":  # one a step; the run's own file has them
+                    self.records.runs[run] = told
+                else:
+                    text = f"{event.subject} {event.text}".strip()
+                    self.records.add_event(self._clock.now(), event.kind, run, text, record=told)
 
     async def _conclude(self, record: RunRecord, phase: str, reason: str) -> None:
         """Note the end that a run itself has told."""

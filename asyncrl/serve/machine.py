@@ -56,11 +56,7 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
     Raises:
         ConfigError: A model's folder cannot be read.
     """
-    planned, gpus = plan_processes(config), set(places_of(config).engine_gpus)
-    if config.learner.kind == "builtin" and (first := gpu_of(config.learner.device)) is not None:
-        gpus |= set(range(first, first + config.learner.ranks))
-    if config.needs_inference and (one := gpu_of(config.inference.device)) is not None:
-        gpus.add(one)
+    planned = plan_processes(config)
     threads = sum(num_threads(config, item.kind) * (config.learner.ranks if item.kind == "learner" else 1)
                   for item in planned if item.kind != "reward")  # fmt: skip
     held: list[Part] = []
@@ -71,7 +67,17 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
     if gpu_of(config.inference.device) is None and config.needs_inference:
         held += inference_parts(config) * config.inference.num_workers
     held_bytes = IMPORTED_BYTES * len(planned) + sum(part.num_bytes for part in held)
-    return Demand(max(gpus) + 1 if gpus else 0, min(max(threads, 1), there.cores), held_bytes)
+    return Demand(num_gpus(config), min(max(threads, 1), there.cores), held_bytes)
+
+
+def num_gpus(config: RunConfig) -> int:
+    """Return how many GPUs a run takes: up to the last that one of its processes names."""
+    gpus = set(places_of(config).engine_gpus)
+    if config.learner.kind == "builtin" and (first := gpu_of(config.learner.device)) is not None:
+        gpus |= set(range(first, first + config.learner.ranks))
+    if config.needs_inference and (one := gpu_of(config.inference.device)) is not None:
+        gpus.add(one)
+    return max(gpus) + 1 if gpus else 0
 
 
 def in_order(runs: Iterable[RunRecord]) -> list[RunRecord]:

@@ -70,6 +70,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Controllers it has had."""
     events_before: int = 0
     """Number of the run's newest event as the newest of them was started."""
+    events_told: int = 0
+    """Number of the run's newest event that is among the daemon's too."""
     drains: bool = False
     """It was told to end: no resume."""
     parent: str = ""
@@ -200,12 +202,18 @@ class Records:
         row = self._db.execute("SELECT record FROM keys WHERE key = ?", (key,)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=Answered)
 
-    def add_event(self, now: float, kind: str, run: str = "", text: str = "", who: str = "") -> ServerEvent:
-        """Keep an event, and return it with its number."""
+    def add_event(
+        self, now: float, kind: str, run: str = "", text: str = "", who: str = "", record: RunRecord | None = None
+    ) -> ServerEvent:  # fmt: skip
+        """Keep an event, and return it with its number; `record` is its run's that says so, kept with it or not at all."""
         with self._db:
+            if record is not None:
+                self._put("runs", "id", record.id, record)
             body = msgspec.json.encode({"time_s": now, "run": run, "kind": kind, "text": text, "who": who})
             seq = self._db.execute("INSERT INTO events (record) VALUES (?)", (body,)).lastrowid or 0
             self._db.execute("DELETE FROM events WHERE seq <= ?", (seq - MOST_EVENTS,))
+        if record is not None:
+            self.runs[record.id] = record
         return ServerEvent(seq=seq, time_s=now, run=run, kind=kind, text=text, who=who)
 
     def events(self, after: int, most: int = 1000) -> list[ServerEvent]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from aiohttp import web
 
 from asyncrl import __version__
 from asyncrl.clock import Clock
+from asyncrl.config.check import Fault
 from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import load_config
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
@@ -47,6 +50,8 @@ MOST_AT_ONCE = 200
 MOST_JUDGED_BYTES = 16 << 20
 """Of what a program has judged; what its function raised is in it."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
+FILE, MADE = (200, 206, 304), (200, 201)
+"""Statuses of a file, whole, in part or as it is known already; of a run that was made, before or now."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[web.Request], object]
@@ -62,7 +67,18 @@ class Route(NamedTuple):
     """Role, or OPEN."""
     handler: Answer
     summary: str
+    """With the query's parameters, as `?state= &tag=`."""
     body: Any = None
+    """Struct of what is asked; msgpack where the summary says so, else JSON."""
+    statuses: tuple[int, ...] = (200,)
+    """Of an answer that is no refusal."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Body of an answer from 400 on; of 422 with all that is wrong."""
+
+    error: str
+    faults: Sequence[Fault] = ()
 
 
 @dataclass
@@ -94,29 +110,30 @@ class Service:
         reads_text = "viewer" if self.show_samples else "operator"
         orders = ((name, partial(self.order, name)) for name in ORDERS)
         table = [
-            Route("GET", "/", OPEN, page.file, "The page."),
-            Route("GET", "/page/{file:.*}", OPEN, page.file, "The page's files."),
+            Route("GET", "/", OPEN, page.file, "The page.", statuses=FILE),
+            Route("GET", "/page/{file:.*}", OPEN, page.file, "The page's files.", statuses=FILE),
             Route("POST", "/v1/login", OPEN, page.login, "Give the page a cookie for a token.", Login),
             Route("POST", "/v1/logout", OPEN, page.logout, "Take the page's cookie back."),
             Route("GET", "/v1/session", OPEN, page.session, "Who is logged in on this page, and in which role."),
             Route("GET", "/v1/live", "viewer", page.live_runs, "The newest runs, whenever one has changed, as a stream."),
             Route("GET", "/healthz", OPEN, lambda _: {"ok": True}, "Whether the daemon's loop runs."),
-            Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room."),
+            Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room.",
+                  statuses=(200, 503)),
             Route("GET", "/version", OPEN, lambda _: {"version": __version__, "api": 1}, "The daemon's version."),
             Route("GET", "/openapi.json", OPEN, self.openapi, "This interface, as OpenAPI 3.1."),
             Route("GET", "/metrics", "viewer", self.metrics, "Every run's newest metrics, in Prometheus' text form."),
             Route("GET", "/v1/runs", "viewer", self.list_runs, "Runs, newest first: ?state= &project= &tag= &limit= &before=."),
-            Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; Idempotency-Key allows repeats.", Submission),
+            Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; with an Idempotency-Key once.", Submission, MADE),
             Route("GET", "/v1/queue", "viewer", self.queue, "Queued runs in the order in which they start; what each waits for."),
             Route("GET", "/v1/machine", "viewer", self.machine, "What there is, and what is in use."),
             Route("GET", "/v1/compare", "viewer", self.compare, "Runs beside each other: ?runs=A,B."),
-            Route("GET", "/v1/events", "viewer", self.events, "What happened at the daemon and to all runs, as a stream."),
+            Route("GET", "/v1/events", "viewer", self.events, "What happened here and to all runs, as a stream; ?after=."),
             Route("GET", run, "viewer", lambda asked: known[asked.match_info["run"]], "One run's record."),
             Route("GET", f"{run}/status", "viewer", self.status, "Where a run stands and who waits for whom."),
-            Route("GET", f"{run}/steps", "viewer", steps, "Step reports, past and coming, as a stream; ?first= STEP."),
+            Route("GET", f"{run}/steps", "viewer", steps, "Step reports, past and coming, as a stream; ?first= &after=."),
             Route("GET", f"{run}/evaluations", "viewer", self.evaluations, "Held-out evaluations, oldest first."),
-            Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream."),
-            Route("GET", f"{run}/live", "viewer", page.live, "All of it as one stream: ?offset= &events= &seconds=."),
+            Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream; ?first= &after=."),
+            Route("GET", f"{run}/live", "viewer", page.live, "All of it as one stream: ?offset= &events= &seconds= &after=."),
             Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
             Route("GET", f"{run}/alarms", "viewer", page.alarms, "Alarms that were raised, and the rules with their advice."),
             Route("GET", f"{run}/seconds", "viewer", page.seconds, "How a run stood in each second of its newest hour."),
@@ -130,15 +147,15 @@ class Service:
             Route("GET", f"{run}/changeable", "viewer", page.changeable, "What can change while a run goes on."),
             Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
             Route("POST", f"{run}/change", "operator", self.change, "The same, as a run's client asks: msgpack.", ConfigChange),
-            Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file of a run's folder, or a folder's list."),
+            Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file, or the list of a folder.", None, FILE),
             Route("GET", f"{run}/checkpoints/{{name}}", "operator", self.checkpoint, "A checkpoint, or `newest`, as a tar."),
             *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
             Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
             Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
-            Route("POST", f"{run}/score", "submitter", self.score, "Judge a run's samples, as its client does: msgpack."),
-            Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork),
+            Route("POST", f"{run}/score", "submitter", self.score, "Judge a run's samples, as its client does: msgpack.", Judged),
+            Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork, MADE),
             Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
-            Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken),
+            Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken, (201,)),
             Route("DELETE", "/v1/tokens/{name:.*}", "admin", self.remove_token, "Remove a token."),
         ]  # fmt: skip
         return [route for route in table if not self.read_only or route.method == "GET" or route.least == OPEN]
@@ -191,7 +208,7 @@ class Service:
         except web.HTTPException as error:
             response = json_response({"error": error.text or error.reason}, error.status)
         except RefusedError as error:
-            response = json_response({"error": str(error), "faults": error.faults}, 422)
+            response = json_response(Refusal(str(error), error.faults), 422)
         except ForbiddenError as error:
             response = json_response({"error": str(error)}, error.status)
             if error.status == 401:
@@ -221,21 +238,12 @@ class Service:
 
     def openapi(self, _request: web.Request) -> dict[str, Any]:
         """Return the table as OpenAPI."""
-        bodies = [Submission, Fork, Resume, NewToken, Login]
+        routes, paths = self.routes(), dict[str, dict[str, Any]]()
+        bodies = [*dict.fromkeys(route.body for route in routes if route.body is not None), Refusal]
         _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-        paths: dict[str, dict[str, Any]] = {}
-        for route in self.routes():
-            operation: dict[str, Any] = {"summary": route.summary, "responses": {"200": {"description": "OK"}}}
-            operation |= {"security": []} if route.least == OPEN else {"security": [{"bearer": []}], "x-role": route.least}
+        for route in routes:
             path = route.path.replace(":.*", "")
-            if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
-                operation["parameters"] = [
-                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-                ]
-            if route.body is not None:
-                schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
-                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-            paths.setdefault(path, {})[route.method.lower()] = operation
+            paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
         return {
             "openapi": "3.1.0",
@@ -447,6 +455,33 @@ class Service:
             task.cancel()  # its streams end with it
         await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
         return {"removed": name}
+
+
+def _operation(route: Route, path: str) -> dict[str, Any]:
+    """Return a row of the table as OpenAPI has it."""
+    query = re.findall(r"[?&](\w+)=", route.summary)
+    named = [("path", part[1:-1]) for part in path.split("/") if part.startswith("{")] + [("query", name) for name in query]
+    named += [("header", "Last-Event-ID")] * ("after" in query) + [("header", "Idempotency-Key")] * (route.statuses == MADE)
+    refused = {"description": "refused", "content": {"application/json": {"schema": _reference(Refusal)}}}
+    operation = {
+        "summary": route.summary,
+        "security": [] if route.least == OPEN else [{"bearer": []}],
+        "x-role": route.least,
+        "parameters": [
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}} for place, name in named
+        ],
+        "responses": {str(status): {"description": HTTPStatus(status).phrase} for status in route.statuses}
+        | {"4XX": refused, "5XX": refused},
+    }
+    if route.body is not None:
+        kind = "application/msgpack" if "msgpack" in route.summary else "application/json"
+        content = {kind: {"schema": _reference(route.body)}}
+        operation["requestBody"] = {"required": route.body is not Resume, "content": content}
+    return operation
+
+
+def _reference(struct: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}
 
 
 async def _body(request: web.Request) -> bytes:

@@ -10,32 +10,34 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from asyncrl.config.check import faults_of
+from asyncrl.config.check import Fault, faults_in
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.live import changed
-from asyncrl.config.load import fault_of, find_config, lay_over, read_toml, resolve_config, set_value
+from asyncrl.config.load import faults_beside, find_config, lay_over, leaves_of, read_toml, set_value, take_values
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.placement.gpu_share import check_phase_room
-from asyncrl.control.tools.inputs import check_user_functions, path_faults, user_functions
+from asyncrl.control.tools.inputs import start_faults, user_functions
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.serve.machine import Machine, demand_of, misfits
+from asyncrl.serve.machine import Machine, demand_of, misfits, num_gpus
 from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
 
-MOST_FAULTS = 50
 MOST_CONFIG_CHARS = 1 << 16
 """Of a config as TOML text: its reader takes the square of the depth of a key."""
 MOST_NAME_CHARS = 100
 """Of a shipped config."""
 MOST_DEPTH = 50
 """Of tables in tables."""
+MOST_PATH_CHARS = 4096
+"""As Linux has it; each part of a longer one would be looked up before it is refused."""
+MOST_SAID, MOST_SAID_CHARS = 100, 4096
+"""Faults of one answer, and characters of a field, of what was given and of what is said of it."""
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]*", re.ASCII)
 """Of vLLM's settings those that name neither a path nor a class."""
 PATH_FIELD = re.compile(r"(^|[._])(path|folder|file)$")
@@ -89,21 +91,14 @@ class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Role
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong with a submission."""
-
-    field: str
-    given: Any = None
-    allowed: str = ""
-    """What is wrong, and what would be right."""
-
-
 class RefusedError(AsyncRLError):
     """A submission that cannot run, with everything that is wrong with it."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        super().__init__("; ".join(f"{fault.field}: {fault.allowed}" for fault in faults))
-        self.faults = [msgspec.structs.replace(fault, given=_shown(fault.given)) for fault in faults]
+        most = MOST_SAID_CHARS
+        self.faults = [Fault(one.field[:most], _shown(one.given), one.allowed[:most]) for one in faults[:MOST_SAID]]
+        more = [f"and {len(faults) - MOST_SAID} more"] if len(faults) > MOST_SAID else []
+        super().__init__("\n".join([*map(str, self.faults), *more]))
 
 
 def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], there: Machine) -> tuple[RunConfig, Demand]:
@@ -112,31 +107,35 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
     Raises:
         RefusedError: With every fault.
     """
-    raw = _raw(submission)
+    raw, faults = _raw(submission)
     raw["folder"] = str(folder)
     if submission.name:
         raw["name"] = submission.name
-    config, faults = _checked(raw)
-    if not RUN_NAME.fullmatch(config.name):
+    config, wrong, gone = take_values(raw)
+    faults += wrong
+    if config is None:
+        raise RefusedError(faults)
+    faults += faults_beside(config, gone)
+    if not RUN_NAME.fullmatch(config.name) and not any(fault.field == "name" for fault in faults):
         faults.append(Fault("name", config.name, "letters, digits and . _ - = + @, the first a letter or a digit"))
     if isinstance(config.launch, RayLaunch):
         faults.append(Fault("launch.kind", "ray", "a daemon's runs are of its own machine; use `ray job submit`"))
+    foreign = [Fault("functions", path, why) for path, why in foreign_code(config, code_roots)]
+    astray = _wrong_paths(config, folder)
+    faults += foreign + astray
     try:
-        faults += [Fault("functions", path, why) for path, why in foreign_code(config, code_roots)]
-        faults += _own_files(config, folder)
-        if not faults:
-            faults += [_as_fault(text) for text in path_faults(config)]
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
-        faults.append(Fault("config", None, f"a path in it leads nowhere: {str(error)[:200]}"))
-    demand = Demand()
-    if not faults:
-        try:
-            check_user_functions(config)
-            check_phase_room(config)
-            demand = demand_of(config, there)
-            faults += [Fault("machine", None, text) for text in misfits(there, demand)]
-        except ConfigError as error:
-            faults.append(_as_fault(str(error)))
+        nowhere = {fault.field for fault in astray}
+        faults += [one for one in faults_in(config, start_faults(config, imports=not foreign)) if one.field not in nowhere]
+    except (OSError, ValueError) as error:
+        if not astray:
+            faults.append(Fault("config", None, f"a path in it leads nowhere: {str(error)[:200]}"))
+    demand = Demand(num_gpus(config))
+    try:
+        demand = demand_of(config, there)
+    except ConfigError as error:
+        known = {fault.field for fault in faults}
+        faults += [fault for fault in faults_in(config, [str(error)]) if fault.field not in known]
+    faults += [Fault("machine", demand, text) for text in misfits(there, demand)]
     if faults:
         raise RefusedError(faults)
     return config, demand
@@ -163,10 +162,11 @@ def change_faults(config: RunConfig, values: Mapping[str, Any]) -> list[Fault]:
     return faults
 
 
-def _raw(submission: Submission) -> dict[str, Any]:
-    given = submission.config
+def _raw(submission: Submission) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the tables that a submission comes to, without what cannot be laid over them, and that."""
+    given, faults = submission.config, list[Fault]()
     if isinstance(given, str) and len(given) > MOST_CONFIG_CHARS:
-        raise RefusedError([Fault("config", None, f"at most {MOST_CONFIG_CHARS:,} characters of TOML, got {len(given):,}")])
+        raise RefusedError([Fault("config", len(given), f"at most {MOST_CONFIG_CHARS:,} characters of TOML, got {len(given):,}")])
     try:
         if isinstance(given, dict):
             raw = copy.deepcopy(given)
@@ -174,15 +174,21 @@ def _raw(submission: Submission) -> dict[str, Any]:
             raw = tomllib.loads(given)
         else:
             raw = _shipped(given)
-        for preset in submission.presets:
-            raw = lay_over(raw, _shipped(preset))
-        for key, value in submission.set.items():
-            _check_depth(value, MOST_DEPTH - key.count("."))
-            set_value(raw, key, value, f"set {key}")
         _check_depth(raw)
     except (ConfigError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise RefusedError([Fault("config", None, str(error))]) from error
-    return raw
+        raise RefusedError([Fault("config", given[:200] if isinstance(given, str) else None, str(error))]) from error
+    for preset in submission.presets:
+        try:
+            raw = lay_over(raw, _shipped(preset))
+        except ConfigError as error:
+            faults.append(Fault("presets", preset, str(error)))
+    for key, value in submission.set.items():
+        try:
+            _check_depth(value, MOST_DEPTH - key.count("."))
+            set_value(raw, key, value, f"set {key}")
+        except ConfigError as error:
+            faults.append(Fault(key, value, str(error)))
+    return raw, faults
 
 
 def _check_depth(table: Any, left: int = MOST_DEPTH) -> None:  # noqa: ANN401 - plain nested values
@@ -199,39 +205,6 @@ def _shipped(name: str) -> dict[str, Any]:
         short = name[:MOST_NAME_CHARS]
         raise ConfigError(f"{short!r} is not the name of a shipped config; send your own as TOML text, or its tables as JSON")
     return read_toml(path)
-
-
-def _checked(raw: dict[str, Any]) -> tuple[RunConfig, list[Fault]]:
-    """Return the config, with what is wrong put back to its default, and what was wrong."""
-    faults: list[Fault] = []
-    while True:
-        try:
-            config = msgspec.convert(raw, RunConfig)
-            break
-        except msgspec.ValidationError as error:
-            place, given, said = fault_of(error, raw)
-            faults.append(Fault(".".join(map(str, place)), given, said))
-            if len(faults) >= MOST_FAULTS or not place or not _remove(raw, place):
-                raise RefusedError(faults) from error
-    faults += [Fault(table, None, said) for table, said in faults_of(config)]
-    if not faults:
-        try:
-            return resolve_config(config), []
-        except ConfigError as error:
-            faults.append(_as_fault(str(error)))
-    return config, faults
-
-
-def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - plain nested values
-    """Take out what lies at a place; return whether anything was."""
-    *parents, last = place
-    try:
-        for step in parents:
-            raw = raw[step]
-        del raw[last]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[str, str]]:
@@ -262,40 +235,35 @@ def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[st
     return refused
 
 
-def _own_files(config: RunConfig, runs: Path) -> list[Fault]:
-    """Return which paths of a config are the daemon's own: its tokens and records, or keys of a run."""
+def _wrong_paths(config: RunConfig, runs: Path) -> list[Fault]:
+    """Return which paths of a config are the daemon's own, its tokens and records or keys of a run, and which lead nowhere."""
     faults, home = [], runs.resolve().parent
-    for field, value in _leaves(msgspec.to_builtins(config)):
+    for field, value in leaves_of(msgspec.to_builtins(config)):
         if PATH_FIELD.search(field) and isinstance(value, str) and value and field != "folder":
-            inside = Path(value).resolve()
+            try:
+                inside = Path(value[: MOST_PATH_CHARS + 1]).resolve()
+                inside.exists()
+            except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a zero byte
+                faults.append(Fault(field, value, f"leads nowhere: {str(error)[:200]}"))
+                continue
             first, *rest = inside.relative_to(home).parts or ("",) if inside.is_relative_to(home) else ("",)
             if first in OWN_FILES or first.startswith(DATABASE) or (first == RUNS and PRIVATE & set(rest[1:])):
                 faults.append(Fault(field, value, "is the daemon's own: tokens and keys are not for runs"))
     return faults
 
 
-def _leaves(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - plain nested values
-    if not isinstance(table, dict | list | tuple):
-        yield place, table
-        return
-    for key, value in table.items() if isinstance(table, dict) else enumerate(table):
-        yield from _leaves(value, f"{place}.{key}" if place else str(key))
-
-
 def _shown(value: Any) -> Any:  # noqa: ANN401 - what was given
-    """Return a value as JSON can have it."""
+    """Return a value as JSON can have it, a long one cut short."""
     try:
-        msgspec.json.encode(value)
+        text = msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):
         return f"a value that is no JSON ({type(value).__name__})"
-    return value
+    return value if len(text) <= MOST_SAID_CHARS else f"{text[:MOST_SAID_CHARS].decode(errors='ignore')}..."
 
 
 def _is_inside(path: str, roots: Sequence[Path]) -> bool:
-    return any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots)
-
-
-def _as_fault(text: str) -> Fault:
-    field, colon, rest = text.partition(": ")
-    plain = colon and field.replace(".", "").replace("_", "").isalnum()
-    return Fault(field, None, rest) if plain else Fault("config", None, text)
+    """Return whether a path lies below one of the roots; one that leads nowhere does not."""
+    try:
+        return len(path) <= MOST_PATH_CHARS and any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots)
+    except (OSError, RuntimeError, ValueError):
+        return False

@@ -1,4 +1,4 @@
-"""What the package lists of itself; what a type checker sees of it is in integration/service/test_python_page.py."""
+"""What the package lists of itself; what a type checker sees of it is in integration/run/test_wheel.py."""
 
 import pytest
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.load import dump_config, parse_config
@@ -85,12 +86,20 @@ def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[
     return subprocess.run([*ASYNCRL, *map(str, words)], **usual | options)
 
 
+async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> int:
+    """Wait until the run says of a rule's alarm that it is raised, with its advice, or `is over`; return the event's number."""
+    async for event in run.events("alarm", after=after):
+        if event.subject == rule and what in event.text:
+            return event.seq
+    pytest.fail(f"{rule} was not raised, or not over")
+
+
 @pytest.fixture
 def quick_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs look at room and pace, which they do every ten seconds, every 0.3 s."""
+    """Runs look at room and pace, which they do every ten seconds, every 0.3 s, and a step is late after 1 s, not 30."""
     folder = tmp_path / "quick_looks"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("from asyncrl.observe import alarms\nalarms.ROOM_S = 0.3\n")
+    (folder / "sitecustomize.py").write_text("from asyncrl.observe import alarms\nalarms.ROOM_S, alarms.STALL_S = 0.3, 1.0\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.run import OwnerConfig
+
+log = logging.getLogger(__name__)
 
 SOCKET_FILE = "owner.sock"
 ATTACH_S = 60.0
@@ -61,7 +64,9 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
     grace: asyncio.TimerHandle | None = None
 
     def absent() -> None:
-        if config.absent != "go_on":
+        if config.absent == "go_on":
+            log.info("nobody is attached to the run; it goes on (owner.absent)")
+        else:
             owner.then, owner.why = config.absent, "nobody was attached to the run"
             owner.gone.set()
 

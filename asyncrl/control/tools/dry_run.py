@@ -16,8 +16,9 @@ from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import gpu_share
 from asyncrl.control.placement.limits import core_quota, num_cores, usable_cores
 from asyncrl.control.tools.choices import with_choices
-from asyncrl.control.tools.inputs import examine
+from asyncrl.control.tools.inputs import beside, examine
 from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts, policy_shape, version_bytes
+from asyncrl.errors import ConfigError
 from asyncrl.models.memory import Part
 
 MIB = 1 << 20
@@ -27,14 +28,15 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
     """Return the resolved TOML and the derived quantities as text, and what a run would fail on.
 
     Raises:
-        ConfigError: As `derived`, a phase of a shared device does not fit it, or a function that it names is not there.
+        ConfigError: The task's own code ended the process that builds it.
     """
     config, said = with_choices(config)
     found = examine(config)
-    if not found.faults:
-        gpu_share.check_phase_room(config)
-    lines = [dump_config(config), "# derived"]
-    figures = found.figures | (derived(config) if not any(fault.startswith("model.path") for fault in found.faults) else {})
+    lines, figures = [dump_config(config), "# derived"], found.figures
+    try:
+        figures |= derived(config)
+    except ConfigError as error:
+        found.faults += beside(found.faults, error)
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
     lines += [f"# {choice}" for choice in said]
     lines += [f"# WARNING: {doubt}" for doubt in (*doubts_about_medium(config), *doubts_about_algorithm(config.algorithm))]

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from asyncrl.config.load import parse_config
 from asyncrl.config.reward import PythonReward
 from asyncrl.config.run import RunConfig, has_own_environment
 from asyncrl.config.tasks import PythonTask
+from asyncrl.control.placement.gpu_share import check_phase_room
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.tokenizer import TokenizerCodec
 from asyncrl.reward.sandbox.code_exec import check_tests
@@ -38,8 +40,8 @@ RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "l
 TIMEOUT_S = 300.0
 MOST_PROMPTS = 2000
 """Prompts whose length is looked at."""
+NO_TOKENIZER = "has no tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-_WRONG = 2
 
 
 class UserFunction(msgspec.Struct, frozen=True):
@@ -69,29 +71,49 @@ def user_functions(config: RunConfig) -> list[UserFunction]:
     """Return the functions that the processes of this run will import."""
     found = [UserFunction(config.task.path, "task.path", TASK_ARGUMENTS)] if isinstance(config.task, PythonTask) else []
     found += [
-        UserFunction(function.path, "reward path", REWARD_ARGUMENTS)
+        UserFunction(function.path, "reward.functions", REWARD_ARGUMENTS)
         for function in config.reward.functions
         if isinstance(function, PythonReward)
     ]
     if config.learner.kind == "builtin":
         algorithm = config.algorithm
         maths = [("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)]
-        maths += [
-            ("algorithm.corrections.path", item.path) for item in algorithm.corrections if isinstance(item, PythonCorrection)
-        ]
+        maths += [("algorithm.corrections", item.path) for item in algorithm.corrections if isinstance(item, PythonCorrection)]
         found += [UserFunction(path, field, MATHS_ARGUMENTS) for field, path in maths if ":" in path]
     return found
 
 
-def check_user_functions(config: RunConfig) -> None:
-    """Import every function the config names.
-
-    Raises:
-        ConfigError: One cannot be imported, or does not take what it is called with.
-    """
+def function_faults(config: RunConfig) -> list[str]:
+    """Import every function the config names, and return which cannot be, or do not take what they are called with."""
     functions = user_functions(config)
-    if functions and not has_own_environment(config.launch):
-        _ask(Question(functions), f"importing {', '.join(function.path for function in functions)}")
+    if not functions or has_own_environment(config.launch):
+        return []
+    try:
+        return _ask(Question(functions), f"importing {', '.join(f'{one.field} {one.path!r}' for one in functions)}").faults
+    except ConfigError as error:  # one has ended the process
+        return [str(error)]
+
+
+def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = True) -> list[str]:
+    """Return all that keeps a run from starting: files, folders, functions, a phase without room on its device.
+
+    Args:
+        config: Of the run.
+        resumed: It has its model in its own folder.
+        imports: Functions are imported.
+    """
+    faults = path_faults(config, resumed=resumed)
+    try:
+        check_phase_room(config)
+    except ConfigError as error:
+        faults += beside(faults, error)
+    return faults + (function_faults(config) if imports else [])
+
+
+def beside(faults: Sequence[str], error: ConfigError) -> list[str]:
+    """Return what an error adds to faults: nothing where it is of a model's folder of which they say that it is not there."""
+    fields = {fault.partition(":")[0].partition(" ")[0] for fault in faults if NO_TOKENIZER not in fault}
+    return [] if any(str(error).startswith(field) for field in fields) else [str(error)]
 
 
 def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
@@ -106,7 +128,7 @@ def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
         elif not (folder / "config.json").is_file():
             faults.append(f"model.path: {folder} has no config.json")
         elif not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            faults.append(f"model.path: {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+            faults.append(f"model.path: {folder} {NO_TOKENIZER} (none of {', '.join(TOKENIZER_FILES)})")
     others = {"algorithm.reference.path": config.algorithm.reference.path if config.algorithm.needs_reference else ""}
     others["algorithm.critic.path"] = config.algorithm.critic.path if config.algorithm.critic is not None else ""
     others |= {f"inference.reward_models {model.name}": model.path for model in config.inference.reward_models}
@@ -132,14 +154,12 @@ def examine(config: RunConfig) -> Findings:
     """Build the task, tokenise prompts and open devices, and return what is wrong and what was counted.
 
     Raises:
-        ConfigError: As `check_user_functions`.
+        ConfigError: The task's own code ended the process that builds it.
     """
-    if has_own_environment(config.launch):
-        return Findings()
-    faults = path_faults(config)
-    check_user_functions(config)
-    found = Findings() if faults else _ask(Question([], msgspec.to_builtins(config)), "looking at the task's prompts")
-    return Findings([*faults, *found.faults], found.figures)
+    faults = start_faults(config)
+    if faults or has_own_environment(config.launch):
+        return Findings(faults)
+    return _ask(Question([], msgspec.to_builtins(config)), "looking at the task's prompts")
 
 
 def _ask(question: Question, what: str) -> Findings:
@@ -153,8 +173,6 @@ def _ask(question: Question, what: str) -> Findings:
             raise ConfigError(f"{what} has not ended after {TIMEOUT_S:.0f} s") from error
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
-    if code == _WRONG and said:
-        raise ConfigError(said.splitlines()[-1])
     try:
         if not code:
             return msgspec.json.decode(said.rpartition("\n")[2], type=Findings)
@@ -167,16 +185,13 @@ def _ask(question: Question, what: str) -> Findings:
 
 
 def main() -> int:
-    """Answer the question on standard input; the last line that is said is the answer, or the first fault of a function."""
-    try:
-        question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
-        for function in question.functions:
+    """Answer the question on standard input; the last line that is said is the answer."""
+    question, findings = msgspec.json.decode(sys.stdin.buffer.read(), type=Question), Findings()
+    for function in question.functions:
+        try:
             load_function(function.path, function.field, function.arguments)
-    except ConfigError as error:
-        sys.stdout.flush()
-        print("\n" + " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201 - its parent reads it
-        return _WRONG
-    findings = Findings()
+        except ConfigError as error:
+            findings.faults.append(" ".join(str(error).splitlines()))
     if question.config:
         config = parse_config(question.config)
         findings.faults += device_faults(config)

@@ -191,4 +191,4 @@ def _shape_in(path: str, field: str) -> ModelShape:
         raise ConfigError(
             f"{field} {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
         ) from error
-    return shape_of_json(content, "the model's config.json")
+    return shape_of_json(content, f"{field} {path!r}: config.json")

@@ -185,15 +185,13 @@ def probe_sandbox() -> SandboxStatus:
 def _try(interpreter: Interpreter) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
-    confined = Sandbox(CodeExecReward(), interpreter).launch(code)
     try:
-        confined.begin()
-        confined.send({"op": "run", "stdin": ""})
-        reply = confined.receive()
+        with contextlib.closing(Sandbox(CodeExecReward(), interpreter).launch(code)) as confined:
+            confined.begin()
+            confined.send({"op": "run", "stdin": ""})
+            reply = confined.receive()
     except (ProgramStopped, RewardError) as stopped:
         return str(stopped)
-    finally:
-        confined.close()
     return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
 
 

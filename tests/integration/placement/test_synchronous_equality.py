@@ -1,5 +1,6 @@
 """max_staleness = 0 is synchronous, exactly: in every placement the same weights, bit for bit, as a plain loop."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,20 @@ from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.samples import Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 
 pytestmark = pytest.mark.timeout(240)
 
 
-async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.Tensor]:
+def is_right(prompt: Prompt, text: str) -> float:
+    return float(text.strip() == prompt.answer)
+
+
+async def plain_loop(
+    config: RunConfig, model_folder: Path, score: Callable[[Prompt, str], float] = is_right
+) -> dict[str, torch.Tensor]:
     """Generate a batch, judge it, train on it, put the weights back, step by step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +67,7 @@ async def _plain_loop(config: RunConfig, model_folder: Path) -> dict[str, torch.
                     group_id, index, 1, ids_to_bytes(list(prompt_ids)), ids_to_bytes(ids), logprobs_to_bytes(logprobs),
                     ids_to_bytes(versions), reason, text, "loop", 0.0, 0.0,
                 )  # fmt: skip
-                members.append(ScoredSample(sample, float(text.strip() == prompt.answer)))
+                members.append(ScoredSample(sample, score(prompt, text)))
             groups.append(ScoredGroup(group_id, prompt, tuple(members)))
         batch = pack_step(step, groups, tokens_per_row=config.packing.tokens_per_row, temperature=1.0)
         train_step(TrainState(model, optimizer), batch, config)
@@ -83,7 +90,7 @@ async def test_zero_staleness_equals_a_plain_synchronous_loop_in_every_placement
         async with asyncrl.Run(config) as run:
             status = await run.wait()
         assert status.phase == "stopped", status.reason
-        expected = expected or await _plain_loop(config, run.run_folder / "model")
+        expected = expected or await plain_loop(config, run.run_folder / "model")
         trained = load_file(Path(status.checkpoint) / "model.safetensors")
         assert trained
         for name, tensor in trained.items():

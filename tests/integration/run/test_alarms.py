@@ -1,15 +1,11 @@
 """Alarms of real runs: raised by the trouble that each is for, and over once its advice is followed; all without a model.
 
-A disk that fills up is in test_full_disk.py, a step that stays open in tests/unit/control/test_controller.py. What a policy
-does to itself is in experiments/alarms, over runs that collapse, without an end by advice: gradient.spike, off_policy.ess, .lost
-and .drift, entropy.collapse and .grows, length.truncated. No real run raises weights.mismatch, .lag and .wrong,
-off_policy.ratio, kl.reference, reward.hollow and length.grows. These, as all rules, are in tests/unit/observe/test_alarms.py,
-over reports that are made up.
+A disk that fills up is in test_full_disk.py; what a policy does to itself and what weights do to it is in test_policy_alarms.py.
+All rules are in tests/unit/observe/test_alarms.py too, over reports that are made up.
 """
 
 import asyncio
 import contextlib
-import itertools
 import signal
 from statistics import fmean
 
@@ -21,21 +17,12 @@ from aiohttp.test_utils import TestServer
 import asyncrl
 from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
-from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, recorded_pids
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, recorded_pids, said
 
 pytestmark = pytest.mark.timeout(240)
 OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
 LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
              "token_latency_s": 0.01}  # fmt: skip
-
-
-async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> int:
-    """Wait until the run says of a rule's alarm that it is raised, with its advice, or `is over`; return the event's number."""
-    async for event in run.events("alarm", after=after):
-        if event.subject == rule and what in event.text:
-            return event.seq
-    pytest.fail(f"{rule} was not raised, or not over")
 
 
 async def test_a_reward_that_stops_paying_is_told_in_three_ways_pauses_the_run_and_mended_ends_them(tiny, tmp_path):
@@ -145,6 +132,18 @@ async def test_a_generator_that_is_held_up_is_told_and_ends_as_it_is_restarted(t
         await said(run, "generation.uneven", "is over", raised)
 
 
+async def test_a_process_that_hangs_is_named_while_the_step_is_open_and_once_it_goes_on_the_step_ends_it(tiny, quick_looks):
+    async with asyncrl.Run(tiny(**OFF, **NO_MODELS)) as run:
+        async for report in run.steps():
+            if report.version == 5:
+                break
+        generator = psutil.Process(recorded_pids(run.run_folder)["generator-0"])
+        generator.suspend()
+        raised = await said(run, "stall.early", "generator-0")
+        generator.resume()
+        await said(run, "stall.early", "is over", raised)
+
+
 async def test_a_reward_that_is_slow_and_keeps_memory_is_told_and_mended_ends_both(tiny, tmp_path, quick_looks):
     slow, leak = tmp_path / "slow", tmp_path / "leak"
     rewards = python_reward(tmp_path, f"""
@@ -171,28 +170,3 @@ def score(prompt, text):
                 break
         leak.unlink()
         await said(run, "memory.full", "is over", raised)
-
-
-async def test_a_learner_whose_device_is_nearly_full_and_whose_weights_hold_it_up_is_told_until_it_does_as_advised(
-    tiny, tmp_path
-):
-    """The learner is outside the run: its device holds a thousand tokens, and all weights hold it up for 200 ms a step."""
-    tokens_per_row, sending_ms, nothing = 980, 200.0, WeightsManifest((), 0, 1 << 20)
-    config = tiny(**OFF, generate__engine=NO_MODEL, learner__kind="external")
-    async with asyncrl.Run(config) as run, asyncio.TaskGroup() as group:
-
-        async def train() -> None:
-            for step in itertools.count():
-                medium = config.broadcast.medium.kind
-                version = WeightsAvailable(step, medium, "", nothing, "", 0.0, blocked_ms=sending_ms)
-                await run.announce_weights(version, str(tmp_path))
-                await run.take()
-                await run.trained(step, {"memory/peak_share": tokens_per_row / 1000})
-
-        training = group.create_task(train())
-        full = await said(run, "memory.device", "lower packing.tokens_per_row first")
-        blocked = await said(run, "weights.blocked", "send less (broadcast.delta, learner.lora)")
-        tokens_per_row, sending_ms = 500, 0.1
-        await said(run, "memory.device", "is over", full)
-        await said(run, "weights.blocked", "is over", blocked)
-        training.cancel()

@@ -2,20 +2,24 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import stat
 import sys
+from asyncio.subprocess import DEVNULL, PIPE
 
 import psutil
 import pytest
 
 import asyncrl
 from asyncrl.control.launch.controller_process import is_live, read_endpoint
-from asyncrl.observe.steps import read_events
+from asyncrl.observe.steps import read_events, read_steps
 from asyncrl.schema.status import ENDED
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, recorded_pids, written
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, recorded_pids, written
 
 pytestmark = pytest.mark.timeout(240)
+TERMINAL = "import pty, sys; pty.spawn(['sh', '-c', sys.argv[1]])"
+"""A window of a terminal: what is killed with it gets SIGHUP."""
 SLOW = NO_MODELS | NO_EVALUATION | {"generate__engine": {**NO_MODEL, "token_latency_s": 0.1}, "num_steps": 500}
 
 
@@ -28,14 +32,23 @@ async def gone(folder, within_s=60.0):
 
 
 async def test_a_detached_run_goes_on_without_its_terminal_and_is_followed_and_drained_from_another(tiny, tmp_path):
-    config, folder = written(tiny(**SLOW), tmp_path / "c.toml"), tmp_path / "tiny"
-    started = await asyncio.to_thread(command_line, "run", config, "--detach")
-    assert started.returncode == 0, started.stderr
-    assert f"asyncrl attach {folder}" in started.stdout
+    config, folder = written(tiny(**SLOW, owner__absent="go_on", owner__grace_s=0.2), tmp_path / "c.toml"), tmp_path / "tiny"
+    command = f"{shlex.join(ASYNCRL)} run {config} --detach && sleep 1000"
+    terminal = await asyncio.create_subprocess_exec(sys.executable, "-c", TERMINAL, command, stdin=DEVNULL, stdout=PIPE)
+    async with asyncio.timeout(100):
+        while f"asyncrl attach {folder}".encode() not in (line := await terminal.stdout.readline()):
+            assert line
+        terminal.kill()
+        await terminal.wait()
+        while "nobody is attached to the run; it goes on" not in (folder / "logs" / "controller.log").read_text():
+            await asyncio.sleep(0.05)
+        reached = len(read_steps(folder))
+        while len(read_steps(folder)) < reached + 2:
+            await asyncio.sleep(0.05)
     assert stat.S_IMODE(os.stat(folder / "owner.sock").st_mode) == 0o600
     attach = [sys.executable, "-m", "asyncrl", "attach", str(folder), "--plain"]
-    following = await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.PIPE)
-    left = await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    following = await asyncio.create_subprocess_exec(*attach, stdout=PIPE)
+    left = await asyncio.create_subprocess_exec(*attach, stdout=PIPE, stderr=PIPE)
     async with asyncio.timeout(100):
         for one in (left, following):
             while b"step " not in await one.stdout.readline():
@@ -68,7 +81,7 @@ async def test_a_program_leaves_a_run_and_comes_back(tiny):
 async def test_runs_that_nobody_is_attached_to_end_as_their_configs_say(tiny):
     folders = {}
     for then in ("drain", "stop"):
-        async with asyncrl.Run(tiny(**SLOW, name=then, owner__absent=then, owner__grace_s=5.0), detached=True) as run:
+        async with asyncrl.Run(tiny(**SLOW, name=then, owner__absent=then, owner__grace_s=0.5), detached=True) as run:
             async for step in run.steps():
                 if step.version >= 1:
                     break

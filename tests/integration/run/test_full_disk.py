@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.records import Records
+from asyncrl.serve.records import Records, RunRecord
 from asyncrl.serve.routes import Service
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, tiny_settings, trained_groups
 
@@ -116,13 +117,19 @@ async def test_a_daemon_on_a_full_disk_refuses_work_in_words_forgets_nothing_and
     with contextlib.closing(Records(small_disk)) as records:
         keeper, clock = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), SystemClock()), SystemClock()
         keeper.settled.set()
+        records.put_run(RunRecord(id="ended", number=1, state="ended", outcome="stopped", version=3, num_steps=5))
+        orders = {"/v1/runs": {"name": "one"}, "/v1/runs/ended/fork": {"name": "two"}, "/v1/runs/ended/resume": {}}
         service = Service(records, keeper, Guard(records, {"127.0.0.1"}), clock)
         admin = {"Authorization": f"Bearer {new_token(records, 'admin', 'admin', clock)}"}
         async with TestClient(TestServer(service.app())) as client:
             fill(small_disk)
             assert (await client.get("/readyz")).status == 503
-            refused = await client.post("/v1/runs", headers=admin, json={"name": "one"})
-            assert (refused.status, "make room" in (await refused.json())["error"]) == (503, True)
+            for path, asked in orders.items():
+                refused = await client.post(path, headers=admin, json=asked)
+                reason = (await refused.json())["error"]
+                assert refused.status == 503, path
+                assert re.fullmatch(rf"the disk of {small_disk}/runs has \d+ MiB free: make room", reason)
+            assert {run: record.state for run, record in records.runs.items()} == {"ended": "ended"}
             for number in range(1000):  # the log of the database has some room of its own
                 answer = await client.post("/v1/tokens", headers=admin, json={"name": f"{number}-{'x' * 50}", "role": "viewer"})
                 if answer.status != 201:
@@ -130,8 +137,10 @@ async def test_a_daemon_on_a_full_disk_refuses_work_in_words_forgets_nothing_and
             assert (answer.status, "cannot write its records" in (await answer.json())["error"]) == (507, True)
             assert (await client.get("/v1/runs", headers=admin)).status == 200
             filler_of(small_disk).unlink()
-            assert (await client.post("/v1/runs", headers=admin, json={"name": "one"})).status == 201
+            answers = {path: await client.post(path, headers=admin, json=asked) for path, asked in orders.items()}
+            assert [answer.status for answer in answers.values()] == [201, 409, 200]
+            assert "no checkpoint" in (await answers["/v1/runs/ended/fork"].json())["error"]
             kept = dict(records.tokens)
     with contextlib.closing(Records(small_disk)) as records:
         assert records.tokens == kept
-        assert set(records.runs) == {"one"}
+        assert {run: record.state for run, record in records.runs.items()} == {"one": "queued", "ended": "queued"}

@@ -2,17 +2,39 @@
 
 import asyncio
 import json
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.observe.steps import read_events
+from asyncrl.buffer.ledger.store import connect_read_only
+from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.observe.samples import TOKENS_FILE, TokenRow, read_samples
+from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
+from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.status import RunStatus
+from tests.builders import until
 from tests.integration import conftest as kit
 
 pytestmark = pytest.mark.timeout(240)
+
+
+async def reached(run: asyncrl.Run, version: int) -> asyncrl.StepReport:
+    """Wait for this version; return the report of its step."""
+    async for report in run.steps(first=version - 1):
+        return report
+    raise AssertionError(f"the run ended before version {version}")
+
+
+def seconds_of(run: asyncrl.Run) -> list[SecondReport]:
+    return list(read_lines(run.run_folder / SECONDS_FILE, SecondReport))
 
 
 async def _finish(run: asyncrl.Run) -> tuple[list[asyncrl.StepReport], RunStatus]:
@@ -62,17 +84,52 @@ async def test_a_run_trains_every_step_and_leaves_what_it_promises(tiny, judged)
     assert kit.metrics_of(run.run_folder)
 
 
-async def test_a_cancelled_run_leaves_nothing_behind(tiny):
-    async def train() -> None:
-        async with asyncrl.Run(tiny(learner__kind="external", generate__engine=kit.NO_MODEL)):
+async def cancelled_once(begun: Callable[[], object], work: Coroutine[Any, Any, object]) -> None:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        await until(begun)
+        task.cancel()
+
+
+async def nothing_is_left_of(run_folder: Path) -> None:
+    """What is on its way out has some seconds."""
+    await until(lambda: not kit.processes_of(run_folder) and asyncio.all_tasks() == {asyncio.current_task()})
+
+
+async def test_a_run_that_is_cancelled_leaves_nothing_as_it_starts_as_it_is_asked_and_as_it_goes_on(tiny):
+    config = tiny(learner__kind="external", generate__engine=kit.NO_MODEL)
+    run_folder, started = Path(config.folder) / config.name, asyncio.Event()
+
+    async def whole() -> None:
+        async with asyncrl.Run(config) as run:
+            await ask(run)
             started.set()
             await asyncio.Event().wait()
 
-    started = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(train())
-        await asyncio.wait_for(started.wait(), 120)
-        task.cancel()
+    async def ask(run: asyncrl.Run) -> None:
+        """Calls that wait for what never comes, cancelled after so many turns of the loop; then the next call works."""
+        tasks = asyncio.all_tasks()
+        steps, alarms = (lambda: anext(run.steps())), (lambda: anext(run.events("alarm")))
+        for call in (steps, alarms, run.take, run.checkpoint, run.wait, connected):
+            for turns in (1, 2, 3, 5, 30):
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(returned(call()))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                await until(lambda: not run._http.connector._acquired and asyncio.all_tasks() == tasks)
+                assert (await run.status()).phase in {"starting", "warming"}  # nobody has announced weights
+
+    async def connected() -> None:
+        async with asyncrl.connect(run_folder) as client:
+            await client.wait()
+
+    async def returned(call: Awaitable[object]) -> None:
+        await call
+
+    for begun in (lambda: find_controllers(run_folder), (run_folder / "api.json").exists, started.is_set):
+        await cancelled_once(begun, whole())
+        await nothing_is_left_of(run_folder)
 
 
 async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_finishes(tiny):
@@ -109,12 +166,22 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
     assert 1 <= len(list(weights.glob("*.delta"))) <= 4
 
 
-async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
+async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_killed_outright_resumes_and_trains_no_group_twice(tiny):
     settings = kit.NO_EVALUATION | kit.NO_MODELS
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
-        async for report in run.steps():
-            if report.version == 5:
-                break
+        await reached(run, 5)
+        learner = psutil.Process(kit.recorded_pids(run.run_folder)["learner"])
+        learner.suspend()
+        num_before = len(seconds_of(run))
+        await until(lambda: len(seconds_of(run)) > num_before)
+        stood = (await run.status()).version
+        await until(lambda: len(seconds_of(run)) > num_before + 2)
+        assert (await run.status()).version == stood
+        last, newest = seconds_of(run)[-2:]
+        assert newest.time_s - last.time_s >= 1.0
+        assert (last.values["idle/learner"], newest.values["idle/learner"]) == (0.0, 0.0)
+        learner.resume()
+        await reached(run, stood + 3)
         kit.kill_all(run.run_folder)
     num_steps = len(LedgerReader(run.run_folder / "ledger.sqlite").steps(last=10_000)) + 3
     async with asyncrl.Run(tiny(num_steps=num_steps, **settings), resume=run.run_folder) as again:
@@ -129,37 +196,151 @@ async def test_a_run_killed_outright_resumes_and_trains_no_group_twice(tiny):
     assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
 
 
-async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny):
-    settings = {**kit.NO_EVALUATION, "learner__warmup_steps": 0, "checkpoint__every_steps": 0}
-    async with asyncrl.Run(tiny(num_steps=10_000, buffer__max_staleness=4, **settings)) as run:
-        async for report in run.steps():
-            if report.version == 6:
-                values = {"learner.learning_rate": 5e-4, "buffer.max_staleness": 1, "generate.num_workers": 2}
-                done = await run.change(values | {"generate.sampling.temperature": 0.9}, who="a test")
-            if report.version == 14:
-                # It repeats every step, those before the change too.
-                kit.kill(run.run_folder, "learner")
-            if report.version == 20:
-                end = report.step + 40
-                await run.change({"num_steps": end, "generate.num_workers": 1})
-            if report.version == 21:
-                with pytest.raises(asyncrl.RunError, match="cannot change while the run goes on"):
-                    await run.change({"algorithm.group_size": 2})
-                assert (await run.change({"buffer.max_staleness": 1})).changes == ()
-        reports, status = [report async for report in run.steps()], await run.status()
-    assert (done.revision, [one.before for one in done.changes]) == (1, [1e-3, 4, 1, 1.0])
-    assert (status.phase, status.version) == ("stopped", end), status.reason
+async def paused_with(run: asyncrl.Run, num_ready: int) -> RunStatus:
+    """Pause a run at a moment at which so many groups or more wait for a step."""
+    while (status := await run.pause()).groups["ready"] < num_ready:
+        await run.resume()
+        await reached(run, status.version + 1)
+    return status
+
+
+async def test_bound_evaluations_checkpoints_alarms_and_time_limit_change_in_a_live_run_and_the_ledger_says_by_whom(tiny):
+    settings = kit.NO_EVALUATION | kit.NO_MODELS | {
+        "num_steps": 100_000, "checkpoint__every_steps": 0, "buffer__max_staleness": 1, "buffer__ahead": "as_allowed",
+        "generate__engine__token_latency_s": 0.002, "learner__fake_step_s": 0.1, "observe__alarms": {"reward.equal": "off"},
+    }  # fmt: skip
+    wider = {"buffer.max_staleness": 6, "eval.every_steps": 2, "eval.num_prompts": 3, "eval.samples_per_prompt": 2}
+    async with asyncrl.Run(tiny(**settings)) as run:
+        await reached(run, 5)
+        up = await run.change(wider | {"checkpoint.every_steps": 3, "checkpoint.keep_last": 2}, who="ann")
+        version = up.step + 4
+        while (await reached(run, version)).staleness_max <= 1:
+            version += 1
+        before = await paused_with(run, num_ready=3 * 4)  # of which two steps take 8 and more are too old for a third
+        down = await run.change({"buffer.max_staleness": 1, "eval.every_steps": 0}, who="bob")
+        await run.resume()
+        await reached(run, down.step + 6)
+        await run.change({"observe.alarms.reward.equal": "pause"}, who="ann")
+        async for event in run.events("phase", after=await kit.said(run, "reward.equal")):
+            if event.subject == "paused":
+                break
+        await run.resume()
+        await run.change({"max_run_s": 0.01}, who="bob")
+        status = await run.wait()
+        reports, evaluations = [report async for report in run.steps()], await run.evaluations()
+    assert (status.phase, status.reason) == ("stopped", "max_run_s (0.01 s) is over")
     kit.assert_balanced(status)
-    rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
-    rates = [
-        (row["step"] - 1, row["metrics"]["policy/learning_rate"]) for row in rows if "policy/learning_rate" in row["metrics"]
+    staleness = [report.staleness_max for report in reports]
+    assert max(staleness[: up.step]) <= 1
+    assert 1 < max(staleness[up.step : down.step]) <= 6
+    assert max(staleness[down.step :]) <= 1
+    assert before.dropped.get("stale", 0) == 0
+    assert status.dropped["stale"] >= before.groups["ready"] - 2 * 4
+    assert {(one.version % 2, one.num_samples) for one in evaluations} == {(0, 6)}
+    assert 5 < min(one.version for one in evaluations) <= max(one.version for one in evaluations) <= down.step
+    told = list(read_events(run.run_folder))
+    saved = sorted({event.version for event in told if event.kind == "checkpoint"})
+    assert saved == [version for version in range(up.step + 1, status.version) if version % 3 == 0] + [status.version]
+    assert len(list((run.run_folder / "checkpoints").iterdir())) == 2
+    with connect_read_only(run.run_folder / "ledger.sqlite") as ledger:
+        said = [text for (text,) in ledger.execute("SELECT detail FROM events WHERE what = 'changed' ORDER BY at_s")]
+    assert [(text.split(":")[0], text[-8:]) for text in said[:2]] == [
+        (f"from step {up.step} on", "(by ann)"),
+        (f"from step {down.step} on", "(by bob)"),
     ]
-    assert len(rates) > end, "no step was repeated"
-    assert all(rate == (5e-4 if step >= done.step else 1e-3) for step, rate in rates)
+    assert "buffer.max_staleness from 1 to 6, eval.every_steps from 0 to 2" in said[0]
+    assert "buffer.max_staleness from 6 to 1, eval.every_steps from 2 to 0" in said[1]
+    assert [text.partition(": ")[2] for text in said[2:]] == [
+        "observe.alarms.reward.equal from off to pause (by ann)", "max_run_s from 0.0 to 0.01 (by bob)",
+    ]  # fmt: skip
+
+
+AT_ONCE = {
+    "learner.learning_rate": 5e-4, "learner.max_grad_norm": 0.5, "algorithm.clip_low": 1e-7, "algorithm.clip_high": 1e-7,
+    "algorithm.dual_clip": 5.0, "algorithm.max_ratio": 3.0, "algorithm.entropy_coefficient": 1.0,
+    "algorithm.kl.coefficient": 0.5,
+}  # fmt: skip
+STANDS_STILL = 1e-12
+"""A learning rate so low that no log-probability moves."""
+
+
+def share_of_peak(step: int, num_steps: int, warmup_steps: int) -> float:
+    """Return a warm-up's share of the learning rate, then that of a cosine down to a half."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.75 + 0.25 * math.cos(math.pi * (step - warmup_steps) / (num_steps - 1 - warmup_steps))
+
+
+def assert_steps_were_trained_by(run_folder: Path, values: dict[str, float], first_step: int) -> None:
+    """The ledger has these settings with each step from that one on, and with none before."""
+    with connect_read_only(run_folder / "ledger.sqlite") as ledger:
+        rows = [(step, json.loads(params)["settings"]) for step, params in ledger.execute("SELECT step, params FROM steps")]
+    assert rows
+    assert all((settings[field] == value) == (step >= first_step) for step, settings in rows for field, value in values.items())
+
+
+def assert_groups_keep_the_temperature_of_their_issue(run_folder: Path, step: int, end: int) -> None:
+    """Until step `end` weights are those of the beginning; from `step` on the learner divides by 0.5, before it by 1."""
+    model, tokenizer = (kind.from_pretrained(run_folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    prompts, drawn, old = {row.group_id: row.prompt for row in read_samples(run_folder)}, {}, set()
+    for row in read_lines(run_folder / TOKENS_FILE, TokenRow):
+        if row.group_id in drawn or row.step >= end:
+            continue
+        prompt, answer = tokenizer(prompts[row.group_id])["input_ids"], torch.from_numpy(ids_from_bytes(row.token_ids).copy())
+        logits = model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        at = {value: (logits / value).log_softmax(-1).gather(-1, answer[:, None].long())[:, 0].tolist() for value in (1.0, 0.5)}
+        near = [value for value in at if logprobs_from_bytes(row.behaviour).tolist() == pytest.approx(at[value], abs=1e-4)]
+        assert logprobs_from_bytes(row.learner).tolist() == pytest.approx(at[0.5 if row.step >= step else 1.0], abs=1e-4)
+        (drawn[row.group_id],) = near
+        old |= {row.group_id} if row.step >= step and near == [1.0] else set()
+    in_order = [drawn[group_id] for group_id in sorted(drawn)]
+    assert in_order == sorted(in_order, reverse=True)
+    assert old, "no group was issued before the change and trained after"
+    assert 0.5 in in_order
+
+
+async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_steps_as_they_were(tiny, mixed_rewards):
+    settings = kit.NO_EVALUATION | {
+        "num_steps": 10_000, "buffer__max_staleness": 4, "buffer__ahead": "as_allowed", "checkpoint__every_steps": 0,
+        "learner__warmup_steps": 0, "learner__learning_rate": STANDS_STILL, "learner__minibatches": 2,
+        "algorithm__loss": "ppo_clip", "algorithm__kl": {"coefficient": 0.01}, "observe__samples": 16,
+        "reward__functions": mixed_rewards,
+    }  # fmt: skip
+    beside = {"buffer.max_staleness": 1, "generate.num_workers": 2}
+    async with asyncrl.Run(tiny(**settings)) as run:
+        await reached(run, 6)
+        cooled = await run.change({"generate.sampling.temperature": 0.5}, who="a test")
+        await reached(run, cooled.step + 6)
+        done = await run.change(AT_ONCE | beside, who="a test")
+        await reached(run, done.step + 4)
+        kit.kill(run.run_folder, "learner")  # it repeats every step, those before the changes too
+        end = (await reached(run, done.step + 8)).step + 25
+        shaped = {"num_steps": end, "learner.min_learning_rate_ratio": 0.5, "learner.warmup_steps": done.step + 20}
+        late = await run.change(shaped | {"generate.num_workers": 1})
+        with pytest.raises(asyncrl.RunError, match="cannot change while the run goes on"):
+            await run.change({"algorithm.group_size": 2})
+        assert (await run.change({"buffer.max_staleness": 1})).changes == ()
+        reports, status = await _finish(run)
+    assert (status.phase, status.version) == ("stopped", end), status.reason
+    assert (done.revision, {one.field: one.after for one in done.changes}) == (2, AT_ONCE | beside)
+    assert [one.before for one in done.changes] == [STANDS_STILL, 1.0, 0.2, 0.2, None, 5.0, 0.0, 0.01, 4, 1]
+    kit.assert_balanced(status)
     assert max(report.staleness_max for report in reports if report.step >= done.step) <= 1
+    assert_steps_were_trained_by(run.run_folder, AT_ONCE, done.step)
+    rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [(row["step"] - 1, row["metrics"]) for row in rows if "policy/learning_rate" in row["metrics"]]
+    assert len(steps) > end, "no step was repeated"
+    for step, figures in steps:
+        is_new = step >= done.step
+        share = share_of_peak(step, end, done.step + 20) if step >= late.step else 1.0
+        assert figures["policy/learning_rate"] == pytest.approx(5e-4 * share if is_new else STANDS_STILL, rel=1e-6)
+        assert figures["kl/coefficient"] == (0.5 if is_new else 0.01)
+        assert (figures["policy/clip_fraction"] > 0.05) == is_new, figures
+        assert (figures["policy/loss"] < -0.5 * figures["policy/entropy"]) == is_new, figures
+    assert_groups_keep_the_temperature_of_their_issue(run.run_folder, cooled.step, done.step)
     told = [event.text for event in read_events(run.run_folder) if event.kind == "change"]
-    assert told[0].startswith(f"from step {done.step} on: learner.learning_rate from 0.001 to 0.0005")
-    assert len(told) == 2
+    assert told[1].startswith(f"from step {done.step} on: learner.learning_rate from 1e-12 to 0.0005")
+    assert len(told) == 3
     resumed = asyncrl.Run(resume=run.run_folder).config
     generators = [process for process in status.processes if process.kind == "generator"]
     assert [process.name for process in generators] == ["generator-0", "generator-1"]

@@ -1,13 +1,10 @@
-"""The programs of docs/python.md: each is run as it stands, but for its config, and passes `mypy --strict`.
+"""The programs of docs/python.md: each is run as it stands, but for its config.
 
-The first is run in session/test_notebook.py.
+The first is run in session/test_notebook.py. What a type checker says of all is in run/test_wheel.py.
 """
 
 import asyncio
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.config.load import load_config
-from tests.architecture.test_types import NAMES
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, written
 from tests.integration.run.test_docs import snippets
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
@@ -26,17 +22,6 @@ PROGRAMS = [text for text in snippets(PAGE, "python") if "import" in text]
 OFF = {**NO_EVALUATION, "model__warm_start": None}
 SMALL = {"eval.at_start": False, "eval.at_end": False, "model.warm_start": None, "algorithm.groups_per_step": 2, "num_steps": 3}
 """Of the quickstart, which is what the programs name."""
-USER = f"""
-import asyncrl
-from asyncrl import ({", ".join(NAMES.split())})
-
-async def main() -> None:
-    async with Run({{"name": "x"}}, overrides={{"seed": 1}}) as run:
-        async for step in run.steps():
-            reveal_type(step.reward_mean)
-
-asyncrl.nope
-"""
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -51,23 +36,6 @@ def program(*words: str, config: object = "quickstart") -> dict[str, Any]:
 @pytest.fixture
 def small(tmp_path):
     return written(load_config("quickstart", SMALL | {"folder": str(tmp_path)}), tmp_path / "small.toml")
-
-
-def test_there_are_four_programs_and_their_types_hold_strictly_and_no_name_that_is_not_exported_is_known(tmp_path):
-    assert len(PROGRAMS) == 4
-    for number, text in enumerate(PROGRAMS):
-        (tmp_path / f"program_{number}.py").write_text(text)
-    (tmp_path / "user.py").write_text(USER)
-    # Of what these programs do not touch nothing is read: a minute's work.
-    untouched = "[mypy-torch.*,transformers.*,openai.*,peft.*,safetensors.*,numpy.*,matplotlib.*]\nfollow_imports = skip\n"
-    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = True\nfollow_imports = silent\n{untouched}")
-    cache = ROOT / ".mypy_cache" / "user"  # a quarter of a minute the first time, seconds from then on
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache, *tmp_path.glob("*.py")]
-    environment = os.environ | {"MYPYPATH": str(ROOT)}
-    checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-    errors = [line for line in checked.stdout.splitlines() if ": error:" in line]
-    assert errors == ['user.py:10: error: Module has no attribute "nope"  [attr-defined]'], checked.stdout + checked.stderr
-    assert 'Revealed type is "float"' in checked.stdout or "builtins.float" in checked.stdout
 
 
 async def test_a_loop_over_a_stream_trains_every_step(small, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 from asyncio.subprocess import PIPE
 
@@ -28,6 +29,8 @@ asyncio.run(main(*sys.argv[1:]))
 """
 OFF = NO_EVALUATION | NO_MODELS
 BEATS = {"supervision__heartbeat_s": 0.2, "supervision__heartbeat_timeout_s": 4.0}
+SLACK_S = 10.0
+"""For a loaded machine."""
 
 
 async def test_what_a_caller_s_function_raises_fails_its_samples_and_is_told(tiny):
@@ -52,17 +55,21 @@ async def test_a_run_whose_program_is_killed_ends_and_is_resumed_or_waits_for_an
     program = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, config, kind, stdout=PIPE)
     assert await program.stdout.readline() == b"1\n"
     program.kill()
+    died_s = asyncrl.SystemClock().now()
     await program.wait()
     async with contextlib.AsyncExitStack() as opened, asyncio.timeout(120):
         if kind == "owned":
             while is_live(folder):
                 await asyncio.sleep(0.05)
-            assert "the process that started the run is gone" in [event.text for event in read_events(folder)]
+            told_s = {event.text: event.time_s for event in read_events(folder)}["the process that started the run is gone"]
+            assert told_s - died_s < BEATS["supervision__heartbeat_timeout_s"] + SLACK_S
             run = await opened.enter_async_context(asyncrl.Run(resume=folder, reward=by_length))
         else:
             run = await opened.enter_async_context(asyncrl.connect(folder))
-            while "waits for a program that judges" not in (await run.status()).waiting:
+            while "waits for a program that judges" not in (status := await run.status()).waiting:
                 await asyncio.sleep(0.05)
+            silent_s = float(re.search(r"waits for a program that judges .*? since (\d+) s", status.waiting)[1])
+            assert silent_s < BEATS["supervision__heartbeat_timeout_s"] + SLACK_S
             scoring = await opened.enter_async_context(asyncio.TaskGroup())
             scoring.create_task(run.score(by_length))
         steps = [step.version async for step in run.steps(first=19)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import math
+import os
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
 from tests.integration.conftest import NO_EVALUATION, assert_balanced
+from tests.integration.placement.test_synchronous_equality import plain_loop
 
 pytestmark = pytest.mark.timeout(240)
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -41,33 +44,33 @@ def versions(group: asyncrl.ScoredGroup) -> set[int]:
     return {int(version) for member in group.members for version in asyncrl.ids_from_bytes(member.sample.versions)}
 
 
-async def trained_by(session: asyncrl.Session, how: str) -> list[asyncrl.StepResult]:
-    """Train all steps of a session on its task's prompts."""
-    size, steps = session.config.algorithm.groups_per_step, []
+async def trained_by(session: asyncrl.Session, how: str) -> None:
+    """Train all steps of a session on its task's prompts: as it gives their batches, or in the loop of docs/python.md."""
     if how == "batches":
-        return [await session.train_step(groups) async for groups in session.batches()]
+        async for groups in session.batches():
+            await session.train_step(groups, rewards=scored(groups), loss="gspo")
+        return
     prompts = PromptSequence(build_task(session.config.task, session.config.seed).train, session.config.seed)
     async with session.stream(prompts) as groups:
-        async for batch in asyncrl.batched(groups, size):
-            rewards = [[member.reward for member in group.members] for group in batch]
-            await session.forward_backward(batch, advantages=asyncrl.group_norm(rewards))
-            steps.append(await session.optim_step())
-    return steps
+        async for batch in asyncrl.batched(groups, session.config.algorithm.groups_per_step):
+            await session.train_step(batch, advantages=asyncrl.group_norm(scored(batch)), loss="gspo")
 
 
-async def test_synchronous_loops_over_a_session_are_the_run_s_own_bit_for_bit(tiny, tmp_path):
-    settings = {**NO_EVALUATION, "buffer__max_staleness": 0, "num_steps": 4}
-    async with asyncrl.Run(tiny(**settings, name="run")) as run:
-        reports = [report async for report in run.steps()]
-        status = await run.status()
-    theirs = AutoModelForCausalLM.from_pretrained(status.checkpoint).state_dict()
+def scored(groups: list[asyncrl.ScoredGroup]) -> list[list[float]]:
+    return [[by_length(group.prompt, member.sample.text) for member in group.members] for group in groups]
+
+
+async def test_synchronous_loops_over_a_session_are_a_plain_loop_bit_for_bit(tiny):
+    settings, ours = {**NO_EVALUATION, "buffer__max_staleness": 0, "num_steps": 4}, {}
     for how in ("batches", "stream"):
         async with asyncrl.Session(tiny(**settings, name=how)) as session:
-            steps = await trained_by(session, how)
-            model = digest(session.model)
+            before = digest(session.model)
+            await trained_by(session, how)
+            ours[how] = digest(session.model)
             assert_balanced(await session.run.status())
-        assert [step.metrics["reward/mean"] for step in steps] == [report.reward_mean for report in reports]
-        assert all(torch.equal(model[name], theirs[name]) for name in theirs), how
+    theirs = await plain_loop(tiny(**settings, algorithm__loss="gspo"), session.run.run_folder / "model", by_length)
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in theirs.items())
+    assert all(torch.equal(tensor, model[name]) for model in ours.values() for name, tensor in theirs.items())
 
 
 async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_again(tiny, tmp_path):
@@ -103,6 +106,8 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         with pytest.raises(ZeroDivisionError):
             await session.train_step(taken, loss=lambda logprobs, inputs: logprobs.sum() * (1 / 0))
         second = await session.train_step(taken, loss="cispo", learning_rate=5e-3)
+        with pytest.raises(asyncrl.RunError, match=r"buffer\.max_staleness cannot change here: learner\.kind = 'driven'"):
+            await session.run.change({"buffer.max_staleness": 1})
         third = await session.train_step(await session.take(), rewards=[[3.0] * 4] * 4)
         with pytest.raises(asyncrl.RunError, match="trained, released or dropped"):
             await session.train_step(taken)
@@ -132,6 +137,10 @@ async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_
         late = await session.generate(SUMS[:4], n=2, max_new_tokens=2)
         assert [(group.prompt.text, len(group.members)) for group in late] == [(one["prompt"], 2) for one in SUMS[:4]]
         assert max(member.sample.num_tokens for group in late for member in group.members) <= 2
+        again = await session.generate(SUMS[:4], n=2, max_new_tokens=2)  # other groups, which hold places of their own
+        assert not {group.group_id for group in late} & {group.group_id for group in again}
+        assert (await session.run.status()).groups["ready"] == 8
+        await session.release(again)
         with pytest.raises(asyncrl.RunError, match=r"a step trains 4 groups .*got 3"):
             await session.train_step(late[:3])
         ages = []
@@ -172,26 +181,110 @@ async def test_weights_go_out_by_hand_and_gradients_wait_for_the_optimizer(tiny)
             pass
 
 
-async def test_a_loss_of_logprobs_has_the_gradients_of_the_built_in_one(tiny):
-    def reinforce(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
-        ratio = (logprobs - logprobs.detach()).exp()
-        return -(ratio * inputs.advantages)[inputs.mask].sum() / inputs.denominators.num_tokens
+def ratio_of(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+    return (logprobs - inputs.behaviour_logprobs).exp()
 
-    gradients = []
-    async with asyncrl.Session(
-        tiny(**NO_EVALUATION, num_steps=4, learner__max_grad_norm=1e9, packing__tokens_per_row=64)
-    ) as session:
-        groups = await session.generate(SUMS[:4])
-        advantages = asyncrl.group_norm([[float(i) for i, _ in enumerate(group.members)] for group in groups])
-        for loss in ("reinforce", reinforce):
-            await session.forward_backward(groups, loss=loss, advantages=advantages)
-            gradients.append(gradients_of(session))
+
+def of_sequence(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+    """The ratio of a token's whole sequence: the geometric mean over its trained tokens."""
+    logs = torch.where(inputs.mask, logprobs - inputs.behaviour_logprobs, 0.0)
+    sums, counts = (
+        torch.zeros(inputs.num_sequences).index_add(0, inputs.sequence_ids, values) for values in (logs, inputs.mask.float())
+    )
+    return (sums / counts.clamp(min=1)).exp()[inputs.sequence_ids]
+
+
+def clipped(ratio: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+    return torch.maximum(-ratio * inputs.advantages, -ratio.clamp(0.8, 1.2) * inputs.advantages)
+
+
+OBJECTIVES = {
+    "reinforce": lambda lp, inputs: -lp * inputs.advantages,
+    "ppo_clip": lambda lp, inputs: clipped(ratio_of(lp, inputs), inputs),
+    "cispo": lambda lp, inputs: -ratio_of(lp, inputs).detach().clamp(max=1.1) * lp * inputs.advantages,
+    "importance_sampling": lambda lp, inputs: -ratio_of(lp, inputs) * inputs.advantages,
+    "aipo": lambda lp, inputs: -ratio_of(lp, inputs).detach().clamp(max=1.1) * lp * inputs.advantages,
+    "gspo": lambda lp, inputs: clipped(of_sequence(lp, inputs), inputs),
+    "gspo_token": lambda lp, inputs: clipped(of_sequence(lp, inputs).detach() * (lp - lp.detach()).exp(), inputs),
+    "sapo": lambda lp, inputs: (
+        -inputs.advantages * torch.sigmoid((tau := torch.where(inputs.advantages > 0, 1.0, 1.05)) * (ratio_of(lp, inputs) - 1))
+        * 4 / tau
+    ),
+}  # fmt: skip
+"""Named losses as a caller writes them: what each token adds, of its log-probability."""
+
+
+async def test_losses_of_logprobs_have_the_gradients_of_the_named_ones_and_a_retry_counts_none_twice(tiny):
+    """Of samples a step old, so that ratios are not 1 and clips hold; in several rows, of which the second fails."""
+    settings = {"algorithm__kind": "policy", "algorithm__proximal": "behaviour", "algorithm__corrections": []}
+    settings |= {"algorithm__loss": "reinforce", "algorithm__max_ratio": 1.1, "learner__warmup_steps": 0}
+    settings |= {"learner__learning_rate": 3e-2, "learner__max_grad_norm": 1e9, "packing__tokens_per_row": 32}
+    settings |= {"learner__minibatches": 2}
+    async with asyncrl.Session(tiny(**NO_EVALUATION, num_steps=4, **settings), sync="manual") as session:
+
+        async def gradients(**given: object) -> list[torch.Tensor]:
+            loss = await session.forward_backward(groups, advantages=advantages, **given)
+            found = gradients_of(session)
+            assert await session.forward_backward(groups, advantages=advantages, **given) == loss
+            assert all(map(torch.equal, gradients_of(session), found))
             session._open.abandon()
-            session._open = None
-    assert len(gradients[0]) > 4
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
-        assert ours.abs().max() > 1e-4 or ours.abs().max() < 1e-12
+            session._open, session._group_ids = None, ()
+            return found
+
+        def own(name: str):
+            def loss(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+                processes.add(os.getpid())
+                rows.append(name)
+                return OBJECTIVES[name](logprobs, inputs)[inputs.mask].sum() / inputs.denominators.num_tokens
+
+            return loss
+
+        def fails_in_its_second_row(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+            loss = own("ppo_clip")(logprobs, inputs)
+            return loss * (1 / (len(rows) == 1))
+
+        await session.train_step(await session.generate(SUMS[:4]), rewards=[[0.0, 1.0, 2.0, 3.0]] * 4)
+        groups, processes, rows, gradient_of = await session.generate(SUMS[:4]), set[int](), [], {}
+        advantages = asyncrl.group_norm([[float(i) for i, _ in enumerate(group.members)] for group in groups])
+        for name in OBJECTIVES:
+            named, ours = await gradients(loss=name), await gradients(loss=own(name))
+            assert len(named) > 4
+            for one, other in zip(named, ours, strict=True):
+                assert torch.allclose(one, other, rtol=0, atol=1e-6), name
+            gradient_of[name] = named
+        for one, other in itertools.combinations(OBJECTIVES.keys() - {"aipo", "gspo_token"}, 2):  # those are cispo and gspo here
+            pairs = zip(gradient_of[one], gradient_of[other], strict=True)
+            assert max((a - b).abs().max() for a, b in pairs) > 1e-5, f"{one} and {other} are alike: the test shows nothing"
+        rows.clear()
+        with pytest.raises(ZeroDivisionError):
+            await session.forward_backward(groups, advantages=advantages, loss=fails_in_its_second_row)
+        assert len(rows) == 2
+        after_failure = await gradients(loss=own("ppo_clip"))
+        again = session.forward_backward(groups, advantages=advantages, loss=own("ppo_clip"))
+        task = asyncio.get_running_loop().create_task(again)
+        rows.clear()
+        while not rows:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        after_cancellation = await gradients(loss=own("ppo_clip"))
+        for found in (after_failure, after_cancellation):
+            assert all(map(torch.equal, found, await gradients(loss=own("ppo_clip"))))
+
+        def fails_in_its_second_update(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
+            return own("ppo_clip")(logprobs, inputs) * (1 / (len(rows) < num_rows + 2))
+
+        rows.clear()
+        num_rows = 1_000
+        await session.forward_backward(groups, advantages=advantages, loss=fails_in_its_second_update)
+        num_rows = len(rows)
+        assert num_rows > 1
+        with pytest.raises(ZeroDivisionError) as raised:
+            await session.optim_step()
+        assert "update 2 of 2 of step 1: those before it stand" in "".join(raised.value.__notes__)
+        assert not any(gradient.any() for gradient in gradients_of(session))
+        assert processes == {os.getpid()}  # no other process calls it
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def test_settings_of_a_step_make_its_config_from_any_later_one():
     ({}, {"observe.alarms.reward.dead.deeper": "off"}, "alarms"),
     ({}, {"": 1}, "cannot change"),
     ({}, {"algorithm.kl.coefficient": 0.1}, "no reference is loaded"),
+    ({"learner": {"kind": "driven"}}, {"max_run_s": 9, "buffer.max_staleness": 1}, "^buffer.max_staleness cannot change here"),
+    ({"learner": {"kind": "external"}}, {"num_steps": 9, "learner.max_grad_norm": 2}, "^learner.max_grad_norm .*'external'"),
     ({"algorithm": {"kl": {"target": 0.1}}}, {"algorithm.kl.coefficient": 0.1}, "adapts it"),
     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 1}}, {"generate.num_workers": 3}, "num_workers"),
 ])  # fmt: skip

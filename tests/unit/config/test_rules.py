@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import parse_config
+from asyncrl.config.load import faults_beside, parse_config, take_values
 from asyncrl.errors import ConfigError
 from tests.builders import laid_over
 
@@ -172,9 +172,37 @@ SERVERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *((OFFLINE | changes, said) for changes, said in WITH_OFFLINE),
     *((served(server, changes), said) for server, changes, said in SERVERS),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused_with_what_to_write_instead(settings, said):
+def test_what_does_not_go_together_is_refused_with_field_and_value_and_what_to_write_instead(settings, said):
     with pytest.raises(ConfigError, match=said):
         parse_config(laid_over({}, settings))
+    config, faults, gone = take_values(laid_over({}, settings))
+    faults += faults_beside(config, gone)
+    assert [fault for fault in faults if fault.given is None or (fault.field == "config" and "null" not in fault.allowed)] == []
+
+
+TOGETHER = {
+    "learner__compile": True, "learner__logprobs": "fused", "packing__tokens_per_row": 16, "name": "a/b", "num_steps": "x",
+    "buffer__max_stalenes": 1, "buffer__max_staleness": -1, "generate__num_workers": 1,
+    "generate__engine": {"kind": "vllm_server", "url": "http://[x"},
+    "reward__functions": [{"kind": "no"}, {"kind": "answer_match"}, {"kind": "nor"}],
+}  # fmt: skip
+
+
+def test_all_faults_come_at_once_but_those_that_follow_from_another():
+    with pytest.raises(ConfigError) as refused:
+        parse_config(laid_over({}, TOGETHER))
+    expected = [
+        "unknown field `max_stalenes`", "$.buffer.max_staleness`", "'no' - at `$.reward.functions[0]", "$.reward.functions[2]",
+        "$.num_steps`", "learner.logprobs = 'fused'", "learner.compile is", "name 'a/b'", "packing.tokens_per_row (16)",
+        "'http://[x' is no server's address",
+    ]  # fmt: skip
+    lines = str(refused.value).split("\n")
+    assert [one for one in expected if sum(one in line for line in lines) != 1] == []
+    assert len(lines) == len(expected), lines
+    wrong = {"learner": {"compile": True, "device": "tpu"}, "task": {"kind": "preferences", "path": 5}}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(wrong)  # whether a learner on a device that is none compiles, and what replays the task, is not known
+    assert [line.rpartition("$.")[2] for line in str(refused.value).split("\n")] == ["learner.device`", "task.path`"]
 
 
 @pytest.mark.parametrize(("server", "changes"), [

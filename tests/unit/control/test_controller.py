@@ -126,11 +126,15 @@ async def generate(generator: Connection, reward: Connection, count: int) -> lis
     for _ in range(count):
         work = await receive(generator, GroupWork, Lane.DATA)
         group_ids.append(work.group_id)
-        for index in work.indices:
-            await generator.send(answer_to(work, index))
-            request = await receive(reward, ScoreRequest, Lane.DATA)
-            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
+        await answer(generator, reward, work)
     return group_ids
+
+
+async def answer(generator: Connection, reward: Connection, work: GroupWork) -> None:
+    for index in work.indices:
+        await generator.send(answer_to(work, index))
+        request = await receive(reward, ScoreRequest, Lane.DATA)
+        await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
 
 
 async def train(learner: Connection, steps: range) -> None:
@@ -230,3 +234,25 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await receive(again, JoinTerms)
         assert (membership.counts()["here"], membership.counts()["came"]) == (1, 2)
+
+
+async def test_what_is_handed_out_before_a_change_keeps_its_sampling_and_what_comes_after_has_the_new(tmp_path):
+    async with running(tmp_path, num_steps=9) as world:
+        (tmp_path / "config.toml").touch()
+        world.controller._held_out = [Prompt(f"h{number}", text="1=", answer="46") for number in range(5)]
+        learner, reward, generator = await world.start()
+        before = [await receive(generator, GroupWork, Lane.DATA) for _ in range((ETA + 1) * B)]  # every place
+        values = {"generate.sampling.temperature": 0.5, "algorithm.entropy_coefficient": 0.1}
+        of_evaluation = {"every_steps": 1, "num_prompts": 1, "samples_per_prompt": 3, "temperature": 0.25}
+        values |= {f"eval.{name}": value for name, value in of_evaluation.items()}
+        assert world.controller.change(values, "a test").step == 0
+        for work in before:
+            await answer(generator, reward, work)
+        batch = await receive(learner, StepBatch, Lane.DATA)
+        assert (batch.temperature, batch.settings["algorithm.entropy_coefficient"]) == (0.5, 0.1)
+        await learner.send(StepDone(0, 1, {}, 0.0, 1.0), Lane.CONTROL)
+        await generator.send(VersionLive(1, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        after = [await receive(generator, GroupWork, Lane.DATA) for _ in range(B + 1)]
+        assert {work.sampling.temperature for work in before} == {1.0}
+        told = {work.purpose: (work.sampling.temperature, len(work.indices)) for work in after}
+        assert told == {"eval": (0.25, 3), "train": (0.5, G)}

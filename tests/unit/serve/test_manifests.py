@@ -1,12 +1,17 @@
-"""deploy/*.yaml as Kubernetes' own schemas have them, and what the daemon's manifest must say of it."""
+"""deploy/*.yaml as Kubernetes' own schemas have them, what the daemon's manifest must say of it, and its unit for systemd."""
 
+import configparser
+import shlex
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 
+from asyncrl.cli import app
+from asyncrl.client import START_TIMEOUT_S
 from asyncrl.config.run import SupervisionConfig
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -47,3 +52,18 @@ def test_the_daemon_has_one_pod_that_may_drain_and_keeps_its_folder():
     claims = [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]]
     assert any(folder.startswith(mount["mountPath"]) for mount in container["volumeMounts"] if mount["name"] in claims)
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_the_unit_of_systemd_leaves_runs_alive_is_told_when_it_is_ready_and_names_a_command_that_there_is():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # systemd's names have capitals
+    unit.read_string((DEPLOY / "asyncrl.service").read_text())
+    service = unit["Service"]
+    assert (service["Type"], service["NotifyAccess"], service["KillMode"]) == ("notify", "main", "process")
+    assert int(service["WatchdogSec"]) > 0
+    assert int(service["TimeoutStartSec"]) > START_TIMEOUT_S  # a run that an earlier daemon was starting is waited for so long
+    program, name, *options = shlex.split(service["ExecStart"])
+    assert Path(program).name == "asyncrl"
+    asked = typer.main.get_command(app).commands[name].make_context(name, options).params
+    assert asked["folder"] == Path("/var/lib") / service["StateDirectory"]
+    assert asked["host"] == "127.0.0.1"

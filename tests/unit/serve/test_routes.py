@@ -23,13 +23,14 @@ from yarl import URL
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.errors import RunError
+from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, SecondReport, set_behind
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.overview import MOST_SERIES
-from asyncrl.serve.records import ROLES, Records, RunRecord
+from asyncrl.serve.records import DATABASE, ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
 from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE, json_response, stream
 from tests.virtual_clock import VirtualClock
@@ -48,10 +49,21 @@ async def service(tmp_path):
 
 @pytest.fixture
 async def client(service):
-    server = TestServer(service.app())
+    """Whatever is answered in a test has a status that the table says."""
+    app, said, unsaid = service.app(), service.openapi(None)["paths"], []
+
+    async def compare(request, response):
+        resource, status = request.match_info.route.resource, str(response.status)
+        known = {status, f"{status[0]}XX"} if resource is None else said[resource.canonical][request.method.lower()]["responses"]
+        if not {status, f"{status[0]}XX"} & set(known):
+            unsaid.append((request.method, request.path, status))
+
+    app.on_response_prepare.append(compare)
+    server = TestServer(app)
     await server.start_server(shutdown_timeout=0.5)
     async with TestClient(server) as client:
         yield client
+    assert unsaid == []
 
 
 @pytest.fixture
@@ -88,12 +100,15 @@ async def test_every_route_refuses_whoever_may_not_ask(service, client, tokens):
             assert (await client.request(route.method, path, headers=bearer(tokens[role]))).status == 403, (route, role)
 
 
-async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, client, tokens):
+async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, client, tokens, tmp_path):
     source = random.Random(0)
     odd = ["", "x", "../..", "%00", "r", "-1", "9" * 40, "runs", "\u2603", "a b", "r/keys", "..%2f..", "api.json"]
     bodies = [b"", b'{"confg": {}}', b"[]", b"\xff", b'{"config": 5}', b'{"name": "../../x"}', b"x" * 2000]
-    bodies.append(b'{"set": {"num_steps": 1e999}}')
-    routes = [route for route in service.routes() if route.least != OPEN]
+    bodies += [b'{"set": {"num_steps": 1e999}}', b'{"token": "none"}']
+    own = f"127.0.0.1:{client.port}"
+    hosts = [own] * 8 + ["127.0.0.1", "evil.example", "127.0.0.1.evil.example", "localhost", f"[::1]:{client.port}", "", "a:b:c"]
+    origins = [""] * 8 + [f"http://{own}", "http://evil.example", "null", "http://127.0.0.1:1", "x", f"http://{own}.evil.example"]
+    routes = service.routes()
     service.records.put_run(RunRecord(id="r", number=1, state="ended", outcome="done", version=5, num_steps=5))
     runs, known = dict(service.records.runs), dict(service.records.tokens)
 
@@ -103,16 +118,30 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
         method = source.choice([route.method, "GET", "POST", "DELETE", "PUT", "PATCH"])
         token = source.choice([*tokens.values(), "none"])
         query = source.choice(["", "?limit=-1", "?after=x", "?first=1.5", "?runs=r,x", "?limit=" + "9" * 30, "?before=z"])
-        answer = await client.request(method, path + query, headers=bearer(token), data=source.choice(bodies))
-        assert answer.status < 500, (method, path, query)
-        assert method == "GET" or answer.status >= 400, (method, path, query)
+        host, origin = source.choice(hosts), source.choice(origins)
+        headers = {**bearer(token), "Host": host} | ({"Origin": origin} if origin else {})
+        answer = await client.request(method, path + query, headers=headers, data=source.choice(bodies))
+        statuses.add(answer.status)
+        asked = (method, path, query, headers, answer.status)
+        assert 200 <= answer.status < 300 or 400 <= answer.status < 500, asked
+        assert method == "GET" or answer.status >= 400 or path == "/v1/logout", asked  # which takes a cookie from a browser
+        foreign = host not in {own, "127.0.0.1"} or origin not in {"", f"http://{host}"}
+        assert answer.status in {400, 403} if foreign else True, asked
         answer.close()  # a stream of events has no end
 
-    for _ in range(500):
-        async with asyncio.TaskGroup() as group:
-            for _ in range(20):
-                group.create_task(ask_one())
+    statuses = set()
+    async with asyncio.TaskGroup() as keeping:
+        keeper = keeping.create_task(service.keeper.run())
+        for _ in range(500):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(20):
+                    group.create_task(ask_one())
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("run-")]
+        keeper.cancel()
+    assert {200, 400, 401, 403, 404, 405, 409, 422} <= statuses
     assert (service.records.runs, service.records.tokens, service.keeper.statuses) == (runs, known, {})
+    assert service.records.events(0) == []
+    assert os.listdir(tmp_path / "runs") == ["r"]
 
 
 async def test_what_a_body_says_wrong_is_named_and_hostile_ones_are_refused_in_words(service, client, tokens):
@@ -121,6 +150,23 @@ async def test_what_a_body_says_wrong_is_named_and_hostile_ones_are_refused_in_w
     answer = await client.post("/v1/runs", headers=submitter, json={"set": {"num_steps": "x", "seed": -1}})
     assert answer.status == 422
     assert {fault["field"] for fault in (await answer.json())["faults"]} == {"num_steps", "seed"}
+    engine, code = {"kind": "transformers", "device": "cuda:7"}, {"kind": "python", "path": "os:getcwd"}
+    everything = {
+        "learner.compile": True, "learner.logprobs": "fused", "task": {"kind": "jsonl", "path": "/nowhere/train.jsonl"},
+        "reward.functions": [code], "generate.engine": engine, "seed.x": 1,
+    }  # fmt: skip
+    asked = {"config": 'algorithm = {loss = "aipo"}', "set": everything, "presets": ["no_such"], "name": "a/b"}
+    answer = await client.post("/v1/runs", headers=submitter, json=asked)
+    assert answer.status == 422
+    faults = {fault["field"]: fault for fault in (await answer.json())["faults"]}
+    given = {field: fault["given"] for field, fault in faults.items()}
+    machine = given.pop("machine")
+    assert given == {
+        "presets": "no_such", "learner.compile": True, "learner.logprobs": "fused", "name": "a/b",
+        "functions": "os:getcwd", "task.path": "/nowhere/train.jsonl", "seed": {"x": 1}, "algorithm.loss": "aipo",
+    }  # fmt: skip
+    assert (machine["gpus"], faults["machine"]["allowed"]) == (8, "the run takes 8 GPUs and this machine has 0")
+    assert all(fault["allowed"] for fault in faults.values())
     deep = b'{"a":' * 5000 + b"1" + b"}" * 5000
     bodies = [
         b'{"confg": 1}', b'{"config":' + deep + b"}", b'{"set": {"a' + b".a" * 5000 + b'": 1}}', b'{"config": "x\\u0000y"}',
@@ -191,6 +237,23 @@ async def test_files_of_a_run_are_served_its_secrets_are_not_and_odd_ones_are_no
     os.mkfifo(folder / "fifo")
     part = await client.get("/v1/runs/r/files/steps.jsonl", headers={**headers, "Range": "bytes=2-4"})
     assert (part.status, await part.text()) == (206, "234")
+    etag = part.headers["ETag"]
+    assert re.fullmatch(r'"[0-9a-f-]+"', etag)
+    for asked, expected in (
+        ({"If-None-Match": etag}, (304, "")),
+        ({"If-None-Match": '"other"'}, (200, "0123456789")),
+        ({"Range": "bytes=2-4", "If-Range": etag}, (206, "234")),
+        ({"Range": "bytes=2-4", "If-Range": '"other"'}, (200, "0123456789")),
+        ({"Range": "bytes=2-4", "If-Range": f"W/{etag}"}, (200, "0123456789")),
+        ({"If-Range": '"other"'}, (200, "0123456789")),
+        ({"Range": "bytes=20-"}, (416, "")),
+    ):
+        answer = await client.get("/v1/runs/r/files/steps.jsonl", headers={**headers, **asked})
+        assert (answer.status, await answer.text()) == expected, asked
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write("+")
+    changed = await client.get("/v1/runs/r/files/steps.jsonl", headers={**headers, "Range": "bytes=2-4", "If-Range": etag})
+    assert (changed.status, await changed.text(), changed.headers["ETag"] != etag) == (200, "0123456789+", True)
     secret = ("keys/server.key", "keys", "api.json", "link", "..%2fother", "%2e%2e/other", "/etc/passwd")
     for path in (*secret, "none", "broken", "loop", "fifo", "x" * 300, "x/" * 2500, "%00"):
         assert (await client.get(f"/v1/runs/r/files/{path}", headers=headers)).status == 404, path
@@ -299,10 +362,93 @@ async def test_a_checkpoint_that_comes_damaged_is_refused(tmp_path, cut):
     assert not list((tmp_path / "into").iterdir())
 
 
-async def test_what_is_said_of_the_interface_is_the_table(service, client):
-    said = await (await client.get("/openapi.json")).json()
+async def test_what_is_said_of_the_interface_is_the_table_and_what_its_routes_read(service, tokens):
+    """Statuses are compared by the fixture `client`, in every test that has it."""
+    app, read = service.app(), set()
+
+    class Noted(dict):
+        def get(self, name, default=None):
+            read.add(name)
+            return default
+
+        def __contains__(self, name):
+            read.add(name)
+            return False
+
+    @web.middleware
+    async def note(request, handler):
+        request._cache["query"] = Noted()
+        return await handler(request)
+
+    app.middlewares.append(note)
+    async with TestClient(TestServer(app)) as client:
+        said = await (await client.get("/openapi.json")).json()
+        for route in service.routes():
+            (await client.request(route.method, filled(route.path), headers=bearer(tokens["admin"]))).close()
+            operation = said["paths"][route.path.replace(":.*", "")][route.method.lower()]
+            named = {place: {one["name"] for one in operation["parameters"] if one["in"] == place} for place in ("query", "path")}
+            assert named == {"query": read, "path": set(re.findall(r"{(\w+)", route.path))}, route
+            read.clear()
     told = {(method.upper(), path) for path, methods in said["paths"].items() for method in methods}
     assert told == {(route.method, route.path.replace(":.*", "")) for route in service.routes()}
+    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(said)))
+    assert {"Submission", "ConfigChange", "Refusal", "Fault"} <= references
+    assert references <= set(said["components"]["schemas"])
+    assert json.dumps(said).count("$ref") == json.dumps(said).count('"$ref": "#/components/schemas/')
+    assert list(said["paths"]["/v1/runs"]["post"]["responses"]) == ["200", "201", "4XX", "5XX"]
+
+
+async def test_runs_are_listed_by_state_project_and_tag_and_page_by_page(service, client, tokens):
+    for number, (name, state, project) in enumerate((("a", "live", "p"), ("b", "ended", "p"), ("c", "queued", "q")), 2):
+        service.records.put_run(RunRecord(id=name, number=number, state=state, project=project, tags=(name, "t")))
+
+    async def listed(query):
+        answer = await (await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))).json()
+        return [run["id"] for run in answer["runs"]], answer["next"]
+
+    for query, names, behind in (
+        ("", ["c", "b", "a", "r"], None), ("state=live", ["a"], None), ("state=ended", ["b", "r"], None), ("state=no", [], None),
+        ("project=p", ["b", "a"], None), ("project=p&state=ended", ["b"], None), ("tag=t", ["c", "b", "a"], None),
+        ("tag=c&project=p", [], None), ("limit=2", ["c", "b"], 3), ("limit=2&before=3", ["a", "r"], None),
+        ("before=3", ["a", "r"], None), ("project=p&limit=1", ["b"], 3), ("project=p&limit=1&before=3", ["a"], None),
+    ):  # fmt: skip
+        assert await listed(query) == (names, behind), query
+    for query in ("limit=0", "limit=1001", "limit=x", "before=x"):
+        assert (await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))).status == 400, query
+
+
+async def test_of_tokens_the_daemon_keeps_their_digests_alone(service, client, tokens, tmp_path):
+    made = await client.post("/v1/tokens", headers=bearer(tokens["admin"]), json={"name": "new", "role": "viewer"})
+    new = (await made.json())["token"]
+    assert (await client.post("/v1/login", json={"token": new})).status == 200
+    assert (await client.post("/v1/runs", headers=bearer(tokens["submitter"]), json={"name": "one"})).status == 201
+    files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = b"".join(content for name, content in files.items() if name.startswith(DATABASE))
+    for token in (*tokens.values(), new):
+        assert hashlib.sha256(token.encode()).hexdigest().encode() in kept
+        assert [name for name, content in files.items() if token.encode() in content] == []
+
+
+UNITS = ("s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d")
+LONG_UNITS = "minutes|hours|days|weeks|bits|(pico|nano|micro|milli|centi|kilo|kibi|mega|mebi|giga|gibi|tera|tebi)(seconds|bytes)"
+
+
+def complaints(text):
+    """What `promtool check metrics` says of families (client_golang, promlint), each with its name."""
+    kinds, said = dict(re.findall("^# TYPE (\\S+) (.*)$", text, re.MULTILINE)), []
+    helped = [name for name, _ in re.findall("^# HELP (\\S+) (\\S.*)$", text, re.MULTILINE)]
+    for name, kind in kinds.items():
+        wrong = {
+            "no help text": helped.count(name) != 1,
+            "counters end in _total, others do not": (kind == "counter") != name.endswith("_total"),
+            "_count, _sum and _bucket are of histograms": name.endswith(("_count", "_sum", "_bucket")),
+            "camelCase": re.search("[a-z][A-Z]", name),
+            "its type in the name": re.search("_(gauge|counter|histogram|summary)(_|$)", name),
+            "no base unit": any(re.fullmatch(LONG_UNITS, word) for word in name.split("_")),
+            "an abbreviated unit": any(f"_{unit}_" in f"{name}_" for unit in UNITS),
+        }
+        said += [(name, complaint) for complaint, is_so in wrong.items() if is_so]
+    return said
 
 
 async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
@@ -316,12 +462,21 @@ async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     service.records.put_run(RunRecord(id="wide", number=4, state="live", project="\x00\r\n<b>"))
     many = {f"m{number}": 0.0 for number in range(MOST_SERIES + 7)}
     (service.records.run_folder("wide") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": many}))
+    service.records.put_run(RunRecord(id="all", number=5, state="live"))
+    every = {name.replace("*", "x"): 1.0 for name in METRICS}
+    assert len(every) < MOST_SERIES
+    (service.records.run_folder("all") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": every}))
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
     assert 'asyncrl_reward_mean{run="live",project="a\\"b\\\\c"} 0.5' in text
-    assert 'asyncrl_serve_runs{state="live"} 3' in text
+    assert 'asyncrl_serve_runs{state="live"} 4' in text
     assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 7.0' in text
     families = [line.split()[2] for line in text.split("\n") if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+    left = {complaint for name, complaint in complaints(text) if name != "asyncrl_staleness_histogram"}
+    assert left == {"an abbreviated unit"}  # names are those of metrics.jsonl
+    counters = set(re.findall(r"^# TYPE asyncrl_(\S+) counter$", text, re.MULTILINE))
+    assert counters == {f"{name}_total" for name in ("serve_requests", "dropped", "failed", "deaths", "refused_samples")}
+    assert 'asyncrl_dropped_total{run="all",project="",key="x"} 1.0' in text
     label = r'[a-z]+="(?:[^"\\\n]|\\[\\"n])*"'
     sample = re.compile(rf"([a-zA-Z_][a-zA-Z0-9_]*)(\{{{label}(?:,{label})*\}})? (?:[-+0-9.e]+|NaN|[+-]Inf)")
     series = [sample.fullmatch(line) for line in text.removesuffix("\n").split("\n") if not line.startswith("#")]

@@ -1,5 +1,8 @@
 """A submission is checked whole: every fault at once, nothing started, no code of strangers."""
 
+import contextlib
+import copy
+import random
 from pathlib import Path
 
 import msgspec
@@ -7,7 +10,9 @@ import pytest
 
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.submit import Fork, RefusedError, Submission, foreign_code, of_fork, resolve
+from asyncrl.serve.submit import MOST_SAID, Fork, RefusedError, Submission, foreign_code, of_fork, resolve
+from tests.builders import laid_over
+from tests.unit.config.test_rules import ALGORITHMS, RULES, SERVERS, served
 
 MACHINE = Machine(cores=2, memory_bytes=64 << 30)
 
@@ -22,8 +27,8 @@ def faults_of(folder, **given):
 def test_every_fault_is_named_with_what_was_given_and_what_is_allowed(tmp_path):
     wrong = {"num_steps": "x", "buffer.max_stalenes": 3, "learner.learning_rate": -1, "algorithm.loss": "no", "task.kind": "no"}
     faults = faults_of(tmp_path, set=wrong, name="../b")
-    assert {"num_steps", "buffer.max_stalenes", "learner.learning_rate", "algorithm", "run", "task.kind"} <= set(faults)
-    assert faults["num_steps"].given == "x"
+    expected = {"num_steps": "x", "buffer.max_stalenes": 3, "learner.learning_rate": -1, "algorithm.loss": "no", "name": "../b"}
+    assert {field: fault.given for field, fault in faults.items()} == {**expected, "task.kind": "no"}
     assert "max_staleness" in faults["buffer.max_stalenes"].allowed
 
 
@@ -45,12 +50,32 @@ def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
         assert "code roots" in faults_of(tmp_path, set=rewards(path), roots=(roots,))["functions"].allowed
     config, demand = resolve(Submission(set=rewards(roots / "mine.py"), name="ok"), tmp_path, (roots,), MACHINE)
     assert config.folder == str(tmp_path)
+    assert resolve(Submission("[algorithm]\nloss = 'decoupled_ppo'"), tmp_path, (), MACHINE)[0].algorithm.kind == "policy"
     assert demand.cores == 2
 
 
 def test_what_the_machine_does_not_have_is_said_by_its_sum(tmp_path):
     faults = faults_of(tmp_path, set={"learner.device": "cuda", "generate.engine.device": "cuda", "model.hidden_size": 128})
     assert "takes 1 GPUs and this machine has 0" in faults["machine"].allowed
+    assert faults["machine"].given.gpus == 1
+    missing = {"model": {"kind": "pretrained", "path": "/nowhere"}, "learner.device": "cuda:1"}
+    faults = faults_of(tmp_path, set=missing)  # its memory is not known, its GPUs are
+    assert set(faults) == {"model.path", "machine"}
+    assert "there is no folder" in faults["model.path"].allowed
+
+
+def test_whatever_is_wrong_together_is_refused_with_what_was_given(tmp_path):
+    source = random.Random(0)
+    settings = [one for one, _ in RULES] + [{"algorithm": one} for one, _ in ALGORITHMS]
+    settings += [served(server, changes) for server, changes, _ in SERVERS]
+    for _ in range(60):
+        config = {}
+        for one in source.sample(settings, 3):
+            with contextlib.suppress(AttributeError, TypeError):  # a table over what is none
+                laid_over(config, copy.deepcopy(one))
+        with pytest.raises(RefusedError) as refused:
+            resolve(Submission(config=config), tmp_path, (), MACHINE)
+        assert [fault for fault in refused.value.faults if fault.given is None or not fault.allowed] == [], config
 
 
 def test_a_fork_has_the_settings_of_its_parent_and_begins_with_the_checkpoint(tmp_path):
@@ -112,3 +137,20 @@ def test_what_no_json_can_hold_and_paths_that_lead_nowhere_are_faults_too(tmp_pa
     for path in ("a" * 5000, "a/" * 3000, "\0", str(tmp_path / "loop")):
         assert faults_of(tmp_path, set={"task": {"kind": "jsonl", "path": path}})
         assert faults_of(tmp_path, set={"task": {"kind": "python", "path": f"{path}.py:f"}})
+
+
+LONG = [
+    {"task": {"kind": "jsonl", "path": "a/" * 450_000}},  # each folder was looked up: 40 s
+    {"reward.functions": [{"kind": "python", "path": f"m{number}:f"} for number in range(20_000)]},  # names in 100 s
+    {"generate.engine": {"kind": "vllm_server", "url": ",".join(["http://a"] * 80_000)}},  # 80,000 faults of 1 MB each
+    {"name": "x" * 900_000}, {"learner": {f"x{number}": 1 for number in range(20_000)}},
+]  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("setting", LONG, ids=range(len(LONG)))
+def test_a_submission_of_a_megabyte_has_an_answer_that_is_small_and_soon_there(tmp_path, setting):
+    with pytest.raises(RefusedError) as refused:
+        resolve(Submission(set=setting), tmp_path, (), MACHINE)
+    assert 1 <= len(refused.value.faults) <= MOST_SAID
+    assert len(msgspec.json.encode(refused.value.faults)) < 500_000

@@ -1,4 +1,47 @@
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli import app
 from asyncrl.control.tools.doctor import judge_packages
+from asyncrl.reward.sandbox import bubblewrap
+
+REFUSED = "bwrap: No permissions to create new namespace"
+BWRAP = f"""#!/bin/sh
+if [ "$1" = --help ]; then echo "--size BYTES"; else echo "{REFUSED}" >&2; exit 1; fi
+"""
+
+
+@pytest.fixture
+def stubs():
+    """A folder for the PATH, outside of pytest's, into which another user cannot look."""
+    with tempfile.TemporaryDirectory() as name:
+        bubblewrap._bubblewrap_help.cache_clear()
+        yield Path(name)
+    bubblewrap._bubblewrap_help.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700], ids=["refuses_namespaces", "cannot_be_reached_by_nobody"])
+def test_a_bubblewrap_that_fails_is_one_line_that_says_why_and_what_comes_after_is_looked_at(stubs, monkeypatch, mode):
+    (stubs / "bwrap").write_text(BWRAP)
+    (stubs / "bwrap").chmod(0o755)
+    stubs.chmod(mode)
+    monkeypatch.setenv("PATH", str(stubs))
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # torch and vLLM, asked in processes of their own, are not the question
+    said = CliRunner().invoke(app, ["doctor"])
+    assert said.exit_code == 0, said.output
+    lines = said.output.splitlines()
+    (line,) = [number for number, text in enumerate(lines) if text.startswith("MISS sandbox")]
+    reached = mode == 0o755 or os.geteuid() != 0
+    assert (REFUSED if reached else "Permission denied") in lines[line]
+    assert "only the code_exec reward needs it" in lines[line + 1]
+    after = [text.split()[1] for text in lines[line + 2 :] if text.startswith(("ok  ", "MISS"))]
+    assert after[0] == "mps"
+    assert {"torch", "msgspec"} <= set(after)
 
 
 def test_packages_are_judged_against_what_the_metadata_asks_for():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config import algorithm as kinds
+from asyncrl.config.live import OF_STEPS, changed, settings_of, with_settings
 from asyncrl.config.run import ObserveConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint_folder import StepMemory
@@ -203,3 +204,36 @@ def test_remax_takes_the_greedy_sample_s_reward_and_trains_none_of_it(kit):
     assert result.metrics["reward/mean"] == pytest.approx(np.mean(rewards))
     assert result.metrics["data/samples"] == 4
     assert result.num_tokens == sum(int(sample["mask"].sum()) for sample in samples)
+
+
+LIVE = {
+    "num_steps": 40, "learner.learning_rate": 5e-3, "learner.min_learning_rate_ratio": 0.9, "learner.warmup_steps": 9,
+    "learner.max_grad_norm": 1e-3, "algorithm.clip_low": 0.01, "algorithm.clip_high": 0.01, "algorithm.dual_clip": 1.01,
+    "algorithm.max_ratio": 1.01, "algorithm.entropy_coefficient": 0.5, "algorithm.kl.coefficient": 2.0,
+}  # fmt: skip
+
+
+def test_all_that_a_step_can_be_told_anew_is_tried_here():
+    assert LIVE.keys() == {field for field in OF_STEPS if not field.startswith("checkpoint.")}
+
+
+@pytest.mark.parametrize("field", LIVE)
+def test_a_step_is_trained_by_the_settings_that_come_with_it_whatever_the_learner_began_with(kit, field):
+    """The very bits of a learner that had the new value from the start, and others than by the old one."""
+    samples, start, kl = kit.samples(), kit.model(), kinds.KLConfig(coefficient=0.1)
+    for sample, logprobs in zip(samples, kit.plain_logprobs(start, samples), strict=True):  # ratios to both sides of 1
+        sample["logprobs"] = (logprobs.detach() + torch.linspace(-0.5, 0.5, len(logprobs))).float().numpy()
+    loss = "cispo" if field == "algorithm.max_ratio" else "ppo_clip"
+    algorithm = {"kind": "policy", "loss": loss, "proximal": "behaviour", "corrections": (), "kl": kl}
+    learner = {"warmup_steps": 0, "min_learning_rate_ratio": 0.1, "epsilon": 1e-2}
+    before = kit.config(algorithm, learner, num_steps=4)
+    after, _ = changed(before, {field: LIVE[field]})
+    told, trained = with_settings(before, settings_of(after)), []
+    for built, config in ((before, before), (before, told), (after, after)):
+        model = copy.deepcopy(start)
+        state = kit.train_state(model, built, reference=kit.model(seed=2))
+        state.follow(config)
+        train_step(state, kit.batch(samples, step=1), config)
+        trained.append(kit.bits(model))
+    assert kit.same(trained[1], trained[2])
+    assert not kit.same(trained[0], trained[1])

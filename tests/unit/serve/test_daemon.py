@@ -1,0 +1,151 @@
+"""The daemon whole, in this process: TLS and its names, when it is ready, and which GPUs the controllers of its runs see."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import ssl
+import subprocess
+
+import aiohttp
+import msgspec
+import psutil
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from asyncrl.clock import SystemClock
+from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.observe.steps import EVENTS_FILE, RunEvent
+from asyncrl.serve.daemon import URL_FILE, ServeOptions, serve
+from asyncrl.serve.guard import Guard, new_token
+from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.machine import Machine
+from asyncrl.serve.records import RUNS, TOKEN_FILE, Records, RunRecord
+from asyncrl.serve.routes import Service
+from tests.builders import until
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Of its own, for 127.0.0.1: the files of the certificate and the key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    named = ("-subj", "/CN=asyncrl", "-addext", "subjectAltName=IP:127.0.0.1")
+    subprocess.run(["openssl", "req", "-x509", *curve, *named, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture
+def earlier_run(tmp_path):
+    """A run of an earlier daemon, which has ended; yields what holds a process that looks like another controller of it."""
+    folder = tmp_path / "served" / RUNS / "before"
+    with contextlib.closing(Records(tmp_path / "served")) as records:
+        records.put_run(RunRecord(id="before", number=1, state="live", num_steps=5))
+    ended = RunEvent(seq=1, time_s=1.0, kind="phase", subject="stopped", text="as it was told")
+    (folder / EVENTS_FILE).write_bytes(msgspec.json.encode(ended) + b"\n")
+    words = ("sh", "-c", "read line", "asyncrl.pipeline", "controller", "controller", str(folder.resolve()))
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:
+        assert find_controllers(folder) == [controller.pid]
+        yield controller.stdin
+
+
+@pytest.fixture
+def systemd(tmp_path, monkeypatch):
+    """The socket at which systemd is told."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(str(tmp_path / "notify"))
+        listening.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+        yield listening
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_over_tls_by_its_names_alone_and_ready_once_a_run_of_before_has_its_verdict(
+    tmp_path, certificate, earlier_run, systemd
+):
+    folder, (cert, key) = tmp_path / "served", certificate
+    options = ServeOptions(folder, port=0, tls_cert=cert, tls_key=key, allow_hosts=("runs.example",))
+    trusted = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=cert))
+    async with asyncio.TaskGroup() as group, aiohttp.ClientSession(connector=trusted) as http:
+        serving = group.create_task(serve(options))
+        await until((folder / URL_FILE).exists)
+        url = (folder / URL_FILE).read_text()
+        token = (folder / TOKEN_FILE).read_text().strip()
+        port = url.removeprefix("https://127.0.0.1:")
+        for host, status in (
+            (f"127.0.0.1:{port}", 200), ("runs.example", 200), (f"Runs.Example:{port}", 200), ("runs.example.org", 403),
+            ("evil.example", 403), ("evil.runs.example", 403),
+        ):  # fmt: skip
+            async with http.get(f"{url}/healthz", headers={"Host": host}) as answer:
+                assert answer.status == status, host
+        async with http.post(f"{url}/v1/login", json={"token": token}) as answer:
+            assert [cookie["secure"] for cookie in answer.cookies.values()] == [True]
+        with pytest.raises(aiohttp.ClientError):
+            await http.get(f"http://127.0.0.1:{port}/healthz")
+
+        async def asked(path):
+            async with http.get(url + path, headers={"Authorization": f"Bearer {token}"}) as answer:
+                return answer.status, await answer.json()
+
+        for _ in range(5):
+            assert await asked("/readyz") == (503, {"ready": False, "reason": "runs of before are being looked at"})
+        with pytest.raises(BlockingIOError):
+            systemd.recv(100)
+        assert (await asked("/v1/runs/before"))[1]["state"] == "live"
+        earlier_run.close()
+        async with asyncio.timeout(30):
+            assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"READY=1"
+        assert await asked("/readyz") == (200, {"ready": True, "reason": ""})
+        run = (await asked("/v1/runs/before"))[1]
+        assert (run["state"], run["outcome"], run["reason"], run["attempts"]) == ("ended", "stopped", "as it was told", 0)
+        serving.cancel()
+    assert not (folder / URL_FILE).exists()
+
+
+@pytest.fixture
+async def two_gpus(tmp_path):
+    """A daemon's interface with a machine of two GPUs, whose keeper starts runs; they are killed in the end."""
+    clock, records = SystemClock(), Records(tmp_path)
+    keeper = Keeper(records, Machine(("GPU-a", "GPU-b"), cores=8, memory_bytes=1 << 40), clock)
+    service = Service(records, keeper, Guard(records, {"127.0.0.1"}), clock)
+    headers = {"Authorization": f"Bearer {new_token(records, 'me', 'admin', clock)}"}
+    async with asyncio.TaskGroup() as group, TestClient(TestServer(service.app()), headers=headers) as client:
+        keeping = group.create_task(keeper.run())
+        yield client
+        keeping.cancel()
+    folders = list((tmp_path / RUNS).iterdir())
+    while pids := [pid for folder in folders for pid in find_controllers(folder)]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    records.close()
+
+
+def seen_by_controllers(folder):
+    with contextlib.suppress(psutil.Error):
+        return {psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES") for pid in find_controllers(folder)}
+
+
+async def test_each_run_sees_a_gpu_of_its_own_and_the_next_waits_until_one_is_free(two_gpus, tmp_path):
+    no_model = {"learner.fake_step_s": 0.0, "learner.device": "cuda", "generate.engine": {"kind": "fake"}}
+    for name in ("one", "two", "three"):
+        assert (await two_gpus.post("/v1/runs", json={"name": name, "set": no_model})).status == 201
+    queue = await (await two_gpus.get("/v1/queue")).json()
+    assert ([run["id"] for run in queue["runs"]], queue["waits"]) == (["three"], ["1 GPUs (0 free)"])
+    there = await (await two_gpus.get("/v1/machine")).json()
+    demand = queue["runs"][0]["demand"]
+    assert demand["gpus"] == 1
+    assert there == {
+        "has": {"gpus": ["GPU-a", "GPU-b"], "cores": 8, "memory_bytes": 1 << 40},
+        "in_use": [
+            {"run": "one", "gpus": ["GPU-a"], "demand": demand}, {"run": "two", "gpus": ["GPU-b"], "demand": demand},
+        ],
+    }  # fmt: skip
+    for name, gpu in (("one", "GPU-a"), ("two", "GPU-b")):
+        await until(lambda folder=tmp_path / RUNS / name: seen_by_controllers(folder))
+        assert seen_by_controllers(tmp_path / RUNS / name) == {gpu}
+    assert not find_controllers(tmp_path / RUNS / "three")

@@ -379,9 +379,11 @@ class Reporter:
         reasons = {name: re.sub(r"[0-9]+ ", "", wait.what.partition(":")[0]) for name, wait in told.items()}
         before, self._waiting = self._waiting, {}
         for name, why in reasons.items():
-            since_s = before[name].start_s if name in before and before[name].attributes["why"] == why else told[name].since_s
+            one, since_s = before.get(name), told[name].since_s
+            if one is not None and one.attributes["why"] == why and (name not in heard_s or since_s <= one.end_s):
+                since_s = before.pop(name).start_s  # it goes on; else the process has worked since
             self._waiting[name] = sp.span(sp.IDLE, since_s, heard_s.get(name, now), name, why=why)
-        self.note_spans(*(one for name, one in before.items() if reasons.get(name) != one.attributes["why"]))
+        self.note_spans(*before.values())
         self._spans_file.flush()
 
     async def close(self, run_folder: Path) -> None:
@@ -390,6 +392,7 @@ class Reporter:
             files = (self._spans_file, self._evals_file, self._steps_file, self._events_file, self._seconds_file)
             for open_one in (self.sinks, *files):
                 closing.callback(open_one.close)
+            closing.callback(self.note_spans, *self._waiting.values())  # first of all: who still waits
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close)
         try:

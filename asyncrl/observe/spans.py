@@ -133,6 +133,10 @@ MOST_SHOWN_SPANS = 300
 MOST_TRACKS = 200
 MAX_BINS = 4000
 
+UNTOLD = "its next work: nothing more is told"
+"""Reason of a gap in the spans of a process: a wait between two heartbeats, or what lies between two pieces of work."""
+LEAST_GAP_S = 1e-3
+
 Rows = NDArray[np.float64]
 """[6, spans]: start and end in seconds since the run's first, oldest and newest version, group, samples; -1: none."""
 
@@ -216,6 +220,21 @@ class Timeline:
         for key, rows in found.items():
             before = self._read.get(key, np.empty((6, 0)))
             self._read[key] = np.concatenate([before, np.array(rows).T], axis=1)
+        for process in {key[0] for key in found} - {"admission", "controller"}:  # those tell what they do, not all of it
+            self._fill(process)
+
+    def _fill(self, process: str) -> None:
+        """Have a wait in every gap between the spans of a process: no time of it is without a word."""
+        own = [rows[:2] for key, rows in self._read.items() if key[0] == process and key[2] != UNTOLD]
+        starts, ends = np.concatenate(own, axis=1)
+        order = starts.argsort(kind="stable")
+        before, after = np.maximum.accumulate(ends[order])[:-1], starts[order][1:]
+        is_gap = after - before > LEAST_GAP_S
+        self._read.pop((process, IDLE, UNTOLD), None)
+        if is_gap.any():
+            rows = np.full((6, is_gap.sum()), -1.0)
+            rows[:2] = before[is_gap], after[is_gap]
+            self._read[process, IDLE, UNTOLD] = rows
 
     def _take(self, lines: bytes, found: dict[tuple[str, str, str], list[tuple[float, ...]]]) -> None:
         decoder = msgspec.json.Decoder(_Line)

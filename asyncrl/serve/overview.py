@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import MetricsRow, label_text, render_prometheus
-from asyncrl.observe.steps import read_steps
+from asyncrl.observe.steps import STEPS_FILE, read_steps
 from asyncrl.serve.records import Records, RunRecord
 
+T = TypeVar("T", bound=msgspec.Struct)
 MOST_SERIES = 300
 """Metrics of one run in /metrics, by name; how many more there are is a metric too."""
 MOST_LINE_BYTES = 1 << 20
-"""The end of metrics.jsonl, in which the newest line is looked for."""
+"""The end of a file, in which its newest line is looked for."""
+OWN_METRICS = {
+    "version": "the run's policy version",
+    "serve_metrics_left_out": "metrics of the run that are not here, as they are too many",
+}
+"""What the daemon says of each live run beside its metrics, and what it means."""
 LAST_STEPS = 50
 """Over which reward and staleness are compared."""
+
+
+class StepSeen(msgspec.Struct, frozen=True):
+    """What the list of runs shows of a run's newest step; see `StepReport`."""
+
+    step: int
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+    learner_idle: float
+    generators_idle: float
+
+
+def newest_step(run_folder: Path) -> StepSeen | None:
+    """Return a run's newest step; None: it has none."""
+    return _newest(run_folder / STEPS_FILE, StepSeen)
 
 
 def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     """Return the newest metrics of every live run, and counts of the daemon: runs by state, requests by status (`answered`)."""
     runs = list(records.runs.values())
     states = {state: sum(run.state == state for run in runs) for state in ("queued", "starting", "live", "ended")}
-    lines = ["# TYPE asyncrl_serve_runs gauge", *(f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items())]
+    lines = ["# HELP asyncrl_serve_runs runs of the daemon by state", "# TYPE asyncrl_serve_runs gauge"]
+    lines += [f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items()]
+    lines += ["# HELP asyncrl_serve_requests_total requests that the daemon has answered, by status"]
     lines += ["# TYPE asyncrl_serve_requests_total counter"]
     lines += [f'asyncrl_serve_requests_total{{status="{status}"}} {n}' for status, n in sorted(answered.items())]
     newest: dict[str, dict[str, float]] = {}
     for run in runs:
         if run.state == "live":
             values = sorted(_newest_metrics(records.run_folder(run.id)).items())
-            own = {"version": run.version, "serve_metrics_left_out": max(0, len(values) - MOST_SERIES)}
+            own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
             newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
-    return "\n".join(lines) + "\n" + render_prometheus(newest)
+    return "\n".join(lines) + "\n" + render_prometheus(newest, OWN_METRICS)
 
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -63,18 +88,22 @@ def _row(record: RunRecord, folder: Path, config: Path) -> dict[str, Any]:
 
 def _newest_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics of a run's newest step."""
-    path = folder / "metrics.jsonl"
+    row = _newest(folder / "metrics.jsonl", MetricsRow)
+    return row.metrics if row is not None else {}
+
+
+def _newest(path: Path, kind: type[T]) -> T | None:
+    """Return the last row of a file of JSON lines; None: there is none."""
     if not path.exists():
-        return {}
+        return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - MOST_LINE_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            return msgspec.json.decode(line, type=MetricsRow).metrics
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-    return {}
+        end = file.read()
+    while end:
+        end, _, line = end.rpartition(b"\n")
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(line, type=kind)
+    return None
 
 
 def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -37,7 +37,8 @@ from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.records import Records
+from asyncrl.serve.overview import StepSeen, newest_step
+from asyncrl.serve.records import Records, RunRecord
 from asyncrl.serve.streams import json_response, last_event_id, stream
 
 T = TypeVar("T")
@@ -92,6 +93,8 @@ class Pages:
     ) -> None:  # fmt: skip
         self._records, self._keeper, self._guard, self._is_over, self._read_only = records, keeper, guard, is_over, read_only
         self._timelines: dict[str, Timeline] = {}
+        self._newest: dict[str, tuple[int, str, StepSeen | None]] = {}
+        """By run, version and state of its record, and its newest step then."""
         self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
 
     def file(self, request: web.Request) -> web.FileResponse:
@@ -130,7 +133,7 @@ class Pages:
     # -- what comes ------------------------------------------------------------------------------------------------------
 
     async def live_runs(self, request: web.Request) -> web.StreamResponse:
-        """Stream the newest runs' records with the alarms that stand, all of them whenever one has changed."""
+        """Stream the newest runs' records, with standing alarms and the newest step, all of them whenever one has changed."""
         sent, number = b"", 0
 
         async def rows() -> list[tuple[int, str, bytes]]:
@@ -138,13 +141,22 @@ class Pages:
             newest = sorted(self._records.runs.values(), key=lambda run: -run.number)[:MOST_RUNS]
             statuses = [self._keeper.statuses.get(run.id) for run in newest]
             alarms = [[alarm.rule for alarm in status.alarms] if status else [] for status in statuses]
-            told = [{**msgspec.structs.asdict(run), "alarms": standing} for run, standing in zip(newest, alarms, strict=True)]
+            steps = await asyncio.to_thread(self._newest_steps, newest)
+            about = zip(newest, alarms, steps, strict=True)
+            told = [{**msgspec.structs.asdict(run), "alarms": standing, "newest": step} for run, standing, step in about]
             if (now := msgspec.json.encode(told)) == sent:
                 return []
             sent, number = now, number + 1
             return [(number, "runs", now)]
 
         return await stream(request, rows, lambda: self._is_over(""))
+
+    def _newest_steps(self, runs: Sequence[RunRecord]) -> list[StepSeen | None]:
+        """Return the newest step of each; it is read again once the run's version or state is another."""
+        for run in runs:
+            if self._newest.get(run.id, ())[:2] != (run.version, run.state):
+                self._newest[run.id] = (run.version, run.state, newest_step(self._records.run_folder(run.id)))
+        return [self._newest[run.id][2] for run in runs]
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         """Stream a run's status, steps and events; the number of each row is that of the newest step."""

@@ -12,7 +12,8 @@ turns of 20 steps of the same run. The readers are on the same cores, and cost l
 
 `step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50. `step_on_page_s`: to its
 figures on the page, in a Chromium on the same cores, of the same run. `first_chart_s`: from the address of a run of 10,000 steps
-to its charts; median of the rounds. These two are left out where there is no Chromium or no playwright (`make browser`).
+to its charts; median of the rounds. `timeline_frame_ms`: from a key to the window drawn, of a timeline of a million
+spans. These three are left out where there is no Chromium or no playwright (`make browser`).
 
 `adoption_s`: three live runs, the daemon killed by SIGKILL; from the start of the next one until it has adopted all and is ready,
 Python's own start included. The daemon is told that it has 64 cores, so that three runs fit. `lost_or_repeated` counts their
@@ -50,7 +51,7 @@ from asyncrl.serve.records import TOKEN_FILE
 from asyncrl.session import Session
 from benchmarks.controller import follow
 from benchmarks.harness import BenchResult, Ratio, ratio
-from benchmarks.service_page import can_look, first_chart_s, step_on_page_s, write_long_run
+from benchmarks.service_page import can_look, first_chart_s, step_on_page_s, timeline_frame_ms, write_long_run, write_many_spans
 
 ROUNDS = 3
 NUM_STEPS = 60
@@ -125,8 +126,10 @@ async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ra
             figures["step_on_page_s"] = await step_on_page_s(*_address(folder), folder / "runs" / "read")
             write_long_run(folder / "long", _quickstart(folder, "long"))
             figures["first_chart_s"] = await first_chart_s(folder / "long", rounds)
-            for name in ("step_on_page_s", "first_chart_s"):
-                ratios[name] = ratio(figures[name], 1.0, at_least=False)
+            write_many_spans(folder / "long")
+            figures["timeline_frame_ms"] = await timeline_frame_ms(folder / "long", rounds)
+            for name, goal in (("step_on_page_s", 1.0), ("first_chart_s", 1.0), ("timeline_frame_ms", 100.0)):
+                ratios[name] = ratio(figures[name], goal, at_least=False)
         else:
             print("no playwright, or no Chromium: the page is not measured; `make browser` brings both", file=sys.stderr)
     _enter("read_vs_alone", sides["read"], sides["alone"], figures, ratios)

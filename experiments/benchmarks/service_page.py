@@ -20,12 +20,14 @@ import msgspec
 from asyncrl.config.load import dump_config
 from asyncrl.config.run import RunConfig
 from asyncrl.observe.metrics import METRICS
+from asyncrl.observe.spans import SPANS_FILE
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, JsonLines, RunEvent, StepReport, read_steps
 
 BROWSER = os.environ.get("ASYNCRL_CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
 NUM_SHOWN = 50
 """Steps that are waited for."""
 LONG_RUN = 10_000
+MANY_SPANS = 1_000_000
 SHOWN = """const summaries = () => [...document.querySelectorAll("summary")].map((one) => one.textContent).join();
 const shown = () => Number(/Every value of step (\\d+)/.exec(summaries())?.[1] ?? -1);
 const frame = () => new Promise((drawn) => { requestAnimationFrame(drawn); });"""
@@ -45,6 +47,24 @@ DRAWN = f"""async (step) => {{
   return performance.now() / 1000;
 }}"""
 """Gives how long after the page's address its charts were there."""
+FRAMES = """async (keys) => {
+  const took = [];
+  for (const key of keys) {
+    const began = performance.now();
+    const said = document.getElementById("said");
+    const shown = new Promise((seen) => {
+      new MutationObserver((_, watch) => { watch.disconnect(); seen(); }).observe(said, { childList: true });
+    });
+    document.querySelector(".timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
+    await shown;
+    await new Promise((drawn) => { requestAnimationFrame(drawn); });
+    took.push(performance.now() - began);
+  }
+  return took;
+}"""
+"""Gives, for each key that moves a timeline, the ms from the key until its new window is drawn."""
+MOVES = ["+", "ArrowRight", "ArrowRight", "+", "ArrowLeft", "-", "ArrowRight", "-", "Home"]
+"""Keys; each window that they lead to, of many spans, is told as bins."""
 
 
 def can_look() -> bool:
@@ -95,22 +115,52 @@ def write_long_run(folder: Path, config: RunConfig) -> None:
     (folder / EVENTS_FILE).write_bytes(msgspec.json.encode(ended) + b"\n")
 
 
+def write_many_spans(folder: Path) -> None:
+    """Give a run's folder a timeline of 10,000 s: a million samples by four generators, and ten swaps."""
+    times, about = b'"start_s":%d.%02d,"end_s":%d.%02d,', b'"process":"generator-%d","attributes":{"newest_version":%d}}\n'
+    sample = b'{"name":"generate",' + times + about
+    swap = b'{"name":"swap","start_s":%d,"end_s":%d,"process":"generator-0","attributes":{"version":%d}}\n'
+    with (folder / SPANS_FILE).open("wb") as file:
+        for i in range(MANY_SPANS):
+            file.write(sample % (1000 + i // 100, i % 100, 1000 + (i + 50) // 100, (i + 50) % 100, i % 4, i // 100_000))
+        for i in range(10):
+            file.write(swap % (1000 + 1000 * i, 1001 + 1000 * i, i))
+
+
 async def first_chart_s(folder: Path, rounds: int) -> float:
     """Return how long the page of that run takes from its address to its charts, as a median."""
+    took_s = list[float]()
+    async with _viewed(folder) as (page, url):
+        for _ in range(rounds):
+            await page.goto("about:blank")
+            await page.goto(f"{url}#/run/{folder.name}", wait_until="commit")
+            took_s.append(await page.evaluate(DRAWN, LONG_RUN - 1))
+    return statistics.median(took_s)
+
+
+async def timeline_frame_ms(folder: Path, rounds: int) -> float:
+    """Return how long the timeline of that run takes from a key to the window drawn, as a median."""
+    took_ms = list[float]()
+    async with _viewed(folder) as (page, url):
+        await page.goto(f"{url}#/run/{folder.name}/timeline")
+        await page.get_by_role("application").wait_for()
+        for _ in range(rounds):
+            took_ms += await page.evaluate(FRAMES, MOVES)
+    return statistics.median(took_ms)
+
+
+@asynccontextmanager
+async def _viewed(folder: Path) -> AsyncIterator[tuple[Any, str]]:
+    """Yield a page that is logged in at a viewer of a run, and the viewer's address."""
     command = [sys.executable, "-m", "asyncrl", "view", str(folder)]
     viewer = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    took_s = list[float]()
     try:
         assert viewer.stdout is not None
         url = (await viewer.stdout.readline()).decode().strip()
         async with browser_page() as page:
             await page.goto(url)
             await page.get_by_role("link", name=folder.name, exact=True).wait_for()
-            for _ in range(rounds):
-                await page.goto("about:blank")
-                await page.goto(f"{url.partition('#')[0]}#/run/{folder.name}", wait_until="commit")
-                took_s.append(await page.evaluate(DRAWN, LONG_RUN - 1))
+            yield page, url.partition("#")[0]
     finally:
         viewer.terminate()
         await viewer.wait()
-    return statistics.median(took_s)

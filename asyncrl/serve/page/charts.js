@@ -4,16 +4,29 @@
 import { exact, h, table } from "./dom.js";
 
 const COLOURS = ["#1f6fd0", "#c45a00", "#17803d", "#9b3fb5", "#b02a37", "#00808a"];
-const DASHES = [[], [8, 4], [2, 4], [], [8, 4], [2, 4]];
+// A dash of its own for each series of a chart: none is told by its colour alone.
+const dashOf = (i) => (i < 3 ? [[], [8, 4], [2, 4]][i] : [8, 4, ...Array(i - 2).fill([2, 4]).flat()]);
 const HEIGHT = 190;
 const MOST_TABLE_ROWS = 200;
 const charts = new Set();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { for (const { chart } of charts) chart.redraw(); });
 
 const sizes = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) target.chart?.setSize({ width: Math.max(contentRect.width, 120), height: HEIGHT });
 });
 
 const short = (value) => (Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(+value.toPrecision(6)));
+
+// How the line of a series looks.
+function key(i) {
+  const [svg, line] = ["svg", "line"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  const look = { x2: 40, y1: 3, y2: 3, stroke: COLOURS[i % 6], "stroke-width": 3, "stroke-dasharray": dashOf(i).join(" ") || "none" };
+  for (const [name, value] of Object.entries(look)) line.setAttribute(name, value);
+  svg.setAttribute("class", "key");
+  svg.setAttribute("aria-hidden", "true");
+  svg.append(line);
+  return svg;
+}
 
 // series: [[label, values], ...] over xs; null is no value. bands: [high, low], places of two series between which is filled.
 // Returns a figure; `figure.show(xs, series)` draws other values.
@@ -26,13 +39,13 @@ export function chart(title, xName, xs, series, { points = false, bands = [] } =
   let now = [xs, series];
   let cells = [];
   const ink = getComputedStyle(document.documentElement);
-  const axis = { stroke: ink.getPropertyValue("--ink"), grid: { stroke: ink.getPropertyValue("--line"), width: 1 }, ticks: { width: 0 } };
+  const axis = { stroke: () => ink.getPropertyValue("--ink"), grid: { stroke: () => ink.getPropertyValue("--line"), width: 1 }, ticks: { width: 0 } };
   const options = {
     width: 430, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: true, y: false } }, hooks: { setCursor: [() => tell()] }, scales: { x: { time: false } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, splits) => splits.map((value) => short(value)) }],
     bands: bands.map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${COLOURS[low % 6]}2e` })),
     series: [{ label: xName }, ...series.map(([label], i) => ({
-      label, stroke: COLOURS[i % 6], dash: DASHES[i % 6], width: 1.5, spanGaps: true, points: points ? { show: true } : {},
+      label, stroke: COLOURS[i % 6], dash: dashOf(i), width: 1.5, spanGaps: true, points: points ? { show: true } : {},
     }))],
   };
   const fill = () => {
@@ -53,7 +66,7 @@ export function chart(title, xName, xs, series, { points = false, bands = [] } =
   figure.show = (newXs, newSeries) => {
     now = [newXs, newSeries];
     if (cells.length !== newSeries.length) {
-      cells = newSeries.map(([label], i) => [h("dt", {}, h("span", { class: `key key${i % 6}`, "aria-hidden": "true" }), label), h("dd", { "data-series": label })]);
+      cells = newSeries.map(([label], i) => [h("dt", {}, key(i), label), h("dd", { "data-series": label })]);
       values.replaceChildren(...cells.flat());
     }
     tell();

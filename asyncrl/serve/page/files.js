@@ -30,12 +30,17 @@ export async function events(name) {
 const low = (...about) => h("div", { class: "low" }, table(...about));
 export const levelOf = (alarm) => h("span", { class: `level-${alarm.level}` }, alarm.level);
 
+const SEEN = / \(is (\S+), bound (\S+), /; // as an alarm says what it has seen
+
 export async function alarms(name) {
   const { alarms: raised, rules } = await ask(`${pathOf(name)}/alarms`);
   const until = (one) => (one.over_s ? time(one.over_s) : "stands");
+  const sources = Object.fromEntries(rules.map((rule) => [rule.name, rule.source]));
+  const seen = (one) => SEEN.exec(one.text)?.slice(1).map(Number) ?? [null, null];
   return { node: titled(name, "alarms",
-    raised.length ? table("Raised, newest first", ["Rule", "Level", "Since", "At version", "Over", "At version", "What is seen, and what to do"],
-      raised.map((one) => [one.rule, levelOf(one), time(one.since_s), one.version, until(one), one.over_s ? one.over_version : "", one.text]))
+    raised.length ? table("Raised, newest first", ["Rule", "Level", "Value", "Threshold", "Threshold from", "Since", "At version", "Over", "At version", "What is seen, and what to do"],
+      raised.map((one) => [one.rule, levelOf(one), ...seen(one), sources[one.rule], time(one.since_s), one.version, until(one),
+        one.over_s ? one.over_version : "", one.text]))
       : notice("No alarm was raised."),
     h("h2", {}, "What is looked at"), table("Rules", ["Rule", "Level", "Met when", "In steps", "Threshold from", "What to do", "Then the run"],
       rules.map((rule) => [rule.name, levelOf(rule), rule.meets, `${rule.needed} of ${rule.of}`, rule.source, rule.advice, ACTIONS[rule.action]]))) };
@@ -44,10 +49,11 @@ const ACTIONS = { off: "is not told", warn: "goes on", pause: "is paused", stop:
 
 const STATES = ["running", "scoring", "ready", "taken", "trained", "dropped", "failed"];
 const SELECTION = [["bias/length_ratio", "Mean length trained over generated"], ["bias/reward_gap", "Mean reward trained minus scored"]];
+const ENDS = ["", "_low", "_high"]; // the figure, and the ends of its interval of 95 %
 
 export async function ledger(name) {
   const [told, series] = await Promise.all(
-    [ask(`${pathOf(name)}/ledger`), ask(`${pathOf(name)}/series?names=${SELECTION.map(([metric]) => encodeURIComponent(metric))}`)]);
+    [ask(`${pathOf(name)}/ledger`), ask(`${pathOf(name)}/series?names=${SELECTION.flatMap(([metric]) => ENDS.map((end) => encodeURIComponent(metric + end)))}`)]);
   const { issued, states, prompts, versions, steps, trained_in_steps: inSteps } = told;
   const groups = (rows) => rows.reduce((total, one) => total + one.groups, 0);
   const of = (state) => groups(states.filter((one) => one.state === state));
@@ -64,7 +70,8 @@ export async function ledger(name) {
     h("h2", {}, "What was lost"), lost.length ? table("Dropped and failed, by reason", ["Reason", "State", "Groups", "Share of issued"],
       lost.sort((a, b) => b.groups - a.groups).map((one) => [one.reason, one.state, one.groups, one.groups / issued])) : notice("No group was dropped or failed."),
     h("h2", {}, "Selection, over the whole run"),
-    table(last < 0 ? "No step yet" : `At step ${series.steps[last]}`, ["Figure", "Value"], SELECTION.map(([metric, label]) => [label, series.columns[metric][last]])),
+    table(last < 0 ? "No step yet" : `At step ${series.steps[last]}`, ["Figure", "Value", "95 % from", "To"],
+      SELECTION.map(([metric, label]) => [label, ...ENDS.map((end) => series.columns[metric + end][last])])),
     h("h2", {}, "Samples by oldest version"), low(`The newest ${Math.min(versions.length, 200)} versions`, ["Version", "Samples", "Tokens", "Mean reward"],
       versions.slice(-200).reverse().map((one) => [one.version, one.samples, one.tokens, one.mean_reward])),
     h("h2", {}, "Prompts"), low(`The ${prompts.length} prompts issued most often`, ["Prompt", "Groups", "Trained", "Dropped", "Failed", "Mean reward", "Mean tokens"],

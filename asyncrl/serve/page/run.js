@@ -128,14 +128,15 @@ class RunPage {
   }
   async order(what) {
     if (!confirm(`${ORDERS[what]} ${this.record.id}? ${MEANING[what]}`)) return;
+    const wasOver = this.record.state === "ended";
     this.said.replaceChildren(notice(`${ORDERS[what]}: asked`));
     try {
       const answer = await order(`${this.path}/${what}`);
-      this.said.replaceChildren(notice(`${ORDERS[what]}: done${typeof answer === "string" ? `, ${answer}` : answer.phase ? `, the run is ${answer.phase}` : ""}`));
+      this.said.replaceChildren(notice(`${ORDERS[what]}: done${typeof answer === "string" ? `, ${answer}` : ""}`));
+      if (what === "resume" && wasOver) dispatchEvent(new Event("hashchange")); // it is followed again
     } catch (error) {
       this.said.replaceChildren(notice(`${ORDERS[what]}: ${error.message}`, true));
     }
-    if (what === "resume" && !this.stream) dispatchEvent(new Event("hashchange"));
   }
   show() {
     const { record, status, newest } = this;

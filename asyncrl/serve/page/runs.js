@@ -1,7 +1,7 @@
 // The list of runs, and several beside each other.
 
 import { chart, freeCharts } from "./charts.js";
-import { ask, exact, h, notice, redraw, Stream, table, time } from "./dom.js";
+import { ask, h, notice, redraw, Stream, table, time } from "./dom.js";
 
 export const state = (record) => {
   const text = record.outcome || record.state;
@@ -9,13 +9,15 @@ export const state = (record) => {
 };
 export const linkTo = (name, text = name) => h("a", { href: `#/run/${encodeURIComponent(name)}` }, text);
 
+const OF_STEP = [["Reward", "reward_mean"], ["Staleness, mean", "staleness_mean"], ["Max", "staleness_max"],
+  ["Learner idle", "learner_idle"], ["Generators idle", "generators_idle"]]; // of the newest step
 const COLUMNS = [["Alarms", (one) => one.alarms.join(", ")], ["Project", (one) => one.project], ["Tags", (one) => one.tags.join(", ")],
   ["Priority", (one) => one.priority], ["By", (one) => one.submitted_by], ["Started", (one) => time(one.started_s)],
   ["Ended", (one) => time(one.ended_s)], ["Reason", (one) => one.reason]];
 
 export async function runs(me) {
   const chosen = new Set();
-  const place = h("div");
+  const place = h("div", { class: "dense" });
   const queue = h("div");
   const button = h("button", { type: "button", onclick: () => { location.hash = `#/compare/${encodeURIComponent([...chosen].join(","))}`; } }, "Compare");
   const filter = h("input", { type: "search", "aria-label": "Only runs whose name, project, tags or state contain", placeholder: "Filter", oninput: () => draw() });
@@ -29,10 +31,11 @@ export async function runs(me) {
     const wanted = filter.value.toLowerCase();
     const found = records.filter((one) => [one.id, one.project, ...one.tags, one.state, one.outcome].join(" ").toLowerCase().includes(wanted));
     const columns = COLUMNS.filter(([, of]) => records.some((one) => of(one))); // a column in which nobody has anything is left out
+    const ofStep = records.some((one) => one.newest) ? OF_STEP : [];
     redraw(place, found.length ? table(`${found.length} of ${records.length} runs, newest first`,
-      ["", "Run", "State", "Step", "Of", "Accuracy before", "After", ...columns.map(([head]) => head)],
-      found.map((one) => [box(one), linkTo(one.id), state(one), Math.max(one.version, 0), one.num_steps, exact(one.accuracy_before),
-        exact(one.accuracy_after), ...columns.map(([, of]) => of(one))]))
+      ["", "Run", "State", "Step", "Of", ...ofStep.map(([head]) => head), "Accuracy before", "After", ...columns.map(([head]) => head)],
+      found.map((one) => [box(one), linkTo(one.id), state(one), Math.max(one.version, 0), one.num_steps, ...ofStep.map(([, field]) => one.newest?.[field]),
+        one.accuracy_before, one.accuracy_after, ...columns.map(([, of]) => of(one))]))
       : notice(records.length ? "No run has that in its name, project, tags or state." : "No run yet. `asyncrl.Server.submit`, or POST /v1/runs, submits one."));
   }
   async function drawQueue() {

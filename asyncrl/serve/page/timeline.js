@@ -18,6 +18,14 @@ const versions = (oldest, newest) => (newest < 0 ? "" : oldest === newest ? `${n
 const WHAT = { idle: "waits", wait: "waits", step: "trains", generate: "generates", score: "scores", swap: "swaps weights", publish: "publishes", checkpoint: "writes a checkpoint", evaluate: "evaluates", phase: "moves memory" };
 const what = (track) => WHAT[track.name] ?? track.name;
 
+// A text on a ground of its own, so that it can be read whatever lies beneath.
+function write(pen, text, x, y, ground, ink = "#16202b") {
+  pen.fillStyle = ground;
+  pen.fillRect(x - 2, y - 6, pen.measureText(text).width + 4, 12);
+  pen.fillStyle = ink;
+  pen.fillText(text, x, y);
+}
+
 function hatch(context) {
   const tile = h("canvas", { width: 6, height: 6 });
   const pen = tile.getContext("2d");
@@ -46,7 +54,10 @@ class Timeline {
       button("Zoom out", () => this.zoom(2)), button("Whole run", () => this.go(0, Infinity)), button("Newest", () => this.newest())),
     h("p", { class: "soft" }, "Each version has a colour and its number; a dark bar (s) is a swap of weights; hatched is a wait, with its reason below. ",
       "As high as a bar is, as many of its samples are in flight."), this.said, this.canvas, this.below);
-    this.sizes = new ResizeObserver(() => this.draw());
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.redraw = () => this.draw();
+    this.scheme.addEventListener("change", this.redraw);
+    this.sizes = new ResizeObserver(this.redraw);
     this.sizes.observe(this.canvas);
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("wheel", (event) => {
@@ -69,6 +80,7 @@ class Timeline {
   leave() {
     clearInterval(this.timer);
     this.sizes.disconnect();
+    this.scheme.removeEventListener("change", this.redraw);
   }
   get width() { return Math.max(this.canvas.clientWidth - LEFT, 1); }
   get span() { return this.frame.to_s - this.frame.from_s; }
@@ -185,11 +197,8 @@ class Timeline {
       const high = isSwap && areMany ? SWAP_HIGH : isSwap || isStill ? LANE - 6 : Math.max(tall - 1, 1);
       pen.fillStyle = isStill ? this.hatch : isSwap ? SWAP : colourOf(newest);
       pen.fillRect(left, y, isSwap ? Math.max(wide, 2) : wide, high);
-      const label = isSwap ? !areMany && "s" : newest >= 0 && high > 9 && wide > 26 && `v${newest}`;
-      if (label) {
-        pen.fillStyle = isSwap ? SWAP : "#16202b";
-        pen.fillText(label, Math.max(left, LEFT) + 4, isSwap ? top + 8 : y + high / 2);
-      }
+      if (isSwap && !areMany) write(pen, "s", Math.max(left, LEFT) + 2, top + 10, SWAP, "#fff");
+      else if (!isSwap && newest >= 0 && high > 9 && wide > 26) write(pen, `v${newest}`, Math.max(left, LEFT) + 4, y + high / 2, pen.fillStyle);
       this.hits.push([left, left + Math.max(wide, 2), y, y + high, track, one]);
     }
   }
@@ -213,8 +222,7 @@ class Timeline {
     track.version.forEach((version, i) => {
       if (version !== before && version >= 0 && i * wide - labelled > 34) {
         labelled = i * wide;
-        pen.fillStyle = "#16202b";
-        pen.fillText(`v${version}`, LEFT + i * wide + 2, top + LANE - 11);
+        write(pen, `v${version}`, LEFT + i * wide + 2, top + LANE - 11, colourOf(version));
       }
       before = version;
     });

@@ -46,9 +46,12 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
     reporter.tick([*groups, Wait("admission", "the staleness bound: 16 groups hold a place", 0.0)], [beat])
     reporter.tick([Wait("generator-0", "resume", 3.0)], [Heartbeat("generator-0", 3.0, "resume", 3.0)])
     reporter.tick([], [])
+    for since_s, heard_s in ((4.0, 5.0), (5.5, 6.0)):  # it works between the two, and the second lasts until the end
+        reporter.tick([Wait("reward-0", "a sample to score", since_s)], [Heartbeat("reward-0", heard_s, "a sample", since_s)])
     await reporter.close(tmp_path)
     assert [(one.process, one.attributes["why"], one.start_s, one.end_s) for one in read_spans(tmp_path)] == [
-        ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0)
+        ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0),
+        ("reward-0", "a sample to score", 4.0, 5.0), ("reward-0", "a sample to score", 5.5, 6.0),
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.observe.spans import SPANS_FILE, Timeline, read_spans, span, spans_of, write_trace
+from asyncrl.observe.spans import SPANS_FILE, UNTOLD, Timeline, read_spans, span, spans_of, write_trace
 from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.samples import Samples
 from tests.builders import make_sample
@@ -58,5 +58,9 @@ def test_a_window_tells_many_spans_as_bins_that_add_up_to_the_same(tmp_path):
     (tmp_path / SPANS_FILE).rename(tmp_path / "spans.old.jsonl")  # as a full file is set behind
     with (tmp_path / SPANS_FILE).open("wb") as newer:
         newer.write(msgspec.json.encode(span("step", first + 300, first + 302, "learner", version=4)) + b'\n{"name":"st')
-    (track,) = timeline.window(150.0)["tracks"]
+    gap, track = timeline.window(150.0)["tracks"]
     assert (track.each, track.seconds) == ([[200.0, 201.0, 3, 3, -1, -1], [300.0, 302.0, 4, 4, -1, -1]], pytest.approx(3.0))
+    assert (gap.process, gap.name, gap.why, gap.each) == ("learner", "idle", UNTOLD, [[201.0, 300.0, -1, -1, -1, -1]])
+    with (tmp_path / SPANS_FILE).open("ab") as newer:  # a wait that is told later takes the gap's place
+        newer.write(b"\n" + msgspec.json.encode(span("wait", first + 201, first + 300, "learner")) + b"\n")
+    assert {track.why for track in timeline.window(150.0)["tracks"]} == {"", "the batch of its next step"}

@@ -27,7 +27,9 @@ ROOM_S, LOOKS = 10.0, 12
 """How often room on the disk and in memory and what generators have made is looked at, and how many looks are kept."""
 MADE = "process/generated_tokens/"
 FIRST = 20
-"""Steps from which a run's own beginning is known."""
+"""Steps from which a run's own pace is known."""
+START = 10
+"""Steps over which the entropy that a run began with is the median."""
 STALL_S, STALL_STEPS = 30.0, 3
 """An open step is no stall before so many seconds, nor before so many steps have shown how long one takes."""
 
@@ -55,7 +57,8 @@ class Rule:
 RULES: tuple[Rule, ...] = (
     Rule("weights.mismatch", "warning", 5, 10, "mismatch/kl_k3", gt, 0.01, "`mismatch/kl_k3` > 0.01",
          "Tinker's guide: stable below 0.01",
-         "engine and learner differ over the same version: use one dtype for both, or add the correction tis_token"),
+         "engine and learner differ over the same version: use one dtype for both, restart the generator, or add the correction "
+         "tis_token"),
     Rule("weights.lag", "warning", 5, 10, "sync over usual step", gt, 5, "`weights/sync_ms` > 5 times the median step",
          "own: a version that is five steps late adds five to staleness",
          "send less (broadcast.delta, learner.lora) or faster (broadcast.medium.kind = \"auto\")"),
@@ -76,7 +79,7 @@ RULES: tuple[Rule, ...] = (
          "training goes on with a tenth of the data's worth: lower buffer.max_staleness now, or go back to a checkpoint"),
     Rule("off_policy.ratio", "warning", 5, 10, "ratio off one", gt, 2, "`ratio/mean` outside 0.5 to 2", "the same",
          "the samples are of another policy: lower buffer.max_staleness, add a rejection correction, check weights.mismatch"),
-    Rule("off_policy.drift", "warning", 5, 10, "drift", gt, 1,
+    Rule("off_policy.drift", "warning", 2, 5, "drift", gt, 1,
          "`kl/k1` outside -0.1 to 0.1, `ratio/chi2_token` > 1, or `ratio/correction_std` > 1", "the same",
          "lower learner.learning_rate or buffer.max_staleness, or add a correction (algorithm.kind = \"auto\")"),
     Rule("kl.reference", "warning", 5, 10, "kl of a sequence", gt, 10, "`kl/reference_mean` times the mean length > 10 nat",
@@ -98,11 +101,11 @@ RULES: tuple[Rule, ...] = (
          "marin #8955: reward went up while finished and right answers went down",
          "read samples of high reward: score only finished answers, add an overlong penalty, mend the reward"),
     Rule("entropy.collapse", "warning", 10, 10, "entropy over first", lt, 0.1,
-         "`policy/entropy` < 0.1 of its start, and the reward not within a tenth of its best",
+         "`policy/entropy` < 0.1 of its median over the first 10 steps, and the reward not within a tenth of its best",
          "own, relative: arXiv 2505.22617 gives no absolute number",
          "raise the upper clip, add algorithm.entropy_coefficient, or raise the temperature"),
-    Rule("entropy.grows", "warning", 3, 5, "entropy over first", gt, 1.25,
-         "`policy/entropy` > 1.25 times its start, and the reward not within a tenth of its best",
+    Rule("entropy.grows", "warning", 3, 5, "entropy over first", gt, 1.15,
+         "`policy/entropy` > 1.15 times its median over the first 10 steps, and the reward not within a tenth of its best",
          "own, relative, from experiments/alarms: a policy that learns becomes surer",
          "lower algorithm.entropy_coefficient, learner.learning_rate or the temperature"),
     Rule("length.truncated", "warning", 5, 10, "data/truncated_fraction", gt, 0.25, "`data/truncated_fraction` > 0.25",
@@ -139,7 +142,7 @@ RULES: tuple[Rule, ...] = (
          "make room, or keep less: checkpoint.keep_last, observe.samples; a run on a full disk ends and can be resumed"),
     Rule("memory.full", "warning", 3, 5, "hours of memory/available_gb", lt, 1,
          "the machine's memory is full in less than an hour at this pace", "own: time to act",
-         "`memory/resident_gb/*` says which process grows: fewer slots or generators, or resume the run"),
+         "`memory/resident_gb/*` says which process grows: mend it, take fewer slots or generators, or resume the run"),
     Rule("memory.device", "warning", 3, 5, "memory/peak_share", gt, 0.95, "`memory/peak_share` > 0.95",
          "own: the next longer batch may not fit",
          "lower packing.tokens_per_row first, then learner.gradient_checkpointing, an 8-bit optimizer, more ranks "
@@ -218,7 +221,7 @@ class Alarms:
         self._most = max(self._most, report.metrics.get("reward/max", report.reward_mean))
         if len(self._probes) < 5 and "weights/probe_error" in report.metrics:
             self._probes.append(report.metrics["weights/probe_error"])
-        if len(self._entropies) < FIRST and "policy/entropy" in report.metrics:
+        if len(self._entropies) < START and "policy/entropy" in report.metrics:
             self._entropies.append(report.metrics["policy/entropy"])
         return self._look(RULES, self._figures(report), report.version)
 
@@ -320,7 +323,7 @@ class Alarms:
             self._best = max(self._best, reward)
         if kept:
             found["gain kept"] = min(kept)
-        first = median(self._entropies) if len(self._entropies) == FIRST else 0.0
+        first = median(self._entropies) if len(self._entropies) == START else 0.0
         if first and "policy/entropy" in now and self._most - reward > 0.1 * span:
             found["entropy over first"] = now["policy/entropy"] / first
         return found

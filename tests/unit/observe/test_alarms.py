@@ -149,6 +149,14 @@ def test_a_run_that_learns_raises_nothing_nor_does_one_odd_step_nor_steps_withou
     assert raised([msgspec.structs.replace(one, metrics={}) for one in steps]) == []
 
 
+def test_drift_is_told_in_the_second_step_that_has_it_and_entropy_that_grows_in_the_third_after_ten_steps():
+    drifted = [report(0), *(report(step, **{"kl/k1": 0.2}) for step in (1, 2))]
+    assert [(alarm.rule, alarm.version) for alarm in raised(drifted)] == [("off_policy.drift", 3)]
+    steps = [report(step, 0.6, **{"policy/entropy": 1.0 if step < 10 else 1.2}) for step in range(13)]
+    assert [(alarm.rule, alarm.version) for alarm in raised(steps)] == [("entropy.grows", 13)]
+    assert raised(steps[:12]) == raised([report(step, 0.6, **{"policy/entropy": 1.0 + step / 100}) for step in range(13)]) == []
+
+
 def test_what_is_switched_off_is_not_raised():
     steps = [report(step, **{"ratio/ess": 0.05}) for step in range(20)]
     assert {alarm.rule for alarm in raised(steps)} == {"off_policy.ess", "off_policy.lost"}

@@ -25,7 +25,7 @@ REMEMBERED = 50
 """Steps that a rule may look back on."""
 ROOM_S, LOOKS = 10.0, 12
 """How often room on the disk and in memory and what generators have made is looked at, and how many looks are kept."""
-MADE = "process/generated_tokens/"
+DISK, MEMORY, HELD, MADE = "disk/free_gb", "memory/available_gb", "memory/resident_gb/", "process/generated_tokens/"
 FIRST = 20
 """Steps from which a run's own pace is known."""
 START = 10
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
          "own: time to make room",
          "make room, or keep less: checkpoint.keep_last, observe.samples; a run on a full disk ends and can be resumed"),
     Rule("memory.full", "warning", 3, 5, "hours of memory/available_gb", lt, 1,
-         "the machine's memory is full in less than an hour at this pace", "own: time to act",
+         "the machine's memory is full in less than an hour at the pace at which the run's processes grow", "own: time to act",
          "`memory/resident_gb/*` says which process grows: mend it, take fewer slots or generators, or resume the run"),
     Rule("memory.device", "warning", 3, 5, "memory/peak_share", gt, 0.95, "`memory/peak_share` > 0.95",
          "own: the next longer batch may not fit",
@@ -331,19 +331,20 @@ class Alarms:
     def _of_pace(self, last: StepReport) -> dict[str, float]:
         """Return until when there is room at this pace, a median (what goes at once is none), and how slow a generator is."""
         found, made = dict[str, float](), list[float]()
+        held = sum(value for name, value in last.metrics.items() if name.startswith(HELD))
         for name, value in last.metrics.items():
-            is_room = name in {"disk/free_gb", "memory/available_gb"}
-            if not is_room and not name.startswith(MADE):
+            if name not in {DISK, MEMORY} and not name.startswith(MADE):
                 continue
             looks = self._looks[name]
             if not looks or last.time_s - looks[-1][0] >= ROOM_S:
-                looks.append((last.time_s, value))
-            if is_room and len(looks) == LOOKS:
+                looks.append((last.time_s, -held if name == MEMORY else value))  # others' memory comes and goes
+            if name.startswith(MADE):
+                if len(looks) > 6 and looks[-1][1] >= looks[-7][1]:  # else it has begun anew
+                    made.append(looks[-1][1] - looks[-7][1])
+            elif len(looks) == LOOKS:
                 pace = median((before - after) / (until - since) for (since, before), (until, after) in itertools.pairwise(looks))
                 if pace > 0:
                     found[f"hours of {name}"] = value / pace / 3600
-            elif not is_room and len(looks) > 6 and looks[-1][1] >= looks[-7][1]:  # else it has begun anew
-                made.append(looks[-1][1] - looks[-7][1])
         if len(made) > 1 and last.generators_idle < 0.5 and median(made):
             found["slowest generator"] = min(made) / median(made)
         return found

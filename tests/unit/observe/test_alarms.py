@@ -1,5 +1,6 @@
 """Each rule is raised by what it is for, and silent over a healthy run; the page shows the same table as the code."""
 
+import gzip
 import re
 from pathlib import Path
 from typing import get_args
@@ -11,7 +12,8 @@ from asyncrl.config.run import AlarmRule
 from asyncrl.observe.alarms import RULES, Alarms, Raised, raised_in
 from asyncrl.observe.steps import RunEvent, StepReport
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "observability.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE, QUICKSTART = ROOT / "docs" / "observability.md", ROOT / "tests" / "golden" / "numbers" / "quickstart_steps.jsonl.gz"
 HEALTHY = {
     "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0, "ratio/ess": 0.95,
     "ratio/mean": 1.0,
@@ -42,10 +44,11 @@ def healthy(steps=60):
 
 
 def filling(name):
-    """Steps ten seconds long, in which 2 MB of 1 GB that is free go each second: full after eight minutes."""
+    """Steps of ten seconds, in which 2 MB of 1 GB that is free go each second, to a process of the run: full after 8 minutes."""
 
     def of_step(step):
-        one = report(step, **{name: max(1.0 - 0.002 * 10 * (step - 60), 0.05)})
+        gone = min(0.002 * 10 * (step - 60), 0.95)
+        one = report(step, **{name: 1.0 - gone, "memory/resident_gb/learner": gone if name == "memory/available_gb" else 0.0})
         return msgspec.structs.replace(one, time_s=60 * 0.2 + 10.0 * (step - 60))
 
     return of_step
@@ -140,6 +143,17 @@ def test_alarms_are_told_again_from_the_events_of_a_run():
     ]  # fmt: skip
 
 
+def test_the_quickstart_raises_nothing():
+    """All 550 steps of the shipped quickstart, recorded beside other work (tests/golden/numbers/README.md)."""
+    alarms, told = Alarms(groups_per_step=64), []
+    with gzip.open(QUICKSTART, "rb") as file:
+        steps = [msgspec.json.decode(line, type=StepReport) for line in file]
+    for step in steps:
+        told += alarms.take_open_step(step.metrics["time/step_s"], step.version, "") + alarms.take(step)
+    assert (len(steps), steps[-1].reward_mean > 0.8, told) == (550, True, [])
+    assert {"idle/learner", "policy/entropy", "weights/probe_error", "memory/available_gb"} <= steps[-1].metrics.keys()
+
+
 def test_a_run_that_learns_raises_nothing_nor_does_one_odd_step_nor_steps_without_metrics():
     steps = healthy()
     assert raised(steps) == []
@@ -155,6 +169,14 @@ def test_drift_is_told_in_the_second_step_that_has_it_and_entropy_that_grows_in_
     steps = [report(step, 0.6, **{"policy/entropy": 1.0 if step < 10 else 1.2}) for step in range(13)]
     assert [(alarm.rule, alarm.version) for alarm in raised(steps)] == [("entropy.grows", 13)]
     assert raised(steps[:12]) == raised([report(step, 0.6, **{"policy/entropy": 1.0 + step / 100}) for step in range(13)]) == []
+
+
+def test_memory_that_others_take_is_no_trouble_of_the_run():
+    def of_step(step):
+        one = filling("memory/available_gb")(step)
+        return msgspec.structs.replace(one, metrics={**one.metrics, "memory/resident_gb/learner": 0.5})
+
+    assert raised([of_step(60 + step) for step in range(45)]) == []
 
 
 def test_what_is_switched_off_is_not_raised():

@@ -401,11 +401,11 @@ class Run(RunClient):
     async def __aenter__(self) -> Self:
         if self._http is not None:
             raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
-        if self._resumed:
-            await self._wait_for_end()
         faults = await asyncio.to_thread(start_faults, self.config, resumed=self._resumed)
         if faults := [*faults, *wrong_kinds(self.run_folder)]:
             raise ConfigError("\n".join(faults))
+        if self._resumed:
+            await self._wait_for_end()
         with self._prepared_folder():
             self._controller = ControllerProcess(self.config, self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size

@@ -165,7 +165,9 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
         for path in [*partial.rglob("*"), partial]:
             if not path.is_symlink():
                 sync(path)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # which a tokenizer raises so
+            raise
         shutil.rmtree(partial, ignore_errors=True)
         raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error
     if target.exists():

@@ -299,7 +299,9 @@ class Keeper:
             await self._keep(record, lives=True)
         elif (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
             await self._pass_on(record.id, self._untold(record.id))
-            await self._conclude(self.records.runs[record.id], *last)
+            record = self.records.runs[record.id]
+            began_s = record.started_s or next(event.time_s for event in read_events(folder))  # it has its last one
+            await self._conclude(replace(record, started_s=began_s), *last)
             self._settle(record.id)
         else:
             self._settle(record.id)

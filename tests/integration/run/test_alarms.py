@@ -159,7 +159,8 @@ def score(prompt, text):
     return len(text) % 3
 """)  # fmt: skip
     slow.touch()
-    async with asyncrl.Run(tiny(**OFF, **NO_MODELS, reward__functions=rewards)) as run:
+    config = tiny(**OFF, **NO_MODELS, reward__functions=rewards, supervision__heartbeat_s=0.2)  # which tells what a process holds
+    async with asyncrl.Run(config) as run:
         raised = await said(run, "score.slow", "or a quicker reward")
         slow.unlink()
         await said(run, "score.slow", "is over", raised)

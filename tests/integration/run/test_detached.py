@@ -18,7 +18,11 @@ from asyncrl.schema.status import ENDED
 from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, recorded_pids, written
 
 pytestmark = pytest.mark.timeout(240)
-TERMINAL = "import pty, sys; pty.spawn(['sh', '-c', sys.argv[1]])"
+TERMINAL = """
+import pty, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be under nohup
+pty.spawn(['sh', '-c', sys.argv[1]])
+"""
 """A window of a terminal: what is killed with it gets SIGHUP."""
 SLOW = NO_MODELS | NO_EVALUATION | {"generate__engine": {**NO_MODEL, "token_latency_s": 0.1}, "num_steps": 500}
 

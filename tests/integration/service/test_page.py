@@ -199,7 +199,8 @@ async def test_a_run_has_the_numbers_of_its_files(page, recorded, tmp_path):
             for title, lines in charts.items() for label, name in lines.items()
         }  # fmt: skip
         expected |= {"Held-out evaluations: accuracy": evals[-1].accuracy, "Held-out evaluations: reward": evals[-1].reward_mean}
-        assert await numbers(page) == expected
+        told = await numbers(page)
+        assert told == {name: value for name, value in expected.items() if value is not None or name in told}
         assert None not in expected.values()
         for title, lines in {"Reward": CHARTS["Reward"], "Staleness, versions": CHARTS["Staleness, versions"]}.items():
             await page.locator("figure", has=page.get_by_text(title, exact=True)).get_by_text("Values").click()

@@ -367,7 +367,7 @@ async def test_ten_runs_keep_their_order_over_two_killed_daemons_and_one_that_en
     everything, model = {"learner__num_threads": os.cpu_count() or 1}, {"learner__fake_step_s": None}
     others = ["second", "third", "urgent", *(f"later-{number}" for number in range(5))]
     async with await daemon.start() as server:
-        first = await server.submit(settings(tmp_path, num_steps=500, **everything, **model), name="first", tags=["t"])
+        first = await server.submit(settings(tmp_path, num_steps=100_000, **everything, **model), name="first", tags=["t"])
         for name in others:
             await server.submit(settings(tmp_path, num_steps=2, **everything), name=name, priority=int(name == "urgent"))
         await until(server, first.id, lambda record: record.version >= 1)

@@ -109,13 +109,15 @@ def config(tmp_path):
     *((make, name) for name in ("steps.jsonl", "endpoint", "logs/learner.log") for make in (Path.mkdir, os.mkfifo)),
     *((Path.touch, name) for name in ("checkpoints", "model", "keys", "logs")),
 ])  # fmt: skip
-def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_named_and_not_waited_for(tmp_path, config, make, name):
+async def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_named_and_not_waited_for(
+    tmp_path, config, make, name
+):
     path = tmp_path / "r" / name
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)
     make(path)
     with pytest.raises(ConfigError, match=rf"^{path} must be a {'folder' if make is Path.touch else 'file'}: move it away$"):
-        Run(config, resume=tmp_path / "r")._prepared_folder().__enter__()
+        await Run(config, resume=tmp_path / "r").__aenter__()
 
 
 def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):

@@ -96,10 +96,10 @@ async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> i
 
 @pytest.fixture
 def quick_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs look at room and pace, which they do every ten seconds, every 0.3 s, and a step is late after 1 s, not 30."""
+    """Runs look at room and pace, which they do every ten seconds, every 0.3 s, and a step is late after 3 s, not 30."""
     folder = tmp_path / "quick_looks"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("from asyncrl.observe import alarms\nalarms.ROOM_S, alarms.STALL_S = 0.3, 1.0\n")
+    (folder / "sitecustomize.py").write_text("from asyncrl.observe import alarms\nalarms.ROOM_S, alarms.STALL_S = 0.3, 3.0\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
 
 

@@ -132,14 +132,15 @@ async def test_a_generator_that_is_held_up_is_told_and_ends_as_it_is_restarted(t
         await said(run, "generation.uneven", "is over", raised)
 
 
-async def test_a_process_that_hangs_is_named_while_the_step_is_open_and_once_it_goes_on_the_step_ends_it(tiny, quick_looks):
+async def test_a_process_that_hangs_is_told_while_the_step_is_open_and_once_it_goes_on_the_step_ends_it(tiny, quick_looks):
     async with asyncrl.Run(tiny(**OFF, **NO_MODELS)) as run:
         async for report in run.steps():
             if report.version == 5:
                 break
+        before = max((event.seq for event in read_events(run.run_folder)), default=0)
         generator = psutil.Process(recorded_pids(run.run_folder)["generator-0"])
         generator.suspend()
-        raised = await said(run, "stall.early", "generator-0")
+        raised = await said(run, "stall.early", "holds the others up; its log says more: ", before)
         generator.resume()
         await said(run, "stall.early", "is over", raised)
 

@@ -402,6 +402,7 @@ def test_the_oldest_answers_are_forgotten_but_none_that_is_not_there(monkeypatch
 
 
 def test_requests_that_wait_are_bounded_by_what_they_say_and_one_that_is_refused_may_be_sent_again(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
     import futures as subject
 
     monkeypatch.setattr(subject, "MOST_WAITING_BYTES", 100)

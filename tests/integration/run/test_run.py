@@ -125,7 +125,11 @@ async def test_a_run_that_is_cancelled_leaves_nothing_as_it_starts_as_it_is_aske
             await client.wait()
 
     async def returned(call: Awaitable[object]) -> None:
-        await call
+        try:
+            await call
+        except asyncrl.RunError as error:  # answered before it was cancelled, where the loop has long turns
+            if "no learner that could write a checkpoint" not in str(error):
+                raise
 
     for begun in (lambda: find_controllers(run_folder), (run_folder / "api.json").exists, started.is_set):
         await cancelled_once(begun, whole())

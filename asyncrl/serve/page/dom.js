@@ -83,7 +83,9 @@ export class Stream {
       this.pause();
       say("not connected");
       this.timer = setTimeout(async () => {
-        if (this.onEnd && (await this.onEnd().catch((error) => error.status === 401))) this.close();
+        const isOver = this.onEnd && (await this.onEnd().catch((error) => error.status === 401));
+        if (this.isClosed) return;
+        if (isOver) this.close();
         else if (!document.hidden) this.open();
       }, 500);
     };
@@ -99,6 +101,7 @@ export class Stream {
     this.source = null;
   }
   close() {
+    this.isClosed = true;
     this.pause();
     document.removeEventListener("visibilitychange", this.onSeen);
     say("");

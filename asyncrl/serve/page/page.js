@@ -83,6 +83,8 @@ async function enter(token) {
 }
 
 logout.addEventListener("click", async () => {
+  leave?.(); // who has logged out asks for nothing more
+  leave = null;
   await order("/v1/logout");
   me = null;
   await show();

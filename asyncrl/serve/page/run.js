@@ -120,7 +120,7 @@ class RunPage {
   }
   async ended() {
     this.record = await ask(this.path);
-    if (this.record.state !== "ended") return false;
+    if (this.record.state !== "ended" || this.isGone) return this.isGone;
     this.status = await ask(`${this.path}/status`);
     await this.evaluate();
     this.later();

@@ -159,19 +159,20 @@ async def test_weights_that_fill_the_device_hold_the_learner_up_and_are_long_on_
             while True:
                 weights.add_(1)
                 await asyncio.to_thread(publisher.publish, newest[0], {"weights": weights})
-                if newest[0] == 0:
-                    await run.announce_weights(await published.get(), str(tmp_path))
                 await run.take()
                 await run.trained(newest[0], {"memory/peak_share": weights.nbytes / 210e6})
                 newest[0] += 1
-                while not published.empty():
-                    await run.announce_weights(published.get_nowait())
+
+        async def announce() -> None:
+            while True:
+                await run.announce_weights(await published.get(), str(tmp_path))
 
         publisher = asyncrl.WeightPublisher(config.broadcast, run.run_folder, tell, SystemClock())
         async with asyncio.TaskGroup() as group:
-            training = group.create_task(train())
+            tasks = [group.create_task(train()), group.create_task(announce())]
             yield newest
-            training.cancel()
+            for task in tasks:
+                task.cancel()
         publisher.close()
 
     async with asyncrl.Run(config) as run:

@@ -57,7 +57,7 @@ from asyncrl.schema.status import (
 from asyncrl.schema.weights import WeightsAvailable
 
 CONTROLLER_LOG = Path("logs", "controller.log")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 """For the controller to answer; models load later."""
 CONTROLLER_END_S = 60.0
 """For the controller of a run that has ended to go."""

@@ -154,8 +154,21 @@ def laid_over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return settings
 
 
+async def cancelled_after(turns: int, work: Callable[[], Awaitable[object]]) -> None:
+    """Begin something and cancel it after so many turns of the event loop, the later ones longer: wherever it stands then."""
+
+    async def done() -> None:
+        await work()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(done())
+        for turn in range(turns):
+            await asyncio.sleep(0 if turn < 30 else 0.005)
+        task.cancel()
+
+
 async def until(is_so: Callable[[], object]) -> None:
     """Wait for what no event tells of."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not is_so():
             await asyncio.sleep(0.005)

@@ -95,7 +95,8 @@ RULES: tuple[Rule, ...] = (
     Rule("reward.collapse", "error", 10, 10, "gain kept", lt, 0.5,
          "the median reward of 10 steps lost half of what was gained, or held-out accuracy half of its best",
          "experiments/off_policy: what counts as collapsed",
-         "resume from the checkpoint before the fall with a lower learner.learning_rate or buffer.max_staleness"),
+         "begin a run from the checkpoint before the fall (`model.path`, or fork it at a daemon) with a lower "
+         "learner.learning_rate or buffer.max_staleness"),
     Rule("reward.hollow", "error", 1, 1, "hollow evaluations", ge, 3,
          "in 3 evaluations one after the other the reward is higher than at the best held-out accuracy, which lost a tenth",
          "marin #8955: reward went up while finished and right answers went down",
@@ -117,7 +118,8 @@ RULES: tuple[Rule, ...] = (
          "add an overlong penalty, use a length-normalised loss, or lower generate.sampling.max_new_tokens"),
     Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05, "dropped or failed > 5 % of the groups of 20 steps",
          "prime-rl, docs on training: sustained above 5 %",
-         "buffer.policy = \"wait\", more generators, or mend the reward (`asyncrl status` has the reasons)"),
+         "buffer.policy = \"wait\", a higher buffer.max_staleness, more generators, or mend the reward "
+         "(`asyncrl status` has the reasons)"),
     Rule("bias", "warning", 3, 3, "bias/flagged", gt, 0,
          "the interval of `bias/length_ratio` is outside 0.95 to 1.05, or of `bias/reward_gap` past 0.25 of the spread in groups",
          "own: what is lost without intent should be like what is trained",

@@ -6,9 +6,11 @@ Written by the controller through `JsonLines`; read by report.py, display.py, `a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 from collections.abc import Iterator
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -201,8 +203,7 @@ class Tail:
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
         """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
         self._path, self._kind, self._after, self._offset, self._inode = path, kind, after, offset, 0
-        row = msgspec.defstruct("Row", [("number", float)], rename={"number": number})
-        self._numbered: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
+        self._decoder = _numbered(number)
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come."""
@@ -213,34 +214,54 @@ class Tail:
         if (about.st_ino, about.st_size) == (self._inode, self._offset):
             return []
         if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
-            return list(self._read())  # a thread would cost more
-        return await asyncio.to_thread(lambda: list(self._read()))
+            found = self._read(about)  # a thread would cost more
+        else:
+            found = await asyncio.to_thread(self._read, about)
+        return [(number, self._kind, line) for number, line in found if number > self._after]
 
-    def _read(self) -> Iterator[tuple[int, str, bytes]]:
-        try:
-            with self._path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
-                    old, after = set_behind(self._path), self._offset
-                    self._offset = 0
-                    yield from self._rows_in(old.read_bytes()[after:] if old.exists() else b"")
-                self._inode = about.st_ino
-                file.seek(self._offset)
-                chunk = file.read(MOST_READ_BYTES)
-                chunk += b"" if chunk.endswith(b"\n") else file.readline()
-        except FileNotFoundError:
-            return
-        self._offset += chunk.rfind(b"\n") + 1
-        yield from self._rows_in(chunk)
+    def _read(self, about: os.stat_result) -> list[tuple[int, bytes]]:
+        found = list[tuple[int, bytes]]()
+        if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
+            old = set_behind(self._path)
+            found = _rows_in(old.read_bytes()[self._offset :] if old.exists() else b"", self._decoder)
+            self._offset = 0
+        self._inode = about.st_ino
+        rows, self._offset = _rows_from(self._path, about.st_ino, self._offset, about.st_size, self._decoder)
+        return found + rows
 
-    def _rows_in(self, chunk: bytes) -> Iterator[tuple[int, str, bytes]]:
-        for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
-            try:
-                number = int(self._numbered.decode(line).number)
-            except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):
-                continue  # torn by a writer that was killed
-            if number > self._after:
-                yield number, self._kind, line
+
+@lru_cache(maxsize=32)
+def _rows_from(
+    path: Path, inode: int, offset: int, size: int, decoder: msgspec.json.Decoder[Any]
+) -> tuple[list[tuple[int, bytes]], int]:
+    """Return the numbered lines from a byte on, and the byte behind them; readers at the same byte share them.
+
+    None where the file is not that one any more.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino != inode:
+                return [], offset
+            file.seek(offset)
+            chunk = file.read(min(size - offset, MOST_READ_BYTES))
+            chunk += b"" if chunk.endswith(b"\n") else file.readline()
+    except FileNotFoundError:
+        return [], offset
+    return _rows_in(chunk, decoder), offset + chunk.rfind(b"\n") + 1
+
+
+def _rows_in(chunk: bytes, decoder: msgspec.json.Decoder[Any]) -> list[tuple[int, bytes]]:
+    found = list[tuple[int, bytes]]()
+    for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):  # torn by a kill
+            found.append((int(decoder.decode(line).number), line))
+    return found
+
+
+@cache
+def _numbered(number: str) -> msgspec.json.Decoder[Any]:
+    """Return what reads of a row the field that holds its number."""
+    return msgspec.json.Decoder(msgspec.defstruct("Row", [("number", float)], rename={"number": number}))
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:

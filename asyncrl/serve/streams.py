@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from asyncrl.observe.steps import AT_ONCE_BYTES
 from asyncrl.serve.guard import ForbiddenError
 from asyncrl.serve.records import PRIVATE
 
@@ -73,14 +74,14 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
                 ]
                 await response.write(b"".join(shown))
                 silent_s = 0.0
-                continue
-            if over:
+            elif over:
                 break
-            if as_events and silent_s >= BEAT_S:
+            elif as_events and silent_s >= BEAT_S:
                 await response.write(b": still here\n\n")
                 silent_s = 0.0
-            await asyncio.sleep(LOOK_S)
-            silent_s += LOOK_S
+            if not over and sum(len(line) for _, _, line in found) < AT_ONCE_BYTES:  # else more may be there
+                await asyncio.sleep(LOOK_S)
+                silent_s += LOOK_S
         await response.write_eof()
     return response
 

@@ -7,8 +7,10 @@ The spread is that of the pairs.
 samples, over those of one that writes them, in turns; both cores are busy, so this is what is lost in steps a second. Generators
 keep nothing: how fast the machine is at the time, which changes by a quarter, cancels out. The spread is that of the pairs.
 
-`read_vs_alone`: steps a second of a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in
-turns of 20 steps of the same run. The readers are on the same cores, and cost little. The spread is that of the pairs.
+`read_vs_alone`: a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in turns of 20 steps
+of the same run: 1 less what daemon and controller take more, as a share of the CPU seconds of daemon and run, both over those of
+the generators. Both cores are busy, so this is what is lost in steps a second. The readers themselves are not counted.
+`read_vs_alone_rate` is that of steps with readers over steps without, by the clock. The spread is that of the pairs.
 
 `step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50. `step_on_page_s`: to its
 figures on the page, in a Chromium on the same cores, of the same run. `first_chart_s`: from the address of a run of 10,000 steps
@@ -112,16 +114,20 @@ async def kept_vs_not(folder: Path, rounds: int, figures: dict[str, float], rati
 async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:
     """Measure windows of one run with readers and without; and how late steps come where nobody else reads."""
     sides: dict[str, list[float]] = {"alone": [], "read": []}
-    late_s = list[float]()
+    serving: dict[str, list[float]] = {"alone": [], "read": []}
+    whole, late_s = list[float](), list[float]()
     async with _daemon(folder) as server:
         await server.submit("quickstart", name="read", set=SETTINGS | {"num_steps": LONG})
         await _reach(server, ["read"], SKIPPED_STEPS)
         for number in range(2 * PAIRS * rounds):
             side = "read" if number % 4 in {1, 2} else "alone"
             async with _readers(folder, "read", NUM_READERS if side == "read" else 0):
-                times, late = await _window(server, "read")
+                times, late, (serves_s, all_s, generators_s) = await _window(server, "read", folder / "runs" / "read")
             sides[side].append(WINDOW_STEPS / (times[-1] - times[0]))
-            late_s += late if side == "alone" else []
+            serving[side].append(serves_s / generators_s)
+            if side == "alone":
+                late_s += late
+                whole.append(all_s / generators_s)
         if can_look():
             figures["step_on_page_s"] = await step_on_page_s(*_address(folder), folder / "runs" / "read")
             write_long_run(folder / "long", _quickstart(folder, "long"))
@@ -132,22 +138,39 @@ async def read_vs_alone(folder: Path, rounds: int, figures: dict[str, float], ra
                 ratios[name] = ratio(figures[name], goal, at_least=False)
         else:
             print("no playwright, or no Chromium: the page is not measured; `make browser` brings both", file=sys.stderr)
-    _enter("read_vs_alone", sides["read"], sides["alone"], figures, ratios)
+    more = [(read - alone) / statistics.median(whole) for read, alone in zip(serving["read"], serving["alone"], strict=True)]
+    _enter("read_vs_alone", [1 - share for share in more], [1.0] * len(more), figures, ratios)
+    figures["read_vs_alone_rate"] = statistics.median(
+        read / alone for read, alone in zip(sides["read"], sides["alone"], strict=True)
+    )
     figures["step_in_stream_s"] = statistics.median(late_s[:50])
     ratios["step_in_stream_s"] = ratio(figures["step_in_stream_s"], 1.0, at_least=False)
 
 
-async def _window(server: Server, name: str) -> tuple[list[float], list[float]]:
-    """Return when steps of a run were done, from now on but for the first, and how late each came."""
-    times, late_s = list[float](), list[float]()
+def _cpu_s(run_folder: Path) -> tuple[float, float, float]:
+    """Return the CPU seconds that daemon and controller, they and all of the run, and its generators have taken."""
+    daemon = next(one for one in psutil.Process().children() if "daemon" in one.cmdline())
+    controllers = [psutil.Process(pid) for pid in find_controllers(run_folder)]
+    workers = [child for one in controllers for child in one.children(recursive=True)]
+    serves_s, workers_s, generators_s = (
+        sum(sum(one.cpu_times()[:2]) for one in some)
+        for some in ([daemon, *controllers], workers, [one for one in workers if "generator" in " ".join(one.cmdline())])
+    )
+    return serves_s, serves_s + workers_s, generators_s
+
+
+async def _window(server: Server, name: str, run_folder: Path) -> tuple[list[float], list[float], tuple[float, ...]]:
+    """Return when steps of a run were done, from now on but for the first, how late each came, and CPU seconds between them."""
+    times, late_s, before = list[float](), list[float](), tuple[float, ...]()
     first = (await server.show(name)).version + SETTLE_STEPS
     async with server.connect(name) as client:
         async for report in client.steps(first):
             times.append(report.time_s)
             late_s.append(time.time() - report.time_s)  # noqa: TID251 - a report's clock is the wall's
+            before = before or _cpu_s(run_folder)
             if len(times) > WINDOW_STEPS:
                 break
-    return times, late_s
+    return times, late_s, tuple(now - then for now, then in zip(_cpu_s(run_folder), before, strict=True))
 
 
 async def adopted(folder: Path, rounds: int, figures: dict[str, float], ratios: dict[str, Ratio]) -> None:

@@ -52,7 +52,7 @@ def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
         "learner": {"learning_rate": 1e-3, "warmup_steps": 2},
         "eval": {"num_prompts": 8},
         "checkpoint": {"every_steps": 2},
-        "supervision": {"stall_timeout_s": 60.0, "backoff_s": 0.1},
+        "supervision": {"stall_timeout_s": 100.0, "backoff_s": 0.1},
         "observe": {"pictures": False},
     }  # fmt: skip
     return laid_over(settings, overrides)
@@ -205,7 +205,7 @@ def processes_of(folder: Path) -> set[psutil.Process]:
 
 def assert_gone(processes: set[psutil.Process]) -> None:
     """Wait some seconds for the end of those that are on their way out, and kill what is left."""
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=90)
     left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     told = {process.pid: command_of(process) for process in left}
     for process in left:

@@ -82,7 +82,7 @@ def diagnose() -> list[Finding]:
     free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0
     free_disk, files = shutil.disk_usage(Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     sandbox, has_gpu = probe_sandbox(), shutil.which("nvidia-smi") is not None
-    has_mps = any(process.name().startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
+    has_mps = any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
     return [
         Finding(
             "python", sys.version_info[:2] >= LEAST_PYTHON, ".".join(map(str, sys.version_info[:3])),

@@ -36,7 +36,7 @@ def shown(*words: str) -> dict:
 
 
 async def test_the_snippet_that_follows_a_run(tiny, tmp_path, capsys):
-    config = written(tiny(num_steps=50, **NO_EVALUATION | NO_MODELS), tmp_path / "c.toml")
+    config = written(tiny(num_steps=10_000, **NO_EVALUATION | NO_MODELS), tmp_path / "c.toml")
     names = shown("step.version == 20")
     text = names["text"].replace("configs/quickstart.toml", str(config)).replace("== 20", "== 2")
     exec(text.replace("asyncio.run(main())", ""), names)
@@ -83,7 +83,7 @@ async def test_the_snippet_that_hands_in_samples_which_are_checked_scored_and_tr
         for bad, said in ((sample(1, "3", logprob=float("nan")), "my-generator"), (sample(1, "3", version=9), "version")):
             assert said in await names["hand_in"](run.run_folder, prompt, (sample(0, "2"), bad))
         assert await names["hand_in"](run.run_folder, prompt, (sample(0, "2"), sample(1, "3"))) == ""
-        taken = await asyncio.wait_for(run.take(), 30)
+        taken = await asyncio.wait_for(run.take(), 120)
         assert [member.reward for member in taken.groups[0].members] == [1.0, 0.0]
         await run.trained(0)
         status = await run.status()

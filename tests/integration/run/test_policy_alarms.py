@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import asyncrl
 from asyncrl.clock import SystemClock
 from asyncrl.observe.alarms import RULES
+from asyncrl.observe.steps import read_events
 from asyncrl.schema.weights import WeightsAvailable
 from tests.integration.conftest import NO_MODEL, kill, python_reward, said
 
@@ -88,22 +90,32 @@ async def test_a_policy_that_says_one_thing_and_one_that_says_anything_are_told_
         await none_stands(run, {"entropy.grows"})
 
 
-async def test_a_learning_rate_300_times_as_high_on_old_samples_is_told_in_four_ways_and_lowered_ends_them(tiny, tmp_path):
-    """Rewards are noise, so every step leads the policy elsewhere."""
-    rewards = python_reward(tmp_path, "import random\ndef score(prompt, text):\n    return random.random()\n")
-    config = tiny(**SETTINGS | {
-        "reward__functions": rewards, "learner__learning_rate": 1e-4, "learner__epochs": 4, "generate__engine__num_slots": 32,
-        "buffer__max_staleness": 8, "buffer__ahead": "as_allowed", "algorithm__kind": "policy", "algorithm__corrections": [],
+async def test_a_learning_rate_30_times_as_high_on_old_samples_is_told_in_five_ways_and_mended_ends_them(tiny, tmp_path):
+    """Four end with a lower rate and bound; the fall of the reward ends with a run from the checkpoint before it."""
+    score = "    return text.count('7') / 8 + random.random() / 4\n"
+    settings = SETTINGS | {
+        "reward__functions": python_reward(tmp_path, f"import random\ndef score(prompt, text):\n{score}"),
+        "learner__learning_rate": 1e-3, "learner__epochs": 4, "generate__engine__num_slots": 32, "buffer__max_staleness": 8,
+        "buffer__ahead": "as_allowed", "algorithm__kind": "policy", "algorithm__corrections": [],
         "algorithm__proximal": "behaviour", "algorithm__clip_low": 1e6, "algorithm__clip_high": 1e6,
         "algorithm__entropy_coefficient": 0.1,
-    })  # fmt: skip
+    }  # fmt: skip
     rules = {"off_policy.drift", "off_policy.ess", "off_policy.lost", "gradient.spike"}
-    async with asyncrl.Run(config) as run:
-        await at_version(run, 20)
+    async with asyncrl.Run(tiny(**settings)) as run:
+        async for report in run.steps():
+            if report.reward_mean > 0.5:
+                break
+        checkpoint = await run.checkpoint()
         await run.change({"learner.learning_rate": 3e-2})
-        await all_said(run, rules)
+        await all_said(run, rules | {"reward.collapse"})
         await run.change({"learner.learning_rate": 1e-5, "buffer.max_staleness": 0})
         await none_stands(run, rules)
+    mended = {"learner__learning_rate": 1e-4, "buffer__max_staleness": 1, "num_steps": 40}
+    before = {"name": "before", "model": {"kind": "pretrained", "path": str(checkpoint)}}
+    async with asyncrl.Run(tiny(**settings | mended | before)) as run:
+        newest = [report.reward_mean async for report in run.steps()][-10:]
+    assert median(newest) > 0.3
+    assert "reward.collapse" not in {event.subject for event in read_events(run.run_folder) if event.kind == "alarm"}
 
 
 async def test_a_generator_with_other_weights_than_were_published_is_told_in_three_ways_until_it_is_restarted(
@@ -150,13 +162,13 @@ async def test_weights_that_fill_the_device_hold_the_learner_up_and_are_long_on_
     @contextlib.asynccontextmanager
     async def trained(run: asyncrl.Run, first: int, num_floats: int) -> AsyncIterator[list[int]]:
         """Train on beside, from this version on; what is given holds the newest."""
-        weights, newest = torch.zeros(num_floats), [first]
+        weights, newest, over = torch.zeros(num_floats), [first], asyncio.Event()
 
         def tell(available: WeightsAvailable) -> None:
             loop.call_soon_threadsafe(published.put_nowait, available)
 
         async def train() -> None:
-            while True:
+            while not over.is_set():
                 weights.add_(1)
                 await asyncio.to_thread(publisher.publish, newest[0], {"weights": weights})
                 await run.take()
@@ -169,10 +181,11 @@ async def test_weights_that_fill_the_device_hold_the_learner_up_and_are_long_on_
 
         publisher = asyncrl.WeightPublisher(config.broadcast, run.run_folder, tell, SystemClock())
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(train()), group.create_task(announce())]
+            training, announcing = group.create_task(train()), group.create_task(announce())
             yield newest
-            for task in tasks:
-                task.cancel()
+            over.set()
+            await training
+            announcing.cancel()
         publisher.close()
 
     async with asyncrl.Run(config) as run:

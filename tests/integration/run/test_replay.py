@@ -13,7 +13,7 @@ from asyncrl.replay.decisions import replay_decisions
 from asyncrl.replay.learner import LearnerReplay, WhatIf
 from asyncrl.replay.report import replay_run
 from asyncrl.replay.samples import SampleReplay
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all, trained_groups
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -33,22 +33,23 @@ async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_th
             if report.version == 14:
                 break
         kill_all(run.run_folder)
-    async with asyncrl.Run(tiny(num_steps=20, **settings), resume=run.run_folder) as again:
-        assert (await again.wait()).version == 20
+    goal = len(trained_groups(run.run_folder)) // 4 + 6
+    async with asyncrl.Run(tiny(num_steps=goal, **settings), resume=run.run_folder) as again:
+        assert (await again.wait()).version == goal
     killed, whole = replay_decisions(run.run_folder)
     assert (killed.difference, whole.difference, whole.fault) == ("", "", "")
     assert "was cut off" in killed.fault
     assert killed.last_step >= 12
-    assert whole.last_step == 19
+    assert whole.last_step == goal - 1
     told = await asyncio.to_thread(command_line, "replay", run.run_folder)
     assert told.returncode == 0
     assert "it ends here: it was cut off" in told.stdout
-    assert "up to step 19" in told.stdout
+    assert f"up to step {goal - 1}" in told.stdout
 
 
 async def test_the_learner_replays_every_version_over_its_death_a_change_and_checkpoints_that_went(tiny):
     config = tiny(
-        num_steps=14, **NO_EVALUATION, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
+        num_steps=10_000, **NO_EVALUATION, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
         generate__engine=NO_MODEL, learner__minibatches=2, algorithm__loss="cispo",
     )  # fmt: skip
     async with asyncrl.Run(config) as run:
@@ -57,9 +58,11 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
                 await run.change({"learner.learning_rate": 5e-4})
             if report.version == 8:
                 kill(run.run_folder, "learner")
+                goal = (await run.status()).version + 6
+                await run.change({"num_steps": goal})
     folder, said = run.run_folder, list[str]()
     assert await asyncio.to_thread(replay_run, folder, None, (), said.append)
-    assert said[-1] == "learner: 14 versions from their batches: the same weights as in the run"
+    assert said[-1] == f"learner: {goal} versions from their batches: the same weights as in the run"
     said.clear()
     assert await asyncio.to_thread(replay_run, folder, 9, ("algorithm.loss=gspo",), said.append)
     assert said[-2].startswith("learner: 9 versions")

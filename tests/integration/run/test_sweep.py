@@ -36,12 +36,13 @@ async def _killed_at_work(folder: Path, cell: Path) -> None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), 0.05)
                 assert process.returncode is None, "it ended before it could be killed"
+        pid = json.loads((cell / "api.json").read_text())["pid"]
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
     with contextlib.suppress(ProcessLookupError):  # it ends by itself, too
-        os.kill(json.loads((cell / "api.json").read_text())["pid"], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):

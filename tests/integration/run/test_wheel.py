@@ -81,7 +81,11 @@ def test_the_wheel_is_pure_python_and_the_same_whenever_and_by_whomever_it_is_bu
     (tmp_path / "source").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "configs", "asyncrl"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, tmp_path / "source" / name, **({"symlinks": True} if copy is shutil.copytree else {}))
+        copy(
+            ROOT / name,
+            tmp_path / "source" / name,
+            **({"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if copy is shutil.copytree else {}),
+        )
     for number, path in enumerate((tmp_path / "source").rglob("*.*")):  # another checkout's times and modes
         os.utime(path, (number, 1e9 + number), follow_symlinks=False)
         path.chmod(0o700 if path.is_dir() else 0o600)

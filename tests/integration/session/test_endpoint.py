@@ -80,7 +80,7 @@ async def clients():
     async with contextlib.AsyncExitStack() as opened:
 
         async def client(endpoint):
-            made = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+            made = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=240)
             return await opened.enter_async_context(made)
 
         yield client

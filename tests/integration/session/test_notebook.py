@@ -33,7 +33,9 @@ def test_a_run_is_scored_and_followed_from_a_notebook(tiny, tmp_path):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
         environment.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-        NotebookClient(notebook, timeout=200, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}).execute()
+        NotebookClient(
+            notebook, timeout=200, startup_timeout=200, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
     said = "".join(output.text for output in notebook.cells[1].outputs if output.name == "stdout")
     assert [line.split()[0] for line in said.splitlines()[:5]] == ["1", "2", "from", "3", "4"]
     assert "change from step" in said

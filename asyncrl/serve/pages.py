@@ -225,8 +225,8 @@ class Pages:
     @_beside
     def alarms(self, request: web.Request) -> dict[str, Any]:
         """Return the alarms that a run has raised, newest first, and the rules with what is done about each."""
-        folder = self._folder(request)
-        chosen = {str(rule): what for rule, what in load_config(folder / "config.toml").observe.alarms.items()}
+        folder, source = self._folder(request), self._records.config_file(request.match_info["run"])
+        chosen = {str(rule): what for rule, what in load_config(source).observe.alarms.items()}
         shown = ("name", "level", "meets", "needed", "of", "source", "advice")
         rules = [{**{field: getattr(rule, field) for field in shown}, "action": chosen.get(rule.name, "warn")} for rule in RULES]
         return {"alarms": raised_in(read_events(folder))[::-1], "rules": rules}

@@ -121,8 +121,9 @@ class RunPage {
   async ended() {
     this.record = await ask(this.path);
     if (this.record.state !== "ended" || this.isGone) return this.isGone;
-    this.status = await ask(`${this.path}/status`);
-    await this.evaluate();
+    // At once: who logs out meanwhile would be refused the second.
+    [this.status, this.evals] = await Promise.all([ask(`${this.path}/status`), ask(`${this.path}/evaluations`)]);
+    this.evaluations.show(...this.evalSeries());
     this.later();
     return true;
   }

@@ -38,8 +38,12 @@ export async function samples(name) {
   const one = h("div");
   const step = h("input", { type: "number", id: "step", min: steps[0], max: steps.at(-1), value: rows[0].step });
   const sort = h("select", { id: "sort" }, Object.keys(SORTS).map((label) => h("option", {}, label)));
+  let turn = 0;
   const open = async (row, isAsked = false) => {
-    one.replaceChildren(await sample(name, row));
+    const mine = (turn += 1);
+    const node = await sample(name, row);
+    if (mine !== turn) return; // another was asked for meanwhile
+    one.replaceChildren(node);
     if (isAsked) one.scrollIntoView({ block: "start" });
   };
   const draw = async () => {

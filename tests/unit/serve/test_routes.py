@@ -331,7 +331,7 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
         first = await (await client.get("/v1/runs/live/seconds", headers=headers)).json()
         told = [row["time_s"] for row in first["rows"]]
         stream = await client.get(f"/v1/runs/live/live?seconds={first['offset']}", headers=headers)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             for begun in range(5, 65, 10):
                 for number in range(begun, begun + 10):
                     seconds.write(SecondReport(float(number), {}))
@@ -417,6 +417,16 @@ async def test_runs_are_listed_by_state_project_and_tag_and_page_by_page(service
         assert (await client.get(f"/v1/runs?{query}", headers=bearer(tokens["viewer"]))).status == 400, query
 
 
+async def test_a_queued_run_has_its_rules_of_alarms_before_it_has_started(service, client, tokens):
+    body = {"name": "one", "set": {"observe.alarms": {"off_policy.ess": "pause"}}}
+    assert (await client.post("/v1/runs", headers=bearer(tokens["submitter"]), json=body)).status == 201
+    answer = await client.get("/v1/runs/one/alarms", headers=bearer(tokens["viewer"]))
+    assert answer.status == 200
+    said = await answer.json()
+    actions = {rule["name"]: rule["action"] for rule in said["rules"]}
+    assert (said["alarms"], actions.pop("off_policy.ess"), set(actions.values())) == ([], "pause", {"warn"})
+
+
 async def test_of_tokens_the_daemon_keeps_their_digests_alone(service, client, tokens, tmp_path):
     made = await client.post("/v1/tokens", headers=bearer(tokens["admin"]), json={"name": "new", "role": "viewer"})
     new = (await made.json())["token"]
@@ -485,9 +495,21 @@ async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     assert {one[1] for one in series} <= set(families)
 
 
-async def test_a_removed_token_is_refused(client, tokens):
+async def test_a_removed_token_is_refused_and_what_it_reads_ends_with_it_and_what_others_read_goes_on(service, client, tokens):
+    service.records.put_run(RunRecord(id="live", number=2, state="live"))
+    session = await client.post("/v1/login", json={"token": tokens["viewer"]})
+    cookie = {"Cookie": f"{session.cookies.output(header='').split(';')[0].strip()}"}
+    paths = ("/v1/events", "/v1/live", "/v1/runs/live/events", "/v1/runs/live/steps", "/v1/runs/live/live")
+    cut = [await client.get(path, headers=headers) for path in paths for headers in (bearer(tokens["viewer"]), cookie)]
+    others = await client.get("/v1/events", headers=bearer(tokens["operator"]))
+    assert {answer.status for answer in [*cut, others]} == {200}
     headers = bearer(tokens["admin"])
     assert (await client.delete("/v1/tokens/viewer", headers=headers)).status == 200
+    async with asyncio.timeout(100):
+        for answer in cut:
+            with pytest.raises(ClientPayloadError):
+                await answer.read()
+        assert b"viewer is removed" in await others.content.readline()
     assert (await client.get("/v1/runs", headers=bearer(tokens["viewer"]))).status == 401
     assert (await client.delete("/v1/tokens/admin", headers=headers)).status == 409
     made = await (await client.post("/v1/tokens", headers=headers, json={"name": "new", "role": "viewer"})).json()
@@ -499,29 +521,13 @@ async def test_a_removed_token_is_refused(client, tokens):
         assert gone.status == 200, name
 
 
-async def test_what_a_removed_token_reads_ends_with_it_and_what_others_read_goes_on(service, client, tokens):
-    service.records.put_run(RunRecord(id="live", number=2, state="live"))
-    session = await client.post("/v1/login", json={"token": tokens["viewer"]})
-    cookie = {"Cookie": f"{session.cookies.output(header='').split(';')[0].strip()}"}
-    paths = ("/v1/events", "/v1/live", "/v1/runs/live/events", "/v1/runs/live/steps", "/v1/runs/live/live")
-    cut = [await client.get(path, headers=headers) for path in paths for headers in (bearer(tokens["viewer"]), cookie)]
-    others = await client.get("/v1/events", headers=bearer(tokens["operator"]))
-    assert {answer.status for answer in [*cut, others]} == {200}
-    assert (await client.delete("/v1/tokens/viewer", headers=bearer(tokens["admin"]))).status == 200
-    async with asyncio.timeout(30):
-        for answer in cut:
-            with pytest.raises(ClientPayloadError):
-                await answer.read()
-        assert b"viewer is removed" in await others.content.readline()
-
-
 async def test_a_token_has_so_many_requests_at_once_and_others_are_answered(service, client, tokens, monkeypatch):
     monkeypatch.setattr("asyncrl.serve.routes.MOST_AT_ONCE", 3)
     open_ = [await client.get("/v1/events", headers=bearer(tokens["viewer"])) for _ in range(3)]
     assert (await client.get("/v1/events", headers=bearer(tokens["viewer"]))).status == 429
     assert (await client.get("/v1/runs/r/evaluations", headers=bearer(tokens["operator"]))).status == 200
     open_.pop().close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while (await client.get("/v1/runs/r/evaluations", headers=bearer(tokens["viewer"]))).status == 429:
             await asyncio.sleep(0.01)
 
@@ -598,7 +604,7 @@ async def test_a_reader_that_has_gone_ends_its_stream():
     async def rows():
         return [(1, "event", b"{}")]
 
-    await asyncio.wait_for(stream(make_mocked_request("GET", "/v1/events", writer=gone), rows, lambda: False), 30)
+    await asyncio.wait_for(stream(make_mocked_request("GET", "/v1/events", writer=gone), rows, lambda: False), 100)
 
 
 async def test_samples_are_for_operators_unless_the_daemon_shows_them(service, client, tokens):

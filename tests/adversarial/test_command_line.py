@@ -81,12 +81,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("option", "words"), [
     ("\udcff=1", "is not UTF-8 text"),
     ("name=\udcff", "is not UTF-8 text"),
-    ('name="a\\nb"', "cannot be a folder"),
-    ("name=\x1b[31m", "cannot be a folder"),
-    ("learner=1", "--set learner=1: Expected `object`"),
-    ("num_steps=abc", "--set num_steps=abc: "),
     ("num_steps=" + "[" * 2000, "Expected `int`"),
-    ("num_steps=" + "9" * 5000, "Expected `int`"),
 ])  # fmt: skip
 def test_an_option_of_any_bytes_is_refused_in_one_line(capsys, monkeypatch, option, words):
     status, line = said(capsys, monkeypatch, "run", "quickstart", "--dry-run", "--set", option)

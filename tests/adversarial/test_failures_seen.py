@@ -104,25 +104,6 @@ def test_a_reward_that_raises_on_every_sample_ends_the_run_with_its_traceback_on
     assert len(set(re.findall(r"^failed +(.*?)  +\d+$", overview, flags=re.MULTILINE))) == 1, overview
 
 
-def test_prompts_that_are_all_too_long_end_the_run_and_say_so(tmp_path):
-    task = {"kind": "python", "path": f"{tmp_path / 'task.py'}:task"}
-    (tmp_path / "task.py").write_text(
-        "import asyncrl\ndef task(seed):\n"
-        "    return asyncrl.TaskData([asyncrl.Prompt(str(i), text='x' * 40, answer='1') for i in range(99)], [], alphabet='x1')\n"
-    )
-    ended = run(tmp_path, "def score(prompt, text):\n    return 1.0\n", task=task, model__warm_start=None)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "over generate.engine.max_sequence_tokens (16)" in ended.stdout
-    assert "samples failed; most often at generate" in ended.stderr
-
-
-def test_a_reward_that_hangs_on_every_sample_is_on_the_screen_and_ends_the_run(tmp_path):
-    ended = run(tmp_path, "import time\ndef score(prompt, text):\n    time.sleep(1000)\n", reward__timeout_s=0.3)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert ended.stdout.count("a sample scored 0: reward python ran past reward.timeout_s (0.3 s)") == 1, ended.stdout
-    assert re.search(r"all of the first \d+ samples failed or ran over a limit; the last: reward python ran past", ended.stderr)
-
-
 def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line_and_the_run_goes_on(tmp_path):
     reward = (
         "import pathlib, time\n"
@@ -137,29 +118,22 @@ def test_failures_that_are_allowed_and_samples_over_a_limit_are_on_the_step_line
     ended = run(tmp_path, reward, **settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "ZeroDivisionError at my_reward.py:7" in ended.stdout
+    assert ended.stdout.count("a sample scored 0: reward python ran past reward.timeout_s (5 s)") == 1, ended.stdout
     assert re.search(r"step \d+/3 .* FAILED \d+ samples, \d+% of groups", ended.stdout), ended.stdout
     assert re.search(r"step 3/3 .* OVER LIMIT [1-9]\d* samples, \d+%", ended.stdout), ended.stdout
 
 
-@pytest.mark.parametrize("fault", ["no such device", "damaged weights", "a missing package"])
-def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path, fault):
-    settings, missing = kit.tiny_settings(tmp_path, num_steps=1, **SHORT | {"learner__fake_step_s": None}), tmp_path / "missing"
-    if fault == "no such device":
-        settings["learner"]["device"], said = "cuda:55", "cuda|CUDA"
-    elif fault == "damaged weights":
-        settings["model"], said = {"kind": "pretrained", "path": str(tmp_path / "model")}, r"cannot open the model in \S+model: "
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
-        character_tokenizer(build_task(parse_config(settings).task, 0).alphabet).save_pretrained(tmp_path / "model")
-        weights = tmp_path / "model" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    else:
-        settings["learner"]["optimizer"], said = "adamw_8bit", "bitsandbytes"
-        missing.mkdir()
-        (missing / "bitsandbytes.py").write_text("raise ModuleNotFoundError(\"No module named 'bitsandbytes'\", name=__name__)\n")
-    paths = os.pathsep.join(filter(None, (str(missing), os.environ.get("PYTHONPATH"))))
-    ended = asyncrl("run", kit.written(parse_config(settings), tmp_path / "c.toml"), "--plain", env={"PYTHONPATH": paths})
+def test_what_a_restart_would_meet_again_ends_the_run_at_once(tmp_path):
+    """Damaged weights; which other faults are such is in unit/control/launch/test_process_main.py."""
+    settings = kit.tiny_settings(tmp_path, num_steps=1, **SHORT | {"learner__fake_step_s": None})
+    settings["model"] = {"kind": "pretrained", "path": str(tmp_path / "model")}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    character_tokenizer(build_task(parse_config(settings).task, 0).alphabet).save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    ended = asyncrl("run", kit.written(parse_config(settings), tmp_path / "c.toml"), "--plain")
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.search(said, ended.stderr), ended.stderr
+    assert re.search(r"cannot open the model in \S+model: ", ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout.count("learner died") <= 1, "it was not started again and again"

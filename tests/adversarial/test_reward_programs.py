@@ -397,14 +397,7 @@ def test_an_assertion_in_a_with_block_of_the_program_s_counts():
     assert passed(code, "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False") == 0
 
 
-def test_lists_are_compared_in_order_and_numbers_by_type():
-    cases = [
-        ("set([1, 2])", [1, 2]), ("{1: 0, 2: 0}", [1, 2]), ("5000000001.0", 5000000000), ("5.0", 5), ("True", 1), ("'5'", 5), ("5", "5"), ("[1, 2.5]", [1, 2]),
-        ("{'a': 1.0}", {"a": 1}), ("b'5'", "5"), ("(1,)", 1), ("frozenset([1])", [1]), ("float('inf')", 1e308),
-        ("0", 1e-12), ("0.0", [-5e-324]), ("2e-12", 1e-12), ("1e-8", 0.0), ("float('nan')", 0.0),
-    ]  # fmt: skip
-    tests = [{"function": "f", "args": [text], "expected": expected} for text, expected in cases]
-    assert passed("def f(text): return eval(text)", *tests) == 0
+def test_lists_whose_order_does_not_matter_have_the_same_values():
     cases = [
         ("{2, 1}", [1, 2]),
         ("[2, 1, 1]", [1, 1, 2]),

@@ -24,7 +24,7 @@ from asyncrl.transport.protocol import Connection, Lane, LinkLimits, new_hello
 from asyncrl.transport.security import load_client_keys, make_keys
 from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener
-from tests.builders import until
+from tests.builders import cancelled_after, until
 from tests.contract.tcp_proxy import tcp_proxy
 from tests.descriptors import open_descriptors
 
@@ -164,11 +164,7 @@ async def test_a_listener_that_is_cancelled_as_it_closes_leaves_no_folder(tmp_pa
     for loop_turns in range(1, 5):
         listener = await open_listener(TransportConfig(kind="ipc", encryption="plain"), tmp_path)
         assert len(folders()) == 1
-        async with asyncio.TaskGroup() as group:
-            closing_it = group.create_task(listener.close())
-            for _ in range(loop_turns):
-                await asyncio.sleep(0)
-            closing_it.cancel()
+        await cancelled_after(loop_turns, listener.close)
         assert folders() == []
 
 

@@ -63,19 +63,9 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
     total = sum(move.num_bytes for move in left.moves)
     # More than 0.9 where nothing of other tests lies between the blocks.
     assert torch.cuda.mem_get_info()[0] - free > 0.6 * total
+    with manager.readable():
+        assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(model.parameters(), before, strict=False))
     manager.switch("train", 1)
     assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))
     step(model, optimizer, 1)
     assert any(not torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))
-
-
-def test_weights_can_be_read_from_host_memory_and_trained_on_afterwards(device, tmp_path):
-    model, optimizer = trained(device, torch.bfloat16)
-    manager = manager_of(device, tmp_path, model, optimizer)
-    before = {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
-    manager.switch("rollout", 0)
-    with manager.readable():
-        assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in model.named_parameters())
-    manager.switch("train", 1)
-    step(model, optimizer, 1)
-    assert all(torch.isfinite(tensor).all() for tensor in model.parameters())

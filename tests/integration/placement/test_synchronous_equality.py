@@ -76,14 +76,13 @@ async def plain_loop(
 
 
 PLACEMENTS = {
-    "disaggregated": {"generate__num_workers": 2},
     "colocated": {"placement": {"kind": "colocated"}},
     "hybrid": {"placement": {"kind": "hybrid"}, "broadcast": {"medium": {"kind": "shared_storage"}}},
 }
 
 
 async def test_zero_staleness_equals_a_plain_synchronous_loop_in_every_placement(tiny):
-    """Evaluation goes on between steps and changes nothing."""
+    """Evaluation goes on between steps and changes nothing. Disaggregated: session/test_session.py, service/test_serve.py."""
     expected: dict[str, torch.Tensor] = {}
     for kind, settings in PLACEMENTS.items():
         config = tiny(name=kind, num_steps=4, buffer__max_staleness=0, eval__every_steps=2, **settings)

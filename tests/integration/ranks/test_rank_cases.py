@@ -1,9 +1,9 @@
 """Two ranks against one: the same gradients, weights, figures and checkpoints, whatever shares a row or a rank."""
 
-import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
 from asyncrl.observe.memory import read_memory
 from asyncrl.weights.media.collective_group import open_store
+from tests.builders import cancelled_after
 from tests.integration.ranks import rank_cases
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,11 +59,6 @@ def test_two_ranks_have_the_gradients_and_weights_of_one(found, name):
     got = _part(found, f"{name}/")
     assert any(key.startswith("weight/policy") for key in got)
     _assert_agree(got, rank_cases.run_case(name, Ranks()), rank_cases.CASES[name].get("tolerance", rank_cases.TOLERANCE))
-
-
-@pytest.mark.parametrize("tokens_per_row", [1, 10_000])
-def test_packing_of_one_rank_does_not_matter_to_two(found, tokens_per_row):
-    _assert_agree(_part(found, "tied/"), rank_cases.run_case("tied", Ranks(), tokens_per_row))
 
 
 def test_going_on_from_a_checkpoint_of_two_ranks_is_not_stopping_bit_for_bit(found):
@@ -185,9 +181,5 @@ async def test_a_learner_that_is_cancelled_as_it_closes_ends_its_other_ranks(tmp
     for loop_turns in range(1, 6):
         idlers = Idlers()
         worker = LearnerWorker(THREE_RANKS, tmp_path, None, SystemClock(), None, RankLauncher(THREE_RANKS, idlers.start))
-        async with asyncio.TaskGroup() as group:
-            closing = group.create_task(worker.close(all_well=False))
-            for _ in range(loop_turns):
-                await asyncio.sleep(0)
-            closing.cancel()
+        await cancelled_after(loop_turns, partial(worker.close, all_well=False))
         assert [process.wait(30) for process in idlers.started] == [-9, -9]

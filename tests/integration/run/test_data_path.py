@@ -1,4 +1,4 @@
-"""Runs of what the data path adds to plain groups: preference files, greedy baselines, dynamic sampling."""
+"""A run of what the data path adds to plain groups: a file of preferences."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
-from tests.integration.conftest import NO_EVALUATION, assert_balanced, python_reward
+from tests.integration.conftest import NO_EVALUATION, assert_balanced
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -48,32 +48,3 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
     assert {prompt.groups for prompt in ledger.prompts(limit=200)} <= {6, 7}
     rewards = {row.index: row.reward for row in ledger.group(0).samples}
     assert rewards == {0: 1.0, 1: 0.0}
-
-
-async def test_every_group_of_remax_has_a_greedy_baseline_and_groups_without_spread_are_not_trained(tiny, tmp_path):
-    """Answers to an odd first number are all worth the same, others differ with their text."""
-    equal = "def score(prompt, text):\n    return float(sum(map(ord, text)) % 5) if int(prompt.text[0]) % 2 == 0 else 0.0\n"
-    config = tiny(
-        num_steps=4,
-        algorithm={
-            "groups_per_step": 4, "group_size": 3, "advantage": "remax", "dynamic_sampling": True, "max_resamples": 50,
-        },
-        reward__functions=python_reward(tmp_path, equal),
-        **NO_EVALUATION,
-        checkpoint={"every_steps": 1, "keep_last": 4},
-    )  # fmt: skip
-    async with asyncrl.Run(config) as run:
-        reports, status = await _finish(run)
-    assert len(reports) == 4
-    ledger = LedgerReader(run.run_folder)
-    group_ids = [group_id for step in ledger.steps() for group_id in step.group_ids]
-    groups = [ledger.group(group_id) for group_id in group_ids]
-    newest = ledger.steps()[-1].group_ids
-    drawn, greedy = ([ledger.sample(group_id, index).sample for group_id in newest] for index in (0, 3))
-    dropped = {count.reason: count.groups for count in ledger.counts() if count.state == "dropped"}
-    assert len(groups) == 16
-    assert {group.size for group in groups} == {4}
-    assert not any(any(sample.logprobs) for sample in greedy)
-    assert all(any(sample.logprobs) for sample in drawn)
-    assert all(len({row.reward for row in group.samples}) > 1 for group in groups)
-    assert dropped.get("no spread", 0) == status.groups.get("dropped", 0) > 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import asyncrl
 from asyncrl.errors import LearnerError
-from tests.builders import until
+from tests.builders import cancelled_after, until
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 from tests.integration.service.test_serve import settings as settings_of
@@ -61,19 +61,6 @@ async def answer_and_train(session: asyncrl.Session) -> None:
                     endpoint.reward((await answer.json())["id"], [1.0, 0.0])
         async with contextlib.aclosing(endpoint.batches()) as batches:
             await session.train_step(await anext(batches))
-
-
-async def cancelled_after(turns: int, work: Callable[[], Awaitable[object]]) -> None:
-    """Begin something and cancel it after so many turns of the event loop, the later ones longer: wherever it stands then."""
-
-    async def done() -> None:
-        await work()
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(done())
-        for turn in range(turns):
-            await asyncio.sleep(0 if turn < 30 else 0.005)
-        task.cancel()
 
 
 async def cancelled_as_it_leaves(session: asyncrl.Session) -> None:

@@ -135,6 +135,11 @@ async def test_the_reference_is_asked_at_the_temperature_that_the_sample_was_dra
     assert (asked.prompt_ids, asked.token_ids, asked.temperature) == (sample.prompt_ids, sample.token_ids, 0.7)
 
 
+async def test_a_group_of_remax_has_one_member_more_which_is_greedy():
+    (work,) = await _received(await Bench({"advantage": "remax", "group_size": 3}).with_generator(), 1)
+    assert (work.indices, work.greedy_index) == ((0, 1, 2, 3), 3)
+
+
 # -- groups that teach nothing
 
 

@@ -61,18 +61,6 @@ async def test_only_what_was_sent_whole_and_rewarded_is_given_to_a_step(answers,
     assert session.released == [1, 3, 2]  # what no step has taken, and what is too old
     with pytest.raises(RunError, match="too old"):
         answers.reward("a2", [1.0])
-
-
-async def test_a_batch_that_is_left_gives_its_places_back_and_the_end_all_others(answers, session):
-    for number in range(6):
-        answers.reward(f"a{number}", [1.0, 0.0])
-        answers.sent(f"a{number}")
-    batches = answers.batches()
-    await anext(batches)
-    await batches.aclose()
-    assert session.released == [0, 1]
-    await answers.close()
-    assert session.released == [0, 1, 2, 3, 4, 5]
     session.version = 3
     assert [batch async for batch in answers.batches()] == []
 

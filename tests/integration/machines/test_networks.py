@@ -130,7 +130,6 @@ class Run:
         return samples_by(self.folder, "joined-elsewhere-%")
 
 
-@pytest.mark.timeout(300)
 def test_a_partition_between_the_controller_and_another_machine_heals_and_nothing_is_lost(tiny, link):
     run = start_run(tiny, link, "generator", "learner", num_steps=NUM_STEPS)
     try:
@@ -159,7 +158,6 @@ def joining_from_afar(link: Link, run: Run, *options: object) -> tuple[object, .
     return (*elsewhere, *ASYNCRL, "join", "--address", address, "--model", run.folder / "model", *options)
 
 
-@pytest.mark.timeout(300)
 def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(tiny, link, beside, tmp_path):
     """While it is away its groups are made elsewhere; what it finished meanwhile and brings back is not trained again."""
     run = start_run(

@@ -33,7 +33,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from asyncrl.control.launch.ray import LOST, RayProcess, open_launcher  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 ROLE = "asyncrl/role"
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}

@@ -9,8 +9,6 @@ from asyncrl.observe.memory import read_memory
 from asyncrl.observe.spans import PHASE, SCORE, SWAP, read_spans
 from asyncrl.residency.plan import SWAP_FOLDER
 
-pytestmark = pytest.mark.timeout(240)
-
 HELD_IN = {"rollout": "generator-0", "inference": "inference-0", "train": "learner"}
 HELD = {"generator-0": "KV cache", "inference-0": "reference", "learner": "policy"}
 

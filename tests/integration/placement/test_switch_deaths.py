@@ -9,8 +9,6 @@ import asyncrl
 from asyncrl.observe.memory import MemoryLine, read_memory
 from tests.integration.conftest import assert_balanced, kill
 
-pytestmark = pytest.mark.timeout(240)
-
 CASES = {
     "colocated": (
         20,

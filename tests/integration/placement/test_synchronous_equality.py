@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -20,8 +19,6 @@ from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.sampler import PromptSequence
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def is_right(prompt: Prompt, text: str) -> float:

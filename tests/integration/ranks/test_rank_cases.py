@@ -20,8 +20,6 @@ from asyncrl.weights.media.collective_group import open_store
 from tests.builders import cancelled_after
 from tests.integration.ranks import rank_cases
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

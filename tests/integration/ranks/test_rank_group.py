@@ -8,7 +8,7 @@ import pytest
 from asyncrl.learner.ranks.group import LOOPBACK
 from asyncrl.weights.media.collective_group import open_store
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.timed]
+pytestmark = [pytest.mark.timed]
 
 TIMEOUT_S = 2.5
 PATIENT_S = 1.2 * TIMEOUT_S

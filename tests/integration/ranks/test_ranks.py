@@ -12,8 +12,6 @@ from asyncrl.control.lifecycle.pid_file import read_pids
 from asyncrl.observe.memory import read_memory
 from tests.integration.conftest import NO_EVALUATION, trained_groups
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def two_ranks(tiny, mixed_rewards):

@@ -20,7 +20,6 @@ from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, recorded_pids, said
 
-pytestmark = pytest.mark.timeout(240)
 OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
 LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
              "token_latency_s": 0.01}  # fmt: skip

@@ -11,15 +11,12 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import asyncrl
 from asyncrl.cli import app
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_gone, command_line, recorded_pids, written
-
-pytestmark = pytest.mark.timeout(240)
 
 
 class Following:

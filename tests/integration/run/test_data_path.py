@@ -2,13 +2,9 @@
 
 import json
 
-import pytest
-
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from tests.integration.conftest import NO_EVALUATION, assert_balanced
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def _preferences(path):

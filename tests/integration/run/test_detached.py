@@ -17,7 +17,6 @@ from asyncrl.observe.steps import read_events, read_steps
 from asyncrl.schema.status import ENDED
 from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, recorded_pids, written
 
-pytestmark = pytest.mark.timeout(240)
 TERMINAL = """
 import pty, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be under nohup

@@ -14,7 +14,6 @@ from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups,
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-pytestmark = pytest.mark.timeout(240)
 
 
 def snippets(page: Path, language: str) -> list[str]:

@@ -19,8 +19,6 @@ from asyncrl.serve.records import Records, RunRecord
 from asyncrl.serve.routes import Service
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, tiny_settings, trained_groups
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(params=["400m"])
 def small_disk(request, tmp_path):

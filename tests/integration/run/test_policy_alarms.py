@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from statistics import median
 from typing import Any
 
-import pytest
 import torch
 
 import asyncrl
@@ -21,7 +20,6 @@ from asyncrl.observe.steps import read_events
 from asyncrl.schema.weights import WeightsAvailable
 from tests.integration.conftest import NO_MODEL, kill, python_reward, said
 
-pytestmark = pytest.mark.timeout(240)
 SETTINGS: dict[str, Any] = {
     "num_steps": 100_000, "checkpoint__every_steps": 0, "generate__sampling__max_new_tokens": 8, "learner__warmup_steps": 0,
     "model__warm_start": {"steps": 100, "batch_size": 32}, "eval__at_start": False, "eval__at_end": False,

@@ -15,8 +15,6 @@ from asyncrl.replay.report import replay_run
 from asyncrl.replay.samples import SampleReplay
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all, trained_groups
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_that_was_killed(tiny):
     settings = {**NO_EVALUATION, **NO_MODELS, "buffer__policy": "drop", "observe__record": "decisions"}

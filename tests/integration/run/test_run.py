@@ -23,8 +23,6 @@ from asyncrl.schema.status import RunStatus
 from tests.builders import until
 from tests.integration import conftest as kit
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def reached(run: asyncrl.Run, version: int) -> asyncrl.StepReport:
     """Wait for this version; return the report of its step."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
@@ -20,7 +19,6 @@ from asyncrl.sweep.results import read_results
 from asyncrl.sweep.runner import run_sweep
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups, written
 
-pytestmark = pytest.mark.timeout(240)
 COPY = '["python", "-c", "import shutil, sys; shutil.copy(*sys.argv[1:])", "given-{seed}.json", "{out}/result.json"]'
 ANOTHER = f'[[external]]\nname = "another"\ncommand = {COPY}\n'
 

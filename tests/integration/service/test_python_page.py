@@ -22,7 +22,6 @@ PROGRAMS = [text for text in snippets(PAGE, "python") if "import" in text]
 OFF = {**NO_EVALUATION, "model__warm_start": None}
 SMALL = {"eval.at_start": False, "eval.at_end": False, "model.warm_start": None, "algorithm.groups_per_step": 2, "num_steps": 3}
 """Of the quickstart, which is what the programs name."""
-pytestmark = pytest.mark.timeout(800)
 
 
 def program(*words: str, config: object = "quickstart") -> dict[str, Any]:

@@ -32,8 +32,8 @@ from asyncrl.serve.records import Records
 from tests.integration import conftest as kit
 from tests.integration.placement.test_synchronous_equality import plain_loop
 
-pytestmark = pytest.mark.timeout(800)
 SLOW = {**kit.NO_MODEL, "token_latency_s": 0.1}
+
 EIGHT_CORES = """
 import sys
 if "serve" in sys.argv:

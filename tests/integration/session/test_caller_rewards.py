@@ -17,7 +17,6 @@ from asyncrl.observe.steps import read_evals, read_events
 from tests.builders import outcome_of
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, written
 
-pytestmark = pytest.mark.timeout(240)
 PROGRAM = """
 import asyncio, sys, time, asyncrl
 

@@ -18,8 +18,6 @@ from asyncrl.learner.model.policy import character_tokenizer
 from tests.integration.conftest import NO_EVALUATION, assert_balanced
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.timeout(240)
-
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}"
     "{% for call in turn.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}<assistant>"

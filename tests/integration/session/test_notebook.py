@@ -13,7 +13,6 @@ from tests.integration.conftest import NO_MODEL, written
 from tests.integration.service.test_python_page import OFF, PROGRAMS
 
 pytestmark = [
-    pytest.mark.timeout(240),
     # Of the notebook's own libraries.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -24,7 +24,6 @@ from asyncrl.tasks.sampler import PromptSequence
 from tests.integration.conftest import NO_EVALUATION, assert_balanced
 from tests.integration.placement.test_synchronous_equality import plain_loop
 
-pytestmark = pytest.mark.timeout(240)
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
 

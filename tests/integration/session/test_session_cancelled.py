@@ -20,7 +20,6 @@ from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, asser
 from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 from tests.integration.service.test_serve import settings as settings_of
 
-pytestmark = pytest.mark.timeout(300)
 PROMPTS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)]
 VOCABULARY = 14
 """Digits, `+`, `=` and two marks, of which the prompts of an endpoint are made."""

@@ -12,7 +12,6 @@ import asyncrl
 from asyncrl.observe.steps import read_steps
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, assert_balanced
 
-pytestmark = pytest.mark.timeout(240)
 ETA, STEP = 2, 4
 SEEDS, STEPS = (28, 29, 30), 10
 """Of the delays, one after the other in one session; and steps by each."""

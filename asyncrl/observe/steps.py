@@ -206,18 +206,22 @@ class Tail:
         self._decoder = _numbered(number)
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
-        """Return what has come."""
-        try:
-            about = self._path.stat()
-        except FileNotFoundError:
-            return []
-        if (about.st_ino, about.st_size) == (self._inode, self._offset):
-            return []
-        if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
-            found = self._read(about)  # a thread would cost more
-        else:
-            found = await asyncio.to_thread(self._read, about)
-        return [(number, self._kind, line) for number, line in found if number > self._after]
+        """Return what has come; no more than MOST_READ_BYTES of it, and none where there is no more."""
+        while True:
+            try:
+                about = self._path.stat()
+            except FileNotFoundError:
+                return []
+            before = (self._inode, self._offset)
+            if (about.st_ino, about.st_size) == before:
+                return []
+            if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
+                found = self._read(about)  # a thread would cost more
+            else:
+                found = await asyncio.to_thread(self._read, about)
+            rows = [(number, self._kind, line) for number, line in found if number > self._after]
+            if rows or (self._inode, self._offset) == before:
+                return rows
 
     def _read(self, about: os.stat_result) -> list[tuple[int, bytes]]:
         found = list[tuple[int, bytes]]()
@@ -226,18 +230,20 @@ class Tail:
             found = _rows_in(old.read_bytes()[self._offset :] if old.exists() else b"", self._decoder)
             self._offset = 0
         self._inode = about.st_ino
-        rows, self._offset = _rows_from(self._path, about.st_ino, self._offset, about.st_size, self._decoder)
+        state = (about.st_ino, about.st_size, about.st_mtime_ns)
+        rows, self._offset = _rows_from(self._path, state, self._offset, self._decoder)
         return found + rows
 
 
 @lru_cache(maxsize=32)
 def _rows_from(
-    path: Path, inode: int, offset: int, size: int, decoder: msgspec.json.Decoder[Any]
+    path: Path, state: tuple[int, int, int], offset: int, decoder: msgspec.json.Decoder[Any]
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """Return the numbered lines from a byte on, and the byte behind them; readers at the same byte share them.
+    """Return the numbered lines from a byte on, and the byte behind them; none where the file is not that one any more.
 
-    None where the file is not that one any more.
+    Readers at the same byte share them. `state` is the file's inode, size and time of the last change.
     """
+    inode, size, _ = state
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_ino != inode:

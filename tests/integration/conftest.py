@@ -86,6 +86,13 @@ def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[
     return subprocess.run([*ASYNCRL, *map(str, words)], **usual | options)
 
 
+async def reached(run: asyncrl.Run, version: int) -> asyncrl.StepReport:
+    """Wait for this version; return the report of its step."""
+    async for report in run.steps(first=version - 1):
+        return report
+    raise AssertionError(f"the run ended before version {version}")
+
+
 async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> int:
     """Wait until the run says of a rule's alarm that it is raised, with its advice, or `is over`; return the event's number."""
     async for event in run.events("alarm", after=after):

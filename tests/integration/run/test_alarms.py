@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 import asyncrl
 from asyncrl.observe.steps import read_events
 from asyncrl.plan.simulator.measured import scenario_of_run
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, recorded_pids, said
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, kill, python_reward, reached, recorded_pids, said
 
 OFF = {**NO_EVALUATION, "checkpoint__every_steps": 0, "num_steps": 100_000}
 LONG_TAIL = {"kind": "fake", "num_slots": 24, "max_sequence_tokens": 256, "vocabulary_size": 8, "mean_tokens": 20.0, "sigma": 1.2,
@@ -30,9 +30,7 @@ async def test_a_reward_that_stops_paying_is_told_in_three_ways_pauses_the_run_a
     rewards = python_reward(tmp_path, f"import os\ndef score(prompt, text):\n{score}")
     config = tiny(**OFF, **NO_MODELS, reward__functions=rewards, observe__alarms={"reward.collapse": "pause"})
     async with asyncrl.Run(config) as run:
-        async for report in run.steps():
-            if report.version == 20:
-                break
+        await reached(run, 20)
         (tmp_path / "broken").touch()
         for rule in ("reward.equal", "reward.dead"):
             await said(run, rule)
@@ -133,9 +131,7 @@ async def test_a_generator_that_is_held_up_is_told_and_ends_as_it_is_restarted(t
         "buffer__ahead": "as_allowed",
     }
     async with asyncrl.Run(tiny(**OFF, **NO_MODELS | settings)) as run, asyncio.TaskGroup() as group:
-        async for report in run.steps():
-            if report.version == 5:
-                break
+        await reached(run, 5)
         holding = group.create_task(hold_up(psutil.Process(recorded_pids(run.run_folder)["generator-1"])))
         raised = await said(run, "generation.uneven", "or restart it")
         kill(run.run_folder, "generator-1")
@@ -145,9 +141,7 @@ async def test_a_generator_that_is_held_up_is_told_and_ends_as_it_is_restarted(t
 
 async def test_a_process_that_hangs_is_told_while_the_step_is_open_and_once_it_goes_on_the_step_ends_it(tiny, quick_looks):
     async with asyncrl.Run(tiny(**OFF, **NO_MODELS)) as run:
-        async for report in run.steps():
-            if report.version == 5:
-                break
+        await reached(run, 5)
         before = max((event.seq for event in read_events(run.run_folder)), default=0)
         generator = psutil.Process(recorded_pids(run.run_folder)["generator-0"])
         generator.suspend()

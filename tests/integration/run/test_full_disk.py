@@ -17,7 +17,7 @@ from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import Records, RunRecord
 from asyncrl.serve.routes import Service
-from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, tiny_settings, trained_groups
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, said, tiny_settings, trained_groups
 
 
 @pytest.fixture(params=["400m"])
@@ -86,19 +86,14 @@ async def test_a_run_on_a_full_disk_says_so_and_goes_on_once_there_is_room(small
 
 @pytest.mark.parametrize("small_disk", ["8g"], indirect=True)  # which the run itself would need a day to fill
 async def test_a_disk_that_fills_up_is_told_an_hour_before_and_ends_as_there_is_room(small_disk, quick_looks):
-    async def until(what: str) -> None:
-        async for event in run.events("alarm"):
-            if event.subject == "disk.full" and what in event.text:
-                return
-
     async with asyncrl.Run(config_of(small_disk)) as run, asyncio.timeout(200), asyncio.TaskGroup() as group:
-        told = group.create_task(until("make room, or keep less"))
+        told = group.create_task(said(run, "disk.full", "make room, or keep less"))
         with filler_of(small_disk).open("wb", buffering=0) as file:
             while not told.done():
                 file.write(bytes(1 << 20))
                 await asyncio.sleep(0.05)
         filler_of(small_disk).unlink()
-        await until("is over")
+        await said(run, "disk.full", "is over")
 
 
 async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_stays(tmp_path, small_disk):

@@ -18,18 +18,12 @@ from asyncrl.clock import SystemClock
 from asyncrl.observe.alarms import RULES
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.weights import WeightsAvailable
-from tests.integration.conftest import NO_MODEL, kill, python_reward, said
+from tests.integration.conftest import NO_MODEL, kill, python_reward, reached, said
 
 SETTINGS: dict[str, Any] = {
     "num_steps": 100_000, "checkpoint__every_steps": 0, "generate__sampling__max_new_tokens": 8, "learner__warmup_steps": 0,
     "model__warm_start": {"steps": 100, "batch_size": 32}, "eval__at_start": False, "eval__at_end": False,
 }  # fmt: skip
-
-
-async def at_version(run: asyncrl.Run, version: int) -> None:
-    async for report in run.steps():
-        if report.version >= version:
-            return
 
 
 async def all_said(run: asyncrl.Run, rules: set[str], after: int = 0) -> int:
@@ -55,7 +49,7 @@ async def test_a_reward_that_pays_for_the_wrong_text_is_told_in_four_ways_and_me
     })  # fmt: skip
     rules = {"length.grows", "length.truncated", "kl.reference", "reward.hollow"}
     async with asyncrl.Run(config) as run:
-        await at_version(run, 12)
+        await reached(run, 12)
         wrong.touch()
         await all_said(run, rules)
         wrong.unlink()
@@ -74,7 +68,7 @@ async def test_a_policy_that_says_one_thing_and_one_that_says_anything_are_told_
     rules = {"entropy.collapse", "reward.dead"}
     surer = {"model__warm_start": {"steps": 200, "batch_size": 64}, "learner__learning_rate": 1e-5}
     async with asyncrl.Run(tiny(**SETTINGS | surer, reward__functions=rewards)) as run:
-        await at_version(run, 20)
+        await reached(run, 20)
         await run.change({"learner.learning_rate": 5e-3})
         async for report in run.steps():
             if report.reward_mean > 3:
@@ -140,7 +134,7 @@ GeneratorWorker._take_newest = take_wrong
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     rules = {"weights.wrong", "weights.mismatch", "off_policy.ratio"}
     async with asyncrl.Run(tiny(**SETTINGS, learner__learning_rate=1e-4)) as run:
-        await at_version(run, 10)
+        await reached(run, 10)
         wrong.touch()
         await all_said(run, rules)
         kill(run.run_folder, "generator-0")

@@ -24,13 +24,6 @@ from tests.builders import until
 from tests.integration import conftest as kit
 
 
-async def reached(run: asyncrl.Run, version: int) -> asyncrl.StepReport:
-    """Wait for this version; return the report of its step."""
-    async for report in run.steps(first=version - 1):
-        return report
-    raise AssertionError(f"the run ended before version {version}")
-
-
 def seconds_of(run: asyncrl.Run) -> list[SecondReport]:
     return list(read_lines(run.run_folder / SECONDS_FILE, SecondReport))
 
@@ -173,7 +166,7 @@ async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_
 async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_killed_outright_resumes_and_trains_no_group_twice(tiny):
     settings = kit.NO_EVALUATION | kit.NO_MODELS
     async with asyncrl.Run(tiny(num_steps=10_000, **settings)) as run:
-        await reached(run, 5)
+        await kit.reached(run, 5)
         learner = psutil.Process(kit.recorded_pids(run.run_folder)["learner"])
         learner.suspend()
         num_before = len(seconds_of(run))
@@ -185,7 +178,7 @@ async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_killed_ou
         last, newest = seconds_of(run)[-2:]
         assert newest.time_s - last.time_s >= 1.0
         learner.resume()
-        await reached(run, stood + 3)
+        await kit.reached(run, stood + 3)
         kit.kill_all(run.run_folder)
     num_steps = len(LedgerReader(run.run_folder / "ledger.sqlite").steps(last=10_000)) + 3
     async with asyncrl.Run(tiny(num_steps=num_steps, **settings), resume=run.run_folder) as again:
@@ -204,7 +197,7 @@ async def paused_with(run: asyncrl.Run, num_ready: int) -> RunStatus:
     """Pause a run at a moment at which so many groups or more wait for a step."""
     while (status := await run.pause()).groups["ready"] < num_ready:
         await run.resume()
-        await reached(run, status.version + 1)
+        await kit.reached(run, status.version + 1)
     return status
 
 
@@ -215,15 +208,15 @@ async def test_bound_evaluations_checkpoints_alarms_and_time_limit_change_in_a_l
     }  # fmt: skip
     wider = {"buffer.max_staleness": 6, "eval.every_steps": 2, "eval.num_prompts": 3, "eval.samples_per_prompt": 2}
     async with asyncrl.Run(tiny(**settings)) as run:
-        await reached(run, 5)
+        await kit.reached(run, 5)
         up = await run.change(wider | {"checkpoint.every_steps": 3, "checkpoint.keep_last": 2}, who="ann")
         version = up.step + 4
-        while (await reached(run, version)).staleness_max <= 1:
+        while (await kit.reached(run, version)).staleness_max <= 1:
             version += 1
         before = await paused_with(run, num_ready=3 * 4)  # of which two steps take 8 and more are too old for a third
         down = await run.change({"buffer.max_staleness": 1, "eval.every_steps": 0}, who="bob")
         await run.resume()
-        await reached(run, down.step + 6)
+        await kit.reached(run, down.step + 6)
         await run.change({"observe.alarms.reward.equal": "pause"}, who="ann")
         async for event in run.events("phase", after=await kit.said(run, "reward.equal")):
             if event.subject == "paused":
@@ -312,13 +305,13 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     }  # fmt: skip
     beside = {"buffer.max_staleness": 1, "generate.num_workers": 2}
     async with asyncrl.Run(tiny(**settings)) as run:
-        await reached(run, 6)
+        await kit.reached(run, 6)
         cooled = await run.change({"generate.sampling.temperature": 0.5}, who="a test")
-        await reached(run, cooled.step + 6)
+        await kit.reached(run, cooled.step + 6)
         done = await run.change(AT_ONCE | beside, who="a test")
-        await reached(run, done.step + 4)
+        await kit.reached(run, done.step + 4)
         kit.kill(run.run_folder, "learner")  # it repeats every step, those before the changes too
-        await reached(run, done.step + 8)
+        await kit.reached(run, done.step + 8)
         end = (await run.pause()).version + 25
         shaped = {"num_steps": end, "learner.min_learning_rate_ratio": 0.5, "learner.warmup_steps": done.step + 20}
         late = await run.change(shaped | {"generate.num_workers": 1})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from asyncrl.observe.steps import STEPS_FILE, StepReport, read_steps
+from asyncrl.observe.steps import MOST_READ_BYTES, STEPS_FILE, StepReport, Tail, read_steps
 from tests.builders import write_rows
 
 
@@ -29,3 +29,15 @@ def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tm
     first, second, third = (tmp_path / STEPS_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / STEPS_FILE).write_bytes(first + second[:17] + second + third)
     assert read_steps(tmp_path) == [report(0), report(2)]
+
+
+async def test_rows_behind_a_long_history_are_found_in_one_look_by_each_reader(tmp_path: Path) -> None:
+    path, many = tmp_path / STEPS_FILE, 2000
+    write_rows(path, *(report(step) for step in range(many)))
+    assert path.stat().st_size > 3 * MOST_READ_BYTES
+    tails = [Tail(path, "step", "step", many - 3) for _ in range(2)]
+    for tail in tails:
+        assert [number for number, _, _ in await tail.rows()] == [many - 2, many - 1]
+        assert await tail.rows() == []
+    write_rows(path, report(many))
+    assert [[number for number, _, _ in await tail.rows()] for tail in tails] == [[many], [many]]

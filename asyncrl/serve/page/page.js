@@ -85,9 +85,12 @@ async function enter(token) {
 logout.addEventListener("click", async () => {
   leave?.(); // who has logged out asks for nothing more
   leave = null;
-  await order("/v1/logout");
-  me = null;
-  await show();
+  try {
+    await order("/v1/logout");
+    me = null;
+  } finally {
+    await show();
+  }
 });
 document.getElementById("skip").addEventListener("click", (event) => {
   event.preventDefault();

@@ -63,7 +63,7 @@ def hello(kind: str, name: str) -> Hello:
 
 async def receive(connection: Connection, kind: type[T], lane: Lane = Lane.CONTROL) -> T:
     """Return the next message of this kind, and drop those before it."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             delivery = await connection.receive(lane)
             delivery.ack()
@@ -90,7 +90,7 @@ class Controller:
     async def answers(self, num: int) -> list[Any]:
         """Return the next so many results, each sample by itself."""
         found: list[Any] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(found) < num:
                 delivery = await self.connection.receive(Lane.DATA)
                 delivery.ack()

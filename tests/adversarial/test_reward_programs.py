@@ -749,7 +749,7 @@ def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
 
 
 def test_a_whole_completion_is_scored():
-    reward = build_reward(CodeExecReward(wall_s=5))
+    reward = build_reward(CodeExecReward(wall_s=60))
     text = "Thinking.\n\n```bash\nls\n```\n1. Code:\n   ```{python}\n   def add(a, b):\n       return a + b\n   ```\n"
     prompt = Prompt(
         "p", reference_json=json.dumps({"tests": ["assert add(1, 2) == 3", {"function": "add", "args": [1, 1], "expected": 2}]})

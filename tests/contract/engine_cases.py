@@ -139,7 +139,7 @@ async def update_in_flight(engine: Engine, kv: KVPolicy, num: int = 4):
     """Load version 0, let some requests run, load version 1 once each running one has tokens."""
     old, new = make_model(0), make_model(1)
     requests = [make_request(f"r{i}", seed=i, prompt=tuple(range(2, 12 + i)), max_new_tokens=230) for i in range(num)]
-    for _ in range(3):  # where this process stands still and the engine does not, they are done before version 1 comes
+    for _ in range(20):  # where this process stands still and the engine does not, they are done before version 1 comes
         await engine.load_weights(0, tensors_of(old), kv)
         streams = [engine.submit(request) for request in requests]
         first_chunks = [await anext(stream) for stream in streams]

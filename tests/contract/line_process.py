@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 Message = TypeVar("Message")
 

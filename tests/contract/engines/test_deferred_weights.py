@@ -25,7 +25,7 @@ class Learner:
     """Offers one version after the other."""
 
     def __init__(self, run_folder: Path) -> None:
-        medium = GlooMedium(timeout_s=5.0, gather_s=0.05)
+        medium = GlooMedium(timeout_s=20.0, gather_s=0.05)
         manifest = make_manifest(make_model(0).state_dict(), bucket_bytes=20_000)
         assert len(bucket_ends(manifest)) > 2
         self.slots = SlotLearner(CollectiveWriter(medium, through=lambda: CPU), manifest)

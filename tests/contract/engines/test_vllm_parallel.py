@@ -44,7 +44,7 @@ def cores_of(engine: VLLMEngine) -> list[psutil.Process]:
 
 async def assert_holds(engine: VLLMEngine, model) -> None:
     """Every rank of every replica has its share of the model: what each samples agrees with a forward."""
-    requests, busy = crowd("holds"), set()
+    requests, busy = crowd("holds", 200), set()
 
     async def noting_who_works(stream):
         async for chunk in stream:

@@ -121,7 +121,7 @@ async def engine(server: Server):
 
 async def until_running(server: Server, num: int) -> None:
     """Wait until the server runs so many requests, or none any more."""
-    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
         while True:
             async with session.get(f"{server.url}/metrics") as answer:
                 rows = [row for row in (await answer.text()).splitlines() if row.startswith("vllm:num_requests_running{")]

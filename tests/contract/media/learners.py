@@ -23,7 +23,7 @@ MEDIA = {
     "shared_memory": SharedMemoryMedium(),
     "files": FilesMedium(keep_last=2, shard_bytes=500_000),
     "zeromq": ZeroMQMedium(chunk_bytes=64 << 10),
-    "gloo": GlooMedium(timeout_s=5.0, gather_s=0.05),
+    "gloo": GlooMedium(timeout_s=20.0, gather_s=0.05),
 }
 """Those that run here."""
 

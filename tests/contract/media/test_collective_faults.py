@@ -20,7 +20,7 @@ from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.collective_member import Receive, Received
 from tests.contract.media.learners import CPU, SlotLearner
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 CONFIG = GlooMedium(timeout_s=TIMEOUT_S, gather_s=0.5)
 NUM_TENSORS = 12
 BOUND_S = TIMEOUT_S + CONFIG.gather_s + 15

@@ -316,8 +316,9 @@ async def test_weights_over_zeromq_come_through_with_the_keys_of_the_run_only(co
 
 
 @ONLY["zeromq"]
-async def test_a_slow_generator_is_not_starved_by_a_fast_learner(learner):
+async def test_a_slow_generator_is_not_starved_by_a_fast_learner(learner, monkeypatch):
     """While it says that it fetches version 1, newer ones take turns in the other slot."""
+    monkeypatch.setattr("asyncrl.weights.media.zeromq.SILENT_AFTER_S", 100.0)
     available = learner.publish(1)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)

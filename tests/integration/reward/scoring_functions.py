@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import socket
+import struct
 import sys
+import termios
 import time
 
 import msgspec
@@ -76,6 +79,11 @@ def cut_files_short():
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
+
+
+def num_unread_bytes():
+    """Of what this process was sent."""
+    return float(struct.unpack("i", fcntl.ioctl(int(sys.argv[1]), termios.FIONREAD, bytes(4)))[0])
 
 
 def come_back_twice():
@@ -197,5 +205,6 @@ ACTS = {
     "run a loop": run_a_loop,
     "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "pid": os.getpid,
+    "unread": num_unread_bytes,
     "torch": lambda: "torch" in sys.modules,
 }

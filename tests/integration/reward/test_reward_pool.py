@@ -94,6 +94,22 @@ async def test_whatever_a_function_does_to_its_process_no_other_sample_has_anoth
                 assert how not in FORGED or bad.error.startswith("its scoring process ") or bad.over_limit, how
 
 
+async def test_nothing_is_sent_behind_a_sample_that_goes_alone():
+    """Else what a process has said would be lost where it ends over the next sample as that is being sent."""
+    texts = [*["unread"] * 3, "cut files", *["unread"] * 3]
+    async with pool_of(ON_DEMAND) as pool:
+        for tried in range(1, 11):  # where the machine is slow, they are not sent together, and so do not all go alone
+            await all_scores(pool, ["fine"] * 10)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(pool.score(request(text, n, "4" * 100_000))) for n, text in enumerate(texts)]
+            scores = [score for task in tasks for score in task.result().scores]
+            assert [score.index for score in scores if score.error] == [3]
+            assert pool.counts.failed == tried
+            if not any(score.reward for score in scores):
+                return
+    pytest.fail(f"so much was sent behind each: {[score.reward for score in scores]}")
+
+
 @pytest.mark.parametrize("concurrency", [1, 2])
 @numbers
 async def test_as_many_samples_fail_as_kill_their_process_among_hundreds(function, concurrency):

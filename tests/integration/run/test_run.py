@@ -113,7 +113,7 @@ async def test_a_run_that_is_cancelled_leaves_nothing_as_it_starts_as_it_is_aske
 
     async def connected() -> None:
         async with asyncrl.connect(run_folder) as client:
-            await client.wait()
+            await anext(client.steps())
 
     async def returned(call: Awaitable[object]) -> None:
         try:

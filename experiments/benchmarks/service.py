@@ -8,8 +8,9 @@ samples, over those of one that writes them, in turns; both cores are busy, so t
 keep nothing: how fast the machine is at the time, which changes by a quarter, cancels out. The spread is that of the pairs.
 
 `read_vs_alone`: a daemon's run while 50 readers hold its stream, each slower than the run, against nobody, in turns of 20 steps
-of the same run: 1 less what daemon and controller take more, as a share of the CPU seconds of daemon and run, both over those of
-the generators. Both cores are busy, so this is what is lost in steps a second. The readers themselves are not counted.
+of the same run. Daemon and controller take more CPU seconds with readers. The ratio is 1 minus that, as a share of what daemon
+and run take together. All are divided by the CPU seconds of the generators, so that the machine's pace cancels out. Both cores
+are busy, so the share is what is lost in steps a second. What the readers themselves take is not counted.
 `read_vs_alone_rate` is that of steps with readers over steps without, by the clock. The spread is that of the pairs.
 
 `step_in_stream_s`: from the end of a step to its report at a reader of the daemon; median of 50. `step_on_page_s`: to its

@@ -247,10 +247,11 @@ class OwnerConfig(_Stage, frozen=True):
 
 
 AlarmRule = Literal[
-    "weights.mismatch", "weights.lag", "weights.wrong", "weights.blocked", "gradient.spike", "off_policy.ess", "off_policy.lost",
-    "off_policy.ratio", "off_policy.drift", "kl.reference", "reward.equal", "reward.dead", "reward.collapse", "reward.hollow",
-    "entropy.collapse", "entropy.grows", "length.truncated", "length.grows", "groups.lost", "bias", "generation.slow",
-    "generation.starved", "generation.uneven", "score.slow", "stall.early", "disk.full", "memory.full", "memory.device",
+    "weights.mismatch", "weights.lag", "weights.wrong", "weights.blocked", "gradient.spike", "learning_rate.high",
+    "off_policy.ess", "off_policy.lost", "off_policy.ratio", "off_policy.drift", "kl.reference", "reward.equal", "reward.dead",
+    "reward.collapse", "reward.hollow", "entropy.collapse", "entropy.grows", "length.truncated", "length.grows", "groups.lost",
+    "bias", "generation.slow", "generation.starved", "generation.uneven", "score.slow", "stall.early", "disk.full",
+    "memory.full", "memory.device",
 ]  # fmt: skip
 
 

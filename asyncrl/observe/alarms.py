@@ -1,8 +1,8 @@
 """Trouble said before it is too late: rules over the reports of steps, each with a threshold, its source and advice.
 
 Pure. A rule is met in a step, or not; it raises its alarm once it was met in `needed` of its last `of` steps, and ends it once
-it was met in none of them. So one odd step raises nothing, and an alarm does not flicker. docs/observability.md has the same
-table, and a test compares.
+it was met in none of them. So one odd step raises nothing, but where it is no chance, as with a learning rate that is too high; and
+an alarm does not flicker. docs/observability.md has the same table, and a test compares.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ RULES: tuple[Rule, ...] = (
          "`policy/grad_norm` > 10 times its median over 50 steps",
          "arXiv 2602.17616: unstable gradient norms come before collapse",
          "lower learner.learning_rate, clip harder (learner.max_grad_norm), or lower buffer.max_staleness"),
+    Rule("learning_rate.high", "warning", 1, 10, "policy/relative_update", gt, 0.1, "`policy/relative_update` > 0.1",
+         "own, from experiments/alarms: at most 0.04 in healthy runs",
+         "lower learner.learning_rate: at the highest rate of the schedule a step changes a tenth of the weights' size"),
     Rule("off_policy.ess", "warning", 5, 10, "ratio/ess", lt, 0.3, "`ratio/ess` < 0.3",
          "verl, docs on rollout correction: health of the ratios",
          "lower buffer.max_staleness, fewer updates a step, or algorithm.kind = \"auto\""),

@@ -28,6 +28,8 @@ FIRST_SCALE = 2.0**16
 SMALLEST_SCALE = 1.0
 GROWTH_INTERVAL = 2000
 """Good updates in a row after which the scale doubles."""
+SAMPLED = 1024
+"""Weights of each matrix, about, by which an update is measured."""
 
 
 class LossScale:
@@ -127,6 +129,9 @@ class PolicyOptimizer:
         self._own_scale = LossScale() if config.dtype == "float16" and shares_scale_of is None else None
         self.scale: LossScale | None = self._own_scale if shares_scale_of is None else shares_scale_of.scale
         """One and the same for all whose gradients come from one backward pass; None but for float16."""
+        self.relative_update = 0.0
+        """How far the newest `step` moved the matrices' weights, over their size (norms of a sample of this rank's), had it been
+        at the schedule's highest rate. So the first step of a warm-up tells what its end will be like."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss."""
@@ -156,6 +161,7 @@ class PolicyOptimizer:
         for adamw in self._adamws:
             for group in adamw.param_groups:
                 group["lr"] = rate
+        before = self._sampled()
         if self._host is None:
             for master in self._masters.values():
                 master.trained.grad = master.gradient
@@ -168,10 +174,18 @@ class PolicyOptimizer:
             with torch.no_grad():
                 parameters, values = [part_here(one.parameter) for one in copied], [part_here(one.trained) for one in copied]
                 torch._foreach_copy_(parameters, values, non_blocking=self._host is not None)
+        moved = ((self._sampled() - before).norm() / before.norm().clamp(min=1e-30)).item()
+        self.relative_update = moved * self._config.learning_rate / rate if rate > 0 else 0.0
         if self._own_scale is not None:
             self._own_scale.note_update()
         self.zero_grad()
         return rate
+
+    @torch.no_grad()
+    def _sampled(self) -> torch.Tensor:
+        parts = [part_here(master.trained).flatten() for master in self._masters.values() if master.trained.ndim >= 2]
+        taken = [part[:: max(1, part.numel() // SAMPLED)].float() for part in parts]
+        return torch.cat(taken) if taken else torch.zeros(0)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -196,6 +196,7 @@ class OpenStep:
         told: dict[str, float] = {}
         if plan.trains_policy:
             told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}
+            told["policy/relative_update"] = state.optimizer.relative_update
         if plan.learner.dtype == "float16":
             told["policy/skipped_updates"] = float(not is_finite)
         if state.critic is not None:

@@ -82,8 +82,8 @@ async def test_a_policy_that_says_one_thing_and_one_that_says_anything_are_told_
         await none_stands(run, {"entropy.grows"})
 
 
-async def test_a_learning_rate_30_times_as_high_on_old_samples_is_told_in_five_ways_and_mended_ends_them(tiny, tmp_path):
-    """Four end with a lower rate and bound; the fall of the reward ends with a run from the checkpoint before it."""
+async def test_a_learning_rate_30_times_as_high_on_old_samples_is_told_in_six_ways_and_mended_ends_them(tiny, tmp_path):
+    """Five end with a lower rate and bound; the fall of the reward ends with a run from the checkpoint before it."""
     score = "    return text.count('7') / 8 + random.random() / 4\n"
     settings = SETTINGS | {
         "reward__functions": python_reward(tmp_path, f"import random\ndef score(prompt, text):\n{score}"),
@@ -92,7 +92,7 @@ async def test_a_learning_rate_30_times_as_high_on_old_samples_is_told_in_five_w
         "algorithm__proximal": "behaviour", "algorithm__clip_low": 1e6, "algorithm__clip_high": 1e6,
         "algorithm__entropy_coefficient": 0.1,
     }  # fmt: skip
-    rules = {"off_policy.drift", "off_policy.ess", "off_policy.lost", "gradient.spike"}
+    rules = {"off_policy.drift", "off_policy.ess", "off_policy.lost", "gradient.spike", "learning_rate.high"}
     async with asyncrl.Run(tiny(**settings)) as run:
         async for report in run.steps():
             if report.reward_mean > 0.5:

@@ -44,6 +44,18 @@ def test_following_another_config_changes_all_that_a_step_reads():
         assert torch.equal(own, their)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_the_first_step_of_a_warm_up_tells_how_far_one_at_its_end_would_move_the_weights(dtype, tolerance):
+    """AdamW's first step moves every weight by the rate, whatever the gradients are."""
+    matrix, bias = (torch.nn.Parameter(torch.full(shape, 0.5, dtype=getattr(torch, dtype))) for shape in ((50, 60), (3,)))
+    config = LearnerConfig(learning_rate=0.05, warmup_steps=20, dtype=dtype)
+    optimizer = optim.PolicyOptimizer([("matrix", matrix), ("bias", bias)], config, 100)
+    optimizer.backward((matrix.float() ** 3).sum() - bias.float().sum())
+    optimizer.clip()
+    assert optimizer.step(0) == pytest.approx(0.05 / 20)
+    assert optimizer.relative_update == pytest.approx(0.05 / 0.5, rel=tolerance)
+
+
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float16"), ("adamw", "bfloat16"), ("adamw_8bit", "float32")])
 def test_where_the_optimizer_s_memory_is_changes_no_bit(kit, monkeypatch, dtype, optimizer):
     """Nor do the buckets in which gradients come over, or a parameter without one."""

@@ -15,8 +15,8 @@ from asyncrl.observe.steps import RunEvent, StepReport
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, QUICKSTART = ROOT / "docs" / "observability.md", ROOT / "tests" / "golden" / "numbers" / "quickstart_steps.jsonl.gz"
 HEALTHY = {
-    "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0, "ratio/ess": 0.95,
-    "ratio/mean": 1.0,
+    "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0,
+    "policy/relative_update": 0.01, "ratio/ess": 0.95, "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
     "weights/probe_error": 1e-5, "weights/blocked_ms": 2.0, "kl/k1": 0.01, "ratio/chi2_token": 0.05, "ratio/correction_std": 0.1,
@@ -65,8 +65,8 @@ BY_METRICS = {
     "weights.mismatch": {"mismatch/kl_k3": 0.02}, "weights.lag": {"weights/sync_ms": 1500.0},
     "off_policy.drift": {"kl/k1": -0.2}, "off_policy.ess": {"ratio/ess": 0.2}, "off_policy.lost": {"ratio/ess": 0.05},
     "off_policy.ratio": {"ratio/mean": 3.0}, "kl.reference": {"kl/reference_mean": 4.0},
-    "gradient.spike": {"policy/grad_norm": 50.0}, "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01},
-    "entropy.grows": {"reward": 0.4, "policy/entropy": 1.5},
+    "gradient.spike": {"policy/grad_norm": 50.0}, "learning_rate.high": {"policy/relative_update": 0.2},
+    "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01}, "entropy.grows": {"reward": 0.4, "policy/entropy": 1.5},
     "length.grows": {"data/response_tokens_mean": 9.0}, "length.truncated": {"data/truncated_fraction": 0.5},
     "score.slow": {"time/score_mean_s": 0.2, "idle/learner": 0.3}, "generation.slow": {"idle/learner": 0.7},
     "reward.equal": {"reward": 0.0, "reward/max": 0.0}, "reward.dead": {"reward": 0.1, "reward/zero_spread_fraction": 0.8},
@@ -159,7 +159,7 @@ def test_a_run_that_learns_raises_nothing_nor_does_one_odd_step_nor_steps_withou
     assert raised(steps) == []
     odd = {name: value for make in TROUBLE.values() for name, value in make(30).metrics.items() if HEALTHY.get(name) != value}
     steps[30] = report(30, 0.1, **odd)
-    assert raised(steps) == []
+    assert {alarm.rule for alarm in raised(steps)} == {"learning_rate.high"}  # a setting, which is no odd step
     assert raised([msgspec.structs.replace(one, metrics={}) for one in steps]) == []
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,6 +41,9 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "results.jsonl"
 WINDOW = 10
 SIDES = ("ours", "eta0", "trl")
+PATIENCE = 4.5
+"""Times our seconds to the highest bar after which TRL is ended, with --until-bar."""
+UNTIL_BAR = f"every side ends at the highest bar, TRL at {PATIENCE} times our seconds to it at the latest; held out is of then"
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
-    parser.add_argument("--until-bar", action="store_true", help="TRL ends at the highest bar; its held-out accuracy is of then")
+    parser.add_argument("--until-bar", action="store_true", help=UNTIL_BAR)
     parser.add_argument("--report", action="store_true", help="only write RESULTS.md from results.jsonl")
     told = parser.parse_args()
     if not told.report:
@@ -88,23 +93,29 @@ def compare(name: str, seed: int, sides: list[str], overrides: list[str], *, unt
         told = [*overrides, f"seed={seed}"]
         config = asyncrl.load_config(work.config, told)
         version_0 = make_version_0(config, folder)
-        turn = seed % len(sides)
+        bar, limit_s = (max(work.bars), math.inf) if until_bar else (math.inf, math.inf)
+        turn = 0 if until_bar else seed % len(sides)  # TRL's limit is known once ours has ended
         for side in sides[turn:] + sides[:turn]:
             started_s = time.monotonic()
-            until = ["--until", str(max(work.bars))] if until_bar else []
-            steps, model = trl(work, told, version_0, folder, until) if side == "trl" else ours(config, side, version_0, folder)
+            if side == "trl":
+                steps, model = trl(work, told, version_0, folder, bar, limit_s)
+            else:
+                steps, model = ours(config, side, version_0, folder, bar)
+            taken = {str(one): seconds_to(steps, one) for one in work.bars}
+            if side == "ours" and until_bar and (mine_s := taken[str(bar)]):
+                limit_s = PATIENCE * mine_s
             row = {
                 "work": name,
                 "seed": seed,
                 "side": side,
                 "overrides": overrides,
-                "until_bar": until_bar and side == "trl",
+                "until_bar": until_bar,
                 "date": time.strftime("%Y-%m-%d"),
                 "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip(),
                 "wall_s": time.monotonic() - started_s,
                 "train_s": steps[-1][0],
                 "steps": len(steps),
-                "seconds_to": {str(bar): seconds_to(steps, bar) for bar in work.bars},
+                "seconds_to": taken,
                 "accuracy": [held_out_accuracy(config, version_0), held_out_accuracy(config, model)],
                 "curve": [[round(second, 2), round(reward, 4)] for second, reward in steps],
             }  # fmt: skip
@@ -122,11 +133,13 @@ def make_version_0(config: asyncrl.RunConfig, folder: Path) -> Path:
     return folder / "version-0" / "model"
 
 
-def ours(config: asyncrl.RunConfig, side: str, version_0: Path, folder: Path) -> tuple[list[tuple[float, float]], Path]:
-    """asyncrl from version 0; `eta0`: the same, synchronous."""
+def ours(
+    config: asyncrl.RunConfig, side: str, version_0: Path, folder: Path, bar: float
+) -> tuple[list[tuple[float, float]], Path]:
+    """asyncrl from version 0, until its rewards reach the bar; `eta0`: the same, synchronous."""
     buffer = msgspec.structs.replace(config.buffer, max_staleness=0) if side == "eta0" else config.buffer
     model = PretrainedModel(path=str(version_0))
-    run_once(msgspec.structs.replace(config, name=side, folder=str(folder), model=model, buffer=buffer))
+    run_once(msgspec.structs.replace(config, name=side, folder=str(folder), model=model, buffer=buffer), bar)
     path = folder / side
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -135,11 +148,17 @@ def ours(config: asyncrl.RunConfig, side: str, version_0: Path, folder: Path) ->
     return [(line["time_s"] - began_s, line["reward_mean"]) for line in lines], max((path / "checkpoints").glob("step-*"))
 
 
-def run_once(config: asyncrl.RunConfig) -> None:
-    """One run in processes of its own, as `asyncrl run` does it."""
+def run_once(config: asyncrl.RunConfig, bar: float = math.inf) -> None:
+    """One run in processes of its own, as `asyncrl run` does it; drained once its rewards reach the bar."""
 
     async def run() -> None:
         async with asyncrl.Run(config) as running:
+            rewards = deque[float](maxlen=WINDOW)
+            async for report in running.steps():
+                rewards.append(report.reward_mean)
+                if len(rewards) == WINDOW and sum(rewards) / WINDOW >= bar:
+                    await running.drain()
+                    break
             status = await running.wait()
         if status.phase != "stopped":
             raise SystemExit(f"{config.name}: {status.phase}: {status.reason}")
@@ -148,15 +167,15 @@ def run_once(config: asyncrl.RunConfig) -> None:
 
 
 def trl(
-    work: Work, overrides: list[str], version_0: Path, folder: Path, until: list[str]
+    work: Work, overrides: list[str], version_0: Path, folder: Path, bar: float, limit_s: float
 ) -> tuple[list[tuple[float, float]], Path]:
     """TRL, in a process of its own that has all cores and waits actively, which is faster there."""
     out = folder / "trl"
     shutil.rmtree(out, ignore_errors=True)
     environment = {key: value for key, value in os.environ.items() if key not in {"OMP_WAIT_POLICY", "OMP_NUM_THREADS"}}
     told = [argument for override in overrides for argument in ("--set", override)]
-    command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told, *until]
-    command += ["--micro-batches", str(work.trl_micro_batches)]
+    command = [sys.executable, str(HERE / "trl_grpo.py"), str(work.config), str(version_0), str(out), *told]
+    command += ["--micro-batches", str(work.trl_micro_batches), "--until", str(bar), "--limit-s", str(limit_s)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
     )
@@ -222,7 +241,7 @@ def report() -> str:
     for (name, seed, side), row in sorted(rows.items()):
         bars = ", ".join(f"{bar}: {'not reached' if took is None else f'{took:.0f}'}" for bar, took in row["seconds_to"].items())
         rate, (before, after) = row["steps"] / row["train_s"], row["accuracy"]
-        held_out = f"{before:.3f} to {after:.3f}" + " (ended at its bar)" * row.get("until_bar", False)
+        held_out = f"{before:.3f} to {after:.3f}" + " (ended early)" * row.get("until_bar", False)
         lines.append(f"| {name} | {seed} | {side} | {rate:.1f} | {bars} | {held_out} | {row['date']}, {row['commit']} |")
     lines += [
         "",
@@ -235,13 +254,20 @@ def report() -> str:
             over_trl, over_eta0 = ratios(rows, name, seeds, work.bar, "trl"), ratios(rows, name, seeds, work.bar, "eta0")
             by_trl, by_eta0 = f"{shown(over_trl)} ({work.goal})", f"{shown(over_eta0)} ({work.eta0_goal})"
             lines.append(f"| {name} | {work.bar} | {by_trl} | {by_eta0} | {len(seeds)} |")
-    return "\n".join([*lines, ""])
+    early = "A side that was ended before the bar counts with the seconds it had run: its ratio is at most the one told."
+    return "\n".join([*lines, "", early, ""])
 
 
 def ratios(rows: dict[tuple[str, int, str], Any], name: str, seeds: list[int], bar: float, other: str) -> list[float]:
-    """Our seconds to the bar over the other side's, for the seeds at which both reached it."""
-    taken = [[rows.get((name, seed, side), {}).get("seconds_to", {}).get(str(bar)) for side in ("ours", other)] for seed in seeds]
-    return [mine / theirs for mine, theirs in taken if mine and theirs]
+    """Our seconds to the bar over the other side's; one that was ended before it counts with the seconds it had."""
+    told = []
+    for seed in seeds:
+        ours, theirs = (rows.get((name, seed, side)) for side in ("ours", other))
+        if ours and theirs:
+            mine_s, theirs_s = (row["seconds_to"][str(bar)] for row in (ours, theirs))
+            theirs_s = theirs_s or (theirs["train_s"] if theirs.get("until_bar") else None)
+            told += [mine_s / theirs_s] if mine_s and theirs_s else []
+    return told
 
 
 def shown(values: list[float]) -> str:

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the version 0, prompts, samples, rewards and schedule of a run of ours, in one process with all cores.
 
-    python experiments/time_to_reward/trl_grpo.py CONFIG.toml VERSION_0 OUT [--set a.b=c] [--until REWARD]
+    python experiments/time_to_reward/trl_grpo.py CONFIG.toml VERSION_0 OUT [--set a.b=c] [--until REWARD] [--limit-s SECONDS]
 
 Writes OUT/steps.jsonl, a line a step: seconds since training began, and mean reward. Writes the trained model to OUT/model.
 CONFIG.toml is the file that asyncrl runs: nothing of the work is written down twice.
@@ -33,10 +33,10 @@ WINDOW = 10
 
 
 class Steps(TrainerCallback):
-    """Writes one line a step; ends the training at the step with which the mean reward of the last WINDOW reaches `until`."""
+    """Writes one line a step; ends the training when the mean reward of the last WINDOW reaches `until`, or after `limit_s`."""
 
-    def __init__(self, path: Path, until: float) -> None:
-        self.path, self.until, self.started_s = path, until, 0.0
+    def __init__(self, path: Path, until: float, limit_s: float) -> None:
+        self.path, self.until, self.limit_s, self.started_s = path, until, limit_s, 0.0
         self.rewards: list[float] = []
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -49,6 +49,7 @@ class Steps(TrainerCallback):
                 file.write(json.dumps(line) + "\n")
             self.rewards.append(logs["reward"])
             control.should_training_stop |= len(self.rewards) >= WINDOW and sum(self.rewards[-WINDOW:]) / WINDOW >= self.until
+            control.should_training_stop |= line["seconds"] >= self.limit_s
 
 
 def main() -> None:
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--until", type=float, default=math.inf)
+    parser.add_argument("--limit-s", type=float, default=math.inf)
     parser.add_argument(
         "--micro-batches", type=int, default=1, help="parts of a step, where all of its logits do not fit the memory"
     )
@@ -75,7 +77,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(told.version_0, padding_side="left"),
         reward_funcs=reward_function(config),
         train_dataset=Dataset.from_list([as_row(prompt) for prompt in chosen]),
-        callbacks=[Steps(told.out / "steps.jsonl", told.until)],
+        callbacks=[Steps(told.out / "steps.jsonl", told.until, told.limit_s)],
         args=GRPOConfig(
             output_dir=str(told.out / "trainer"),
             max_steps=config.num_steps,

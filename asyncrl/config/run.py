@@ -170,6 +170,8 @@ class TransportConfig(_Stage, frozen=True):
     host: str = "127.0.0.1"
     """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
     encryption: Literal["curve", "plain"] = "curve"
+    """`curve`: by the run's keys, over tcp. The socket of `ipc` lies in a folder that only its user can enter, who could read the
+    keys as well: nothing is encrypted there."""
     window: BoundedInt = 256
     """Most messages sent and not yet acknowledged, per connection and direction."""
     max_message_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 256 << 20

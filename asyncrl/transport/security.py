@@ -1,4 +1,4 @@
-"""Who may talk to a run: CURVE key pairs for its listener, for the processes it starts and for its guests, made once per run.
+"""Who may talk to a run over TCP: CURVE keys for its listener, for the processes it starts and for its guests, made once per run.
 
     RUN/keys/          0700
       listener.key     0600   the listener's pair
@@ -21,6 +21,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
+from asyncrl.config.run import TransportConfig
 from asyncrl.errors import ConfigError
 from asyncrl.folders import write_whole
 
@@ -80,6 +81,11 @@ def make_keys(run_folder: Path) -> ListenerKeys:
     for file in (OWN_FILE, CLIENT_FILE):
         _read_keys(folder / file, ClientKeys, f"{file.removesuffix('.key')} key: {remedy}")
     return keys
+
+
+def is_encrypted(config: TransportConfig, address: str) -> bool:
+    """Return whether the channel at this address speaks CURVE."""
+    return config.encryption == "curve" and not address.startswith("ipc://")
 
 
 def load_connecting_keys(run_folder: Path) -> ClientKeys:

@@ -25,7 +25,7 @@ from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, RefusalCounts
-from asyncrl.transport.security import ClientKeys, load_connecting_keys, secure_client
+from asyncrl.transport.security import ClientKeys, is_encrypted, load_connecting_keys, secure_client
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -59,7 +59,7 @@ async def open_connection(
         TransportError: Nobody answered, or the listener refused us; the message says why.
         ConfigError: The key file is unusable.
     """
-    keys = load_connecting_keys(run_folder) if config.encryption == "curve" else None
+    keys = load_connecting_keys(run_folder) if is_encrypted(config, address) else None
     return await ZmqConnector(address, hello, limits or LinkLimits(), keys).connect(timeout_s)
 
 

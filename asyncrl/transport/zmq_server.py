@@ -26,7 +26,16 @@ from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, RefusalCounts, new_hello
-from asyncrl.transport.security import GUEST, OWN, ListenerKeys, make_keys, open_zap_socket, secure_server, zap_reply
+from asyncrl.transport.security import (
+    GUEST,
+    OWN,
+    ListenerKeys,
+    is_encrypted,
+    make_keys,
+    open_zap_socket,
+    secure_server,
+    zap_reply,
+)
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
 
 MAX_PEERS = MOST_DRAINED
@@ -68,6 +77,7 @@ async def open_listener(
     limits = limits or LinkLimits(window=config.window, max_message_bytes=config.max_message_bytes)
     folder = _make_ipc_folder() if config.kind == "ipc" else None
     address = f"ipc://{folder.path}/c" if folder else f"tcp://{config.host}:*"
+    keys = keys if is_encrypted(config, address) else None
     try:
         return ZmqListener(address, new_hello("controller", "controller"), limits, keys, judge, folder)
     except BaseException:

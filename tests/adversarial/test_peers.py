@@ -25,11 +25,11 @@ from tests.builders import answer_to, receive, until
 
 async def test_a_guest_s_key_lets_nobody_in_as_a_process_of_the_run(tmp_path):
     membership = Membership([ProcessPlan("learner", "learner")], most_joined=1)
-    listener = await open_listener(TransportConfig(kind="ipc"), tmp_path, membership.refusal)
+    config = TransportConfig(kind="tcp")
+    listener = await open_listener(config, tmp_path, membership.refusal)
     away = tmp_path / "elsewhere"
     away.mkdir()
     bring_client_keys(tmp_path / "keys" / "client.key", away)
-    config = TransportConfig(kind="ipc")
     try:
         own = await open_connection(listener.address, new_hello("learner", "learner"), config, tmp_path)
         with pytest.raises(TransportError, match="'learner' is a process of the run, and client"):

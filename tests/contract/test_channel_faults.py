@@ -365,6 +365,8 @@ async def test_keys_and_sockets_are_private_and_gone_after_close(tmp_path):
     assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "keys").iterdir()} == {0o600}
+    without_keys = await open_connection(listener.address, new_hello("client", "c"), TransportConfig(), tmp_path / "elsewhere")
+    await without_keys.close()  # whoever may enter the socket's folder may read the keys
     await listener.close()
     assert not socket_folder.exists()
 

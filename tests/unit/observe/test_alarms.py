@@ -151,7 +151,8 @@ def test_the_quickstart_raises_nothing():
     for step in steps:
         told += alarms.take_open_step(step.metrics["time/step_s"], step.version, "") + alarms.take(step)
     assert (len(steps), steps[-1].reward_mean > 0.8, told) == (550, True, [])
-    assert {"idle/learner", "policy/entropy", "weights/probe_error", "memory/available_gb"} <= steps[-1].metrics.keys()
+    looked = {"idle/learner", "policy/entropy", "policy/relative_update", "weights/probe_error", "memory/available_gb"}
+    assert looked <= steps[-1].metrics.keys()
 
 
 def test_a_run_that_learns_raises_nothing_nor_does_one_odd_step_nor_steps_without_metrics():

@@ -7,6 +7,10 @@ of lengths: log-normal (mean about 60, sigma 1, cut at 200), as reasoning output
 - `vs_hf_generate`: tokens a second of the embedded engine over those of `model.generate`, both with 32 slots and one thread.
   `generate` takes the prompts 32 at a time, in order, left-padded, and runs each batch to the longest output in it, end tokens
   ignored: what a trainer without continuous batching does. Only asked-for tokens count.
+- `auto_slots_vs_best_MIX`: tokens a second with the slots that `num_slots = "auto"` takes for a step of 256 samples and one
+  generator (control/tools/choices.py), over those with the best of 32, 64, 128 and 256 slots. All 256 requests come at once, with
+  prompts of 5 to 8 tokens. Mixes: `short` (4 tokens each, as in the quickstart), `mixed` (4 to 28) and `long_tail` (log-normal,
+  mean about 12, sigma 1, cut at 120).
 - `vs_bare_vllm`: tokens a second through `VLLMEngine.submit` over those of bare `AsyncLLM.generate` of the very same engine: same
   prompts, lengths, seeds, temperature, logprobs, prefix cache. A round is ours, bare, bare, ours. Bare runs 34 requests at once
   where ours runs 33: it has the seat that ours keeps for a score. Bare streams deltas, as ours must.
@@ -31,7 +35,10 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.generate import GenerateConfig, TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.run import RunConfig
+from asyncrl.control.tools.choices import with_choices
 from asyncrl.errors import ConfigError
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.vllm.embedded import EmbeddedVLLM
@@ -40,16 +47,19 @@ from benchmarks.harness import BenchResult, medians, ratio
 from benchmarks.workload import (
     MAX_TOKENS,
     NUM_SLOTS,
+    STEP_REQUESTS,
     Workload,
     engine_model,
     engine_rate,
     load_pauses,
     rate_of,
     smollm2_model,
+    step_workloads,
     workloads,
 )
 
-VS_HF_GENERATE_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.95, 50.0
+VS_HF_GENERATE_GOAL, AUTO_SLOTS_GOAL, VS_BARE_GOAL, PAUSE_OVERHEAD_MS_GOAL = 1.5, 0.9, 0.95, 50.0
+SLOTS = (NUM_SLOTS, 64, 128, 256)
 DEFAULT_ROUNDS, NUM_LOADS = 5, 9
 
 
@@ -67,23 +77,38 @@ def run(rounds: int = 0, engine: str = "transformers") -> BenchResult:
 
 
 async def _transformers(rounds: int) -> BenchResult:
-    model, measured = engine_model(), []
+    model, measured, auto, engines = engine_model(), [], _auto_slots(), {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model.save_pretrained(folder)
-        config = TransformersEngineConfig(num_slots=NUM_SLOTS, max_sequence_tokens=MAX_TOKENS, num_threads=1)
-        engine = TransformersEngine(config, Path(folder))
-        await engine.start()
+        for slots in sorted({*SLOTS, auto}):
+            config = TransformersEngineConfig(num_slots=slots, max_sequence_tokens=MAX_TOKENS, num_threads=1)
+            engines[slots] = TransformersEngine(config, Path(folder))
+            await engines[slots].start()
         for _ in range(rounds + 1):
             figures: dict[str, float] = {}
             for name, workload in workloads().items():
-                ours, theirs = await engine_rate(engine, workload), _generate_rate(model, workload)
+                ours, theirs = await engine_rate(engines[NUM_SLOTS], workload), _generate_rate(model, workload)
                 figures |= {f"engine_{name}_tokens_per_s": ours, f"hf_generate_{name}_tokens_per_s": theirs}
                 figures[f"{name}_ratio"] = ours / theirs
+            for mix, workload in step_workloads().items():
+                for slots, engine in engines.items():
+                    figures[f"slots_{slots}_{mix}_tokens_per_s"] = await engine_rate(engine, workload)
             measured.append(figures)
-        await engine.close()
+        for engine in engines.values():
+            await engine.close()
     middle = medians(measured[1:])
     ratios = {"vs_hf_generate": ratio(middle.pop("lognormal_ratio"), VS_HF_GENERATE_GOAL)}
-    return BenchResult("engine", middle, ratios)
+    for mix in step_workloads():
+        of_auto, *others = (middle[f"slots_{slots}_{mix}_tokens_per_s"] for slots in (auto, *SLOTS))
+        ratios[f"auto_slots_vs_best_{mix}"] = ratio(of_auto / max(others), AUTO_SLOTS_GOAL)
+    return BenchResult("engine", middle | {"auto_slots": float(auto)}, ratios)
+
+
+def _auto_slots() -> int:
+    engine = TransformersEngineConfig(max_sequence_tokens=MAX_TOKENS)
+    algorithm = AlgorithmConfig(groups_per_step=STEP_REQUESTS // 4, group_size=4)
+    config, _ = with_choices(RunConfig(algorithm=algorithm, generate=GenerateConfig(num_workers=1, engine=engine)))
+    return config.generate.engine.slots
 
 
 def _generate_rate(model: LlamaForCausalLM, workload: Workload) -> float:

@@ -2,14 +2,14 @@
 
 Sides, one after another in every round, each with a producer process of its own:
 - `bare`: the same encoded bytes through a plain, blocking pyzmq PUSH/PULL pair over ipc; nothing is decoded or kept.
-- `memory`: our channel over the same plain ipc, decode, buffer, ledger in memory, acknowledgement.
-- `plain_durable`: the same with the ledger on disk.
-- `durable`: the same with the ledger on disk and CURVE on the wire, as a run has it by default.
+- `memory`: our channel over ipc, decode, buffer, ledger in memory, acknowledgement.
+- `durable`: the same with the ledger on disk, as a run has it by default. Nothing is encrypted over ipc.
+- `curve_durable`: as `durable`, but over TCP with CURVE, as between machines; here both ends are on the loopback address.
 - `ray_queue`: the same encoded bytes through `ray.util.queue.Queue`, `put` in a Ray task and `get` here; left out without Ray.
 
-Ray's queue does not encrypt, so `vs_ray_queue` compares `plain_durable` with it. A side's time runs from its first sample here
-to its last one committed and acknowledged (bare, Ray: received). Where the processes have to share their cores with something
-else, the ratios suffer as well.
+`vs_ray_queue` compares `durable` with Ray's queue; neither encrypts. A side's time runs from its first sample here to its last
+one committed and acknowledged (bare, Ray: received). Where the processes have to share their cores with something else, the
+ratios suffer as well.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ VS_RAY_QUEUE_GOAL = 20.0
 DURABLE_GOAL_PER_S = 3000.0
 WINDOW = 256
 """Samples in flight; deep enough that a commit of the ledger never leaves the producer without credit."""
-PLAIN = TransportConfig(encryption="plain", window=WINDOW)
-CURVE = TransportConfig(encryption="curve", window=WINDOW)
+IPC, CURVE = TransportConfig(window=WINDOW), TransportConfig(kind="tcp", window=WINDOW)
 
 SAMPLE = Samples.of([random_sample(NUM_TOKENS, 64)])
 """Each travels alone: what is compared is messages, not groups."""
@@ -70,9 +69,9 @@ def run(rounds: int = 0) -> BenchResult:
     rounds = rounds or DEFAULT_ROUNDS
     sides: dict[str, Callable[[], float]] = {
         "bare": _bare_rate,
-        "memory": lambda: _channel_rate(PLAIN, is_durable=False),
-        "plain_durable": lambda: _channel_rate(PLAIN, is_durable=True),
-        "durable": lambda: _channel_rate(CURVE, is_durable=True),
+        "memory": lambda: _channel_rate(IPC, is_durable=False),
+        "durable": lambda: _channel_rate(IPC, is_durable=True),
+        "curve_durable": lambda: _channel_rate(CURVE, is_durable=True),
     }
     with _ray_queue() as ray_rate:
         if ray_rate is not None:
@@ -83,7 +82,7 @@ def run(rounds: int = 0) -> BenchResult:
     ray = rates.get("ray_queue", math.inf)  # without Ray the ratio is 0 and does not hold: it was not shown
     ratios = {
         "vs_pyzmq": ratio(round(rates["memory"] / rates["bare"], 3), VS_PYZMQ_GOAL),
-        "vs_ray_queue": ratio(round(rates["plain_durable"] / ray, 2), VS_RAY_QUEUE_GOAL),
+        "vs_ray_queue": ratio(round(rates["durable"] / ray, 2), VS_RAY_QUEUE_GOAL),
         "durable_vs_goal": ratio(round(rates["durable"] / DURABLE_GOAL_PER_S, 3), 1.0),
     }
     return BenchResult("transport", figures, ratios)
@@ -121,7 +120,7 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     committed: asyncio.Future[float] = loop.create_future()
     started_s = 0.0
     try:
-        with _producer(config.encryption, listener.address, str(folder)):
+        with _producer("channel", listener.address, str(folder)):
             connection = await asyncio.wait_for(listener.accept(), _TIMEOUT_S)
             number = 0
             while number < NUM_SAMPLES:
@@ -160,12 +159,12 @@ def _producer(kind: str, address: str, folder: str) -> Iterator[None]:
         process.wait(_TIMEOUT_S)
 
 
-async def _produce_samples(config: TransportConfig, address: str, folder: Path) -> None:
+async def _produce_samples(address: str, folder: Path) -> None:
     samples = [
         msgspec.structs.replace(SAMPLE, group_id=number // GROUP_SIZE, indices=(number % GROUP_SIZE,))
         for number in range(NUM_SAMPLES)
     ]
-    connection = await open_connection(address, new_hello("generator", "generator-0"), config, folder)
+    connection = await open_connection(address, new_hello("generator", "generator-0"), TransportConfig(), folder)
     for sample in samples:
         await connection.send(sample)
     await connection.flush(_TIMEOUT_S)
@@ -212,4 +211,4 @@ if __name__ == "__main__":  # the producer process
             for _ in range(NUM_SAMPLES):
                 socket.send(payload)
     else:
-        asyncio.run(_produce_samples(PLAIN if kind == "plain" else CURVE, address, Path(folder)))
+        asyncio.run(_produce_samples(address, Path(folder)))

@@ -23,7 +23,7 @@ from benchmarks.samples import make_sample
 
 PRETRAINED = Path("models/SmolLM2-135M-Instruct")
 """Where docs/models.md has `asyncrl model import` put the real one, from the working directory."""
-NUM_SLOTS, NUM_REQUESTS, VOCABULARY, MAX_TOKENS = 32, 160, 256, 256
+NUM_SLOTS, NUM_REQUESTS, STEP_REQUESTS, VOCABULARY, MAX_TOKENS = 32, 160, 256, 256, 256
 """Of the engine benchmarks."""
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -73,6 +73,18 @@ def workloads() -> dict[str, Workload]:
     lognormal = np.clip(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 1, 200).astype(int)
     uniform = rng.integers(8, 113, NUM_REQUESTS)
     return {"lognormal": Workload(prompts, tuple(lognormal.tolist())), "uniform": Workload(prompts, tuple(uniform.tolist()))}
+
+
+def step_workloads() -> dict[str, Workload]:
+    """Return a step's 256 requests in three mixes of lengths, by name."""
+    rng = np.random.default_rng(0)
+    prompts = tuple(tuple(rng.integers(2, VOCABULARY, size).tolist()) for size in rng.integers(5, 9, STEP_REQUESTS))
+    mixes = {
+        "short": np.full(STEP_REQUESTS, 4),
+        "mixed": rng.integers(4, 29, STEP_REQUESTS),
+        "long_tail": np.clip(rng.lognormal(np.log(12) - 0.5, 1, STEP_REQUESTS), 1, 120).astype(int),
+    }
+    return {name: Workload(prompts, tuple(lengths.tolist())) for name, lengths in mixes.items()}
 
 
 def engine_model() -> LlamaForCausalLM:

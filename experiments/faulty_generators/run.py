@@ -1,8 +1,9 @@
 """A generator at a quarter of the speed, and one that dies again and again, beside generators that are all alike.
 
-`python experiments/faulty_generators/run.py [--seeds 5]`; a line of results.jsonl a run, RESULTS.md from all of them. Every run
-has three generators of its own and one that joins: as fast as they are, four times slower (`slow`), or as fast, while one of the
-run's own is killed every ten seconds (`dying`). No models: see ../without_models.toml.
+`python experiments/faulty_generators/run.py [--seeds 5]`; a line of results.jsonl a run, RESULTS.md and results.png from all of
+them. `--report` makes these two again and runs nothing. Every run has three generators of its own and one that joins: as fast as
+they are, four times slower (`slow`), or as fast, while one of the run's own is killed every ten seconds (`dying`). No models: see
+../without_models.toml.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 import asyncrl
 from asyncrl.control.lifecycle.pid_file import read_pids
@@ -101,7 +103,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Generators that are slow, or die", "",
         f"Made by `python experiments/faulty_generators/run.py`; {len(rows)} runs, means over seeds [95 % interval].", "",
-        "| fourth generator | seeds | steps/s | over `even`, same seed | staleness | deaths | restart, s |",
+        "| arm | seeds | steps/s | over `even`, same seed | staleness | deaths | restart, s |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     even = {row["seed"]: row["steps_per_s"] for row in rows if row["arm"] == "even"}
@@ -124,13 +126,31 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Groups that failed, over all runs: {lost}."]) + "\n"
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the steps a second of every arm: a point a seed, and the mean with its interval."""
+    figure = Figure(figsize=(5.5, 2.6), layout="constrained")
+    axes = figure.subplots()
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    for place, arm in enumerate(arms):
+        values = [row["steps_per_s"] for row in rows if row["arm"] == arm]
+        (low, high), mean = bootstrap_interval(values), float(np.mean(values))
+        axes.barh(place, mean, 0.6, color=f"C{place}", alpha=0.5)
+        axes.errorbar(mean, place - 0.15, xerr=[[mean - low], [high - mean]], color="black", capsize=5, lw=1.5)
+        axes.plot(values, np.full(len(values), place + 0.12), "o", color=f"C{place}", mec="black", mew=0.5, ms=4)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.invert_yaxis()
+    axes.set_xlabel("steps a second; a point is a seed, the line is the 95 % interval of the mean", fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
 def main() -> None:
-    """Run what is not there yet, arm by arm within a seed, and write the table."""
+    """Run what is not there yet, arm by arm within a seed, and write table and picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--report", action="store_true", help="only write RESULTS.md and results.png from results.jsonl")
     path, told = HERE / "results.jsonl", parser.parse_args()
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    for seed in range(told.seeds):
+    for seed in range(0 if told.report else told.seeds):
         for arm in ARMS:
             if any((row["arm"], row["seed"]) == (arm, seed) for row in rows):
                 continue
@@ -140,6 +160,7 @@ def main() -> None:
                 file.write(json.dumps(rows[-1]) + "\n")
             print(rows[-1], flush=True)
     (HERE / "RESULTS.md").write_text(report(rows), encoding="utf-8")
+    draw(rows, HERE / "results.png")
     print(report(rows))
 
 

@@ -1,5 +1,7 @@
 """KL estimators beside the numbers of tests/golden."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,6 +40,34 @@ def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gr
     # The ratio's own gradient stays: the penalty there is the constant cap times the ratio.
     torch.testing.assert_close(slope[beyond], got.detach()[beyond] if gradient == "ratio" else torch.zeros(2).double())
     assert slope[~beyond] != 0
+
+
+SLOW_ABS = {
+    "own": lambda log_r, ratio: abs(log_r),
+    "k2": lambda log_r, ratio: log_r**2 / 2,
+    "ratio": lambda log_r, ratio: abs(log_r) * ratio,
+}
+"""What is differentiated, by `gradient`; r = current / reference, ratio = current / sampler."""
+
+
+@pytest.mark.parametrize("gradient", SLOW_ABS)
+def test_abs_equals_a_slow_float64_one(loss_inputs, gradient):
+    """Token by token, from probabilities; the gradient by central differences. Nobody published numbers of it."""
+    inputs, step = loss_inputs(), 1e-6
+    policies = inputs.logprobs, inputs.behaviour_logprobs, inputs.reference_logprobs
+    got = kl_penalty(*policies, inputs.mask, option("abs", gradient))
+    (slopes,) = torch.autograd.grad(got.sum(), inputs.logprobs)
+    slow, slow_slopes = torch.zeros(2, len(got), dtype=torch.float64).unbind()
+    for token in inputs.mask.nonzero().flatten().tolist():
+        current, sampler, reference = (math.exp(logprobs.detach()[token]) for logprobs in policies)
+        slow[token] = SLOW_ABS["own" if gradient == "k2" else gradient](math.log(current / reference), current / sampler)
+        above, below = (
+            SLOW_ABS[gradient](math.log(moved / reference), moved / sampler)
+            for moved in (current * math.exp(step), current * math.exp(-step))
+        )
+        slow_slopes[token] = (above - below) / (2 * step)
+    torch.testing.assert_close(got, slow)
+    torch.testing.assert_close(slopes, slow_slopes, rtol=1e-6, atol=1e-8)
 
 
 def test_fresh_future_and_unknown_tokens_keep_the_behaviour_policy_and_masked_ones_are_zero():

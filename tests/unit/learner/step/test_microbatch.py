@@ -95,7 +95,8 @@ def test_packed_gradients_equal_those_of_plain_unpacked_samples(kit, common, siz
     model.zero_grad()
     sum(logprobs.sum() * (index + 1) for index, logprobs in enumerate(plain_logprobs(kit, model, samples))).backward()
     for (name, parameter), gradient in zip(model.named_parameters(), packed, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-4, msg=name)
+        # 1e-5 of the parameter's largest element: the sum over samples makes elements of up to 300, and float32 has 7 digits.
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-5 * parameter.grad.abs().max().item(), msg=name)
 
 
 CORRECTED = {

@@ -25,25 +25,36 @@ def dpo_config(kit, preference=None):
     return kit.config({"kind": "dpo", "group_size": 2, "preference": PreferenceConfig(**(preference or {}))}, LEARNER)
 
 
-def slow_loss(kit, model, reference, samples, beta):
-    """Mean over pairs of -log sigmoid(beta x margin); rejected and chosen answers follow each other."""
+SLOW = {
+    "sigmoid": lambda logits: torch.log(1 + torch.exp(-logits)),
+    "robust": lambda logits: (0.8 * torch.log(1 + torch.exp(-logits)) - 0.2 * torch.log(1 + torch.exp(logits))) / 0.6,
+    "hinge": lambda logits: torch.where(logits < 1, 1 - logits, 0.0),
+}
+"""Of beta x margin; `robust` with a smoothing of 0.2."""
+
+
+def slow_loss(kit, model, reference, samples, loss, beta):
+    """Mean over pairs; rejected and chosen answers follow each other."""
     both = zip(kit.plain_logprobs(model, samples), kit.plain_logprobs(reference, samples), samples, strict=True)
     log_ratios = torch.stack([(torch.tensor(sample["mask"]) * (ours - theirs.detach())).sum() for ours, theirs, sample in both])
-    return torch.log(1 + torch.exp(-beta * (log_ratios[1::2] - log_ratios[::2]))).mean()
+    return SLOW[loss](beta * (log_ratios[1::2] - log_ratios[::2])).mean()
 
 
-def test_weights_after_a_step_equal_a_slow_float64_one(kit):
-    config = dpo_config(kit, {"beta": 0.7})
+@pytest.mark.parametrize("name", SLOW)
+def test_gradient_norm_and_weights_after_a_step_equal_a_slow_float64_one(kit, name):
+    beta = 5.0  # one of the three pairs is beyond the hinge
+    config = dpo_config(kit, {"loss": name, "beta": beta, "label_smoothing": 0.2 if name == "robust" else 0.0})
     start, reference = kit.model().double(), kit.model(seed=2).double()
     samples, slow = pair_samples(kit), copy.deepcopy(start)
-    loss = slow_loss(kit, slow, reference, samples, 0.7)
+    loss = slow_loss(kit, slow, reference, samples, name, beta)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(slow.parameters(), 0.5)
+    norm = torch.nn.utils.clip_grad_norm_(slow.parameters(), 0.5)
     torch.optim.AdamW(slow.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0).step()
     for tokens_per_row in (45, 10_000):
         model = copy.deepcopy(start)
         result = train_step(kit.train_state(model, config, reference=reference), kit.batch(samples, tokens_per_row), config)
-        assert [result.metrics[f"{name}/loss"] for name in ("policy", "dpo")] == pytest.approx([loss.item()] * 2, abs=1e-6)
+        assert [result.metrics[f"{of}/loss"] for of in ("policy", "dpo")] == pytest.approx([loss.item()] * 2, abs=1e-6)
+        assert result.metrics["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
         kit.assert_near(model, slow, atol=2e-6)
 
 

@@ -1,4 +1,4 @@
-"""Run every benchmark and write RESULTS.md: `python experiments/benchmarks/run.py [NAME[:ROUNDS] ...]`."""
+"""Run every benchmark and write RESULTS.md: `python experiments/benchmarks/run.py [NAME[/profile][:ROUNDS] ...]`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def main() -> None:
     store = HERE / "results.json"
     results = json.loads(store.read_text()) if store.exists() else {}
     for asked in names:
-        name, _, rounds = asked.partition(":")
-        print(f"running {name}", file=sys.stderr, flush=True)
-        results[name] = run_benchmark(name, int(rounds or 0)) | {"date": date.today().isoformat(), "machine": machine()}
-        results[name]["command"] = f"python experiments/benchmarks/run.py {asked}"
+        what, _, rounds = asked.partition(":")
+        name, _, option = what.partition("/")
+        print(f"running {what}", file=sys.stderr, flush=True)
+        found = run_benchmark(name, int(rounds or 0), **({option: "yes"} if option else {}))
+        results[what] = found | {"date": date.today().isoformat(), "machine": machine()}
+        results[what]["command"] = f"python experiments/benchmarks/run.py {asked}"
         store.write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "RESULTS.md").write_text(table(results))
     print(table(results))

@@ -12,8 +12,8 @@ heartbeats and reports.
 the same samples in the same round: decode with msgspec, insert into SQLite in batches, pack. The bare loop has no socket, asks no
 reward workers, checks nothing and can repeat nothing. It runs three times in a round, the first to warm up. `rounds` 0 means 2.
 
-`recorded_cpu`: the same figure with `observe.record = "decisions"` over that without, samples of 256 tokens, 8 generators, four pairs
-of runs in a round: one pair alone tells no 5 % from noise.
+`recorded_cpu`: the same figure with `observe.record = "decisions"` over that without, samples of 256 tokens, 8 generators, four
+pairs of runs in a round: one pair alone tells no 5 % from noise.
 """
 
 from __future__ import annotations

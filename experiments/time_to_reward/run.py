@@ -41,9 +41,9 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "results.jsonl"
 WINDOW = 10
 SIDES = ("ours", "eta0", "trl")
-PATIENCE = 4.5
+PATIENCE = 1.5
 """Times our seconds to the highest bar after which TRL is ended, with --until-bar."""
-UNTIL_BAR = f"every side ends at the highest bar, TRL at {PATIENCE} times our seconds to it at the latest; held out is of then"
+UNTIL_BAR = f"every side ends at the highest bar, TRL at {PATIENCE:g} times our seconds to it at the latest; held out is of then"
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,15 @@ def compare(name: str, seed: int, sides: list[str], overrides: list[str], *, unt
         told = [*overrides, f"seed={seed}"]
         config = asyncrl.load_config(work.config, told)
         version_0 = make_version_0(config, folder)
-        bar, limit_s = (max(work.bars), math.inf) if until_bar else (math.inf, math.inf)
+        bar = max(work.bars) if until_bar else math.inf
         turn = 0 if until_bar else seed % len(sides)  # TRL's limit is known once ours has ended
         for side in sides[turn:] + sides[:turn]:
             started_s = time.monotonic()
             if side == "trl":
-                steps, model = trl(work, told, version_0, folder, bar, limit_s)
+                mine_s = newest_rows().get((name, seed, "ours"), {}).get("seconds_to", {}).get(str(bar)) or math.inf
+                steps, model = trl(work, told, version_0, folder, bar, PATIENCE * mine_s)
             else:
                 steps, model = ours(config, side, version_0, folder, bar)
-            taken = {str(one): seconds_to(steps, one) for one in work.bars}
-            if side == "ours" and until_bar and (mine_s := taken[str(bar)]):
-                limit_s = PATIENCE * mine_s
             row = {
                 "work": name,
                 "seed": seed,
@@ -115,7 +113,7 @@ def compare(name: str, seed: int, sides: list[str], overrides: list[str], *, unt
                 "wall_s": time.monotonic() - started_s,
                 "train_s": steps[-1][0],
                 "steps": len(steps),
-                "seconds_to": taken,
+                "seconds_to": {str(one): seconds_to(steps, one) for one in work.bars},
                 "accuracy": [held_out_accuracy(config, version_0), held_out_accuracy(config, model)],
                 "curve": [[round(second, 2), round(reward, 4)] for second, reward in steps],
             }  # fmt: skip
@@ -225,15 +223,20 @@ def held_out_accuracy(config: asyncrl.RunConfig, folder: Path) -> float:
     return num_right / len(texts)
 
 
+def newest_rows() -> dict[tuple[str, int, str], Any]:
+    """results.jsonl by work, seed and side; of several runs of a side and seed the newest counts."""
+    rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
+    return {(row["work"], row["seed"], row["side"]): row for row in rows}
+
+
 def report() -> str:
-    """RESULTS.md from results.jsonl; of several runs of a side and seed the newest counts."""
-    rows = {
-        (row["work"], row["seed"], row["side"]): row for row in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
-    }
+    """RESULTS.md from results.jsonl."""
+    rows = newest_rows()
     lines = [
         "# Seconds to a reward",
         "",
-        "`python experiments/time_to_reward/run.py --work quickstart long_tail` on 2 cores; [run.py](run.py) says what counts.",
+        "`python experiments/time_to_reward/run.py --work quickstart long_tail smollm2` on 2 cores;",
+        "[run.py](run.py) says what counts.",
         "",
         "| work | seed | side | steps/s | seconds to the bars | held out | date, commit |",
         "|---|---|---|---|---|---|---|",
@@ -242,32 +245,45 @@ def report() -> str:
         bars = ", ".join(f"{bar}: {'not reached' if took is None else f'{took:.0f}'}" for bar, took in row["seconds_to"].items())
         rate, (before, after) = row["steps"] / row["train_s"], row["accuracy"]
         held_out = f"{before:.3f} to {after:.3f}" + " (ended early)" * row.get("until_bar", False)
-        lines.append(f"| {name} | {seed} | {side} | {rate:.1f} | {bars} | {held_out} | {row['date']}, {row['commit']} |")
+        lines.append(f"| {name} | {seed} | {side} | {rate:.2g} | {bars} | {held_out} | {row['date']}, {row['commit']} |")
     lines += [
         "",
-        "| work | bar | ours over TRL, median (goal) | ours over eta = 0, median (goal) | seeds |",
-        "|---|---|---|---|---|",
+        "| work | bar | ours over TRL, median (goal) | the same, seconds of a step | ours over eta = 0, median (goal) | seeds |",
+        "|---|---|---|---|---|---|",
     ]
     for name, work in WORKS.items():
         seeds = sorted({seed for found, seed, _ in rows if found == name})
         if seeds:
             over_trl, over_eta0 = ratios(rows, name, seeds, work.bar, "trl"), ratios(rows, name, seeds, work.bar, "eta0")
             by_trl, by_eta0 = f"{shown(over_trl)} ({work.goal})", f"{shown(over_eta0)} ({work.eta0_goal})"
-            lines.append(f"| {name} | {work.bar} | {by_trl} | {by_eta0} | {len(seeds)} |")
-    early = "A side that was ended before the bar counts with the seconds it had run: its ratio is at most the one told."
+            lines.append(
+                f"| {name} | {work.bar} | {by_trl} | {shown(step_ratios(rows, name, seeds))} | {by_eta0} | {len(seeds)} |"
+            )
+    early = (
+        f"A side that was ended before the bar counts with the seconds it had run, or with {WINDOW} of its steps, before which "
+        "nothing passes: the ratio is at most the one told."
+    )
     return "\n".join([*lines, "", early, ""])
 
 
 def ratios(rows: dict[tuple[str, int, str], Any], name: str, seeds: list[int], bar: float, other: str) -> list[float]:
-    """Our seconds to the bar over the other side's; one that was ended before it counts with the seconds it had."""
+    """Our seconds to the bar over the other side's; of one that was ended before it, the fewest it can take."""
     told = []
     for seed in seeds:
         ours, theirs = (rows.get((name, seed, side)) for side in ("ours", other))
         if ours and theirs:
             mine_s, theirs_s = (row["seconds_to"][str(bar)] for row in (ours, theirs))
-            theirs_s = theirs_s or (theirs["train_s"] if theirs.get("until_bar") else None)
+            if theirs_s is None and theirs.get("until_bar"):
+                theirs_s = theirs["train_s"] * max(1.0, WINDOW / theirs["steps"])
             told += [mine_s / theirs_s] if mine_s and theirs_s else []
     return told
+
+
+def step_ratios(rows: dict[tuple[str, int, str], Any], name: str, seeds: list[int]) -> list[float]:
+    """Our seconds of a step, all of the same number of samples, over TRL's."""
+    pairs = [[rows.get((name, seed, side)) for side in ("ours", "trl")] for seed in seeds]
+    paces = [[row["train_s"] / row["steps"] for row in pair if row] for pair in pairs]
+    return [pace[0] / pace[1] for pace in paces if len(pace) == 2]
 
 
 def shown(values: list[float]) -> str:

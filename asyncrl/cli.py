@@ -95,7 +95,7 @@ def run(
 
     resolved = load_config(config, overrides, presets)
     if dry_run:
-        from asyncrl.control.tools.dry_run import describe
+        from asyncrl.control.tools.choices import describe
 
         text, faults = describe(resolved)
         print(text)

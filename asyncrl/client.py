@@ -123,13 +123,10 @@ class RunClient:
         Raises:
             RunError: The run failed; the message is its reason.
         """
-        try:
-            async with self._session().get("steps", params={"first": str(first)}) as response:
-                async for line in response.content:
-                    if line.strip():
-                        yield msgspec.json.decode(line, type=StepReport)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost() from error
+        async with self._answer("GET", "steps", params={"first": str(first)}) as response:
+            async for line in response.content:
+                if line.strip():
+                    yield msgspec.json.decode(line, type=StepReport)
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
@@ -144,14 +141,11 @@ class RunClient:
         Raises:
             RunError: Nothing answers.
         """
-        try:
-            async with self._session().get("events", params={"after": str(after)}, headers={"Accept": "*/*"}) as response:
-                async for line in response.content:
-                    event = msgspec.json.decode(line, type=RunEvent)
-                    if not kinds or event.kind in kinds:
-                        yield event
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost() from error
+        async with self._answer("GET", "events", params={"after": str(after)}, headers={"Accept": "*/*"}) as response:
+            async for line in response.content:
+                event = msgspec.json.decode(line, type=RunEvent)
+                if not kinds or event.kind in kinds:
+                    yield event
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
@@ -243,14 +237,9 @@ class RunClient:
             RunError: The run gives no such groups, the stream is closed, or nothing answers.
         """
         body = io.BytesIO(msgspec.msgpack.encode(asked))
-        try:
-            async with self._session().post("progress", data=body, headers={"Accept": "*/*"}) as response:
-                if response.status >= 400:
-                    raise RunError(await response.text())
-                async for line in response.content:
-                    yield msgspec.json.decode(line, type=Progress)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost() from error
+        async with self._answer("POST", "progress", data=body, headers={"Accept": "*/*"}) as response:
+            async for line in response.content:
+                yield msgspec.json.decode(line, type=Progress)
 
     async def release(self, released: Released) -> None:
         """Give the places of groups back that will not be trained (`learner.kind = "driven"`)."""
@@ -310,10 +299,28 @@ class RunClient:
             await self._http.close()
             self._http = None
 
-    def _session(self) -> aiohttp.ClientSession:
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float | None = None,
+        **asked: Any,  # noqa: ANN401 - aiohttp's
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask the run for something.
+
+        Raises:
+            RunError: It refuses, or (RunLostError) does not answer, or not within `timeout_s`, up to the end of the context.
+        """
         if self._http is None:
             raise RunError("this client is closed; use it inside `async with`")
-        return self._http
+        try:
+            async with asyncio.timeout(timeout_s), self._http.request(method, path, **asked) as response:
+                if response.status >= 400:
+                    raise RunError((await response.read()).decode(errors="replace"))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise self._lost() from error
 
     async def _call(
         self,
@@ -327,13 +334,8 @@ class RunClient:
             encoded = None if body is None else io.BytesIO(msgspec.msgpack.encode(body))
         except (OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: what was given cannot be sent: {error}") from error
-        try:
-            async with asyncio.timeout(timeout_s), self._session().request(method, path, data=encoded) as response:
-                answer = await response.read()
-                if response.status >= 400:
-                    raise RunError(answer.decode(errors="replace"))
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise self._lost() from error
+        async with self._answer(method, path, timeout_s, data=encoded) as response:
+            answer = await response.read()
         return msgspec.msgpack.decode(answer, type=kind)
 
 

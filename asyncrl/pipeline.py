@@ -109,6 +109,7 @@ async def run_controller(
     from asyncrl.control.join import Membership
     from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
+    from asyncrl.control.lifecycle.pid_file import end_left
     from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes
     from asyncrl.control.placement.limits import usable_cores
     from asyncrl.observe.decisions.journal import Recorder
@@ -140,6 +141,7 @@ async def run_controller(
 
             launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
         launcher = launcher or LocalLauncher()
+        await asyncio.to_thread(end_left, run_folder)  # before anybody can ask this run for something
         controller = Controller(config, run_folder, buffer, task, listener, launcher, membership, clock, recorder)
         async with serve_api(RunApi(controller), run_folder):
             gc.freeze()  # what is there by now stays, and what messages leave behind is hardly ever a cycle
@@ -161,7 +163,7 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
 
     # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
     os.nice(NICENESS)
-    if config.learner.fake_step_s is not None:
+    if config.learner.fake_step_s is not None or config.generate.engine.replays:  # it holds no weights
         await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
         return
     from asyncrl.weights.media.registry import receiver_of
@@ -176,10 +178,9 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
         subscriber = HybridSubscriber(run_folder, getattr(config.generate.engine, "device", "cpu"))
     elif receiver is None:
         subscriber = Subscriber(config.broadcast, run_folder)
-    holds_weights = not config.generate.engine.replays
 
     async def fetch_weights(available: WeightsAvailable) -> Mapping[str, Any]:
-        if not holds_weights or not available.manifest.total_bytes:
+        if not available.manifest.total_bytes:
             return {}
         if subscriber is not None:
             return await subscriber.fetch(available)

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
 
-import msgspec
 import torch
 
 from asyncrl.algorithms.losses import Loss, fault_in
@@ -34,7 +33,6 @@ from asyncrl.client import Run
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import Overrides, resolve_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import save_checkpoint
@@ -44,7 +42,9 @@ from asyncrl.learner.model.policy import make_probe
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
+from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import TokenFile
+from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.reward.caller import Reward
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
@@ -130,14 +130,10 @@ class Session:
         if resolved.learner.ranks > 1 or resolved.placement.kind != "disaggregated":
             advice = "set learner.ranks = 1, placement.kind = 'disaggregated'"
             raise ConfigError(f"a session drives one learner on a device of its own: {advice}")
-        raw = msgspec.to_builtins(resolved)
-        raw["learner"]["kind"] = "builtin"
-        raw["eval"] = {**raw["eval"], "at_start": False, "at_end": False, "every_steps": 0}
-        if reward is not None:
-            raw["reward"]["functions"] = [{"kind": "caller"}]
-        resolve_config(raw)
-        driven = resolve_config({**raw, "learner": {**raw["learner"], "kind": "driven"}})
-        self.run = Run(driven, resume=resume, reward=reward)
+        own: dict[str, Any] = {"eval.at_start": False, "eval.at_end": False, "eval.every_steps": 0}
+        own |= {} if reward is None else {"reward.functions": [{"kind": "caller"}]}
+        resolve_config(resolved, {**own, "learner.kind": "builtin"})  # so the learner here reads it
+        self.run = Run(resolve_config(resolved, {**own, "learner.kind": "driven"}), resume=resume, reward=reward)
         """The run that feeds this session: `status`, `pause`, ..."""
         self.config = resolve_config(self.run.config, {"learner.kind": "builtin"})
         """As the learner here reads it: with what `auto` means on this machine."""
@@ -338,7 +334,7 @@ class Session:
         batch = pack_step(
             step, sorted(groups, key=lambda group: group.group_id),
             tokens_per_row=config.packing.tokens_per_row, temperature=config.generate.sampling.temperature,
-            mask_below=mask_below, ranks=dataclasses.replace(plan_ranks(config), minibatches=config.learner.minibatches),
+            mask_below=mask_below, ranks=RankPlan(minibatches=config.learner.minibatches),
             screen=Screen.of(config.algorithm),
         )  # fmt: skip
         return _Packed(step, list(groups), mask_below, prepare(batch, division_of(self._ready.train_state, config)))
@@ -549,8 +545,7 @@ class Session:
             return
         if not self._is_manual:
             await self._publish()
-        figures = self._last.metrics | self._last.timings_s
-        await self.run.trained(self.version - 1, {name: value for name, value in figures.items() if abs(value) < float("inf")})
+        await self.run.trained(self.version - 1, finite(self._last.metrics | self._last.timings_s))
         self._is_told = True
 
     async def _publish(self) -> None:

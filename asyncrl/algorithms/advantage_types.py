@@ -54,10 +54,6 @@ class AdvantageConfig:
     """Bound of the importance weight that cuts V-trace's traces."""
     whiten: bool | Literal["samples"] = False
     """Over all trained tokens, or over samples."""
-    singleton_keeps_reward: bool = False
-    """What a group of one gets: its raw reward (verl, OpenRLHF), or 0."""
-    biased_variance: bool = False
-    """Whitening with the biased variance (OpenRLHF's reinforce baseline), or the unbiased one."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> AdvantageConfig:

@@ -1,24 +1,26 @@
 """How good each sample, or each of its tokens, was. No torch: runs on rewards, and a critic's values, before any loss exists.
 
 Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo, opo, reinforce_pp_baseline), of samples alone
-(remax, reward), of tokens (reinforce_pp, gae, vtrace; their recursions are in returns.py).
+(remax, reward), of tokens (reinforce_pp, gae, vtrace: recursions over rows without gaps, as in returns.py).
 
-Legend: S samples, G groups, T tokens of a sample.
+Legend: S samples, G groups, T tokens of a sample, L at most T: its trained tokens moved to the left.
 
 Invariants: order of samples and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare
-it with), unless `singleton_keeps_reward` says what verl does; samples without a trained token still count in their group's
+it with; in verl and OpenRLHF its reward); samples without a trained token still count in their group's
 mean; with `whiten`, all trained tokens of the step influence each other, else only samples of one group do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms import returns as recursions
 from asyncrl.algorithms.advantage_types import Advantage, AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
+from asyncrl.algorithms.diagnostics import bounded_exp
+from asyncrl.algorithms.returns import backwards, discounted_returns, rewards_on_last_tokens, to_places, to_the_left
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import load_own, wrong_shape
@@ -33,7 +35,7 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     centred_S = groups.minus_mean(inputs.rewards)
     variance_S = groups.sum(centred_S**2) / np.maximum(groups.sizes - 1, 1)
     advantages_S = centred_S / (np.sqrt(variance_S) + config.epsilon)
-    return _of_samples(advantages_S, inputs, config, groups, singleton_scale=1.0 / (1.0 + config.epsilon))
+    return _of_samples(advantages_S, inputs, config, groups)
 
 
 def grpo_batch(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -80,19 +82,16 @@ def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageO
 
     Source: REINFORCE++ (arXiv 2501.03262); verl `compute_reinforce_plus_plus_outcome_advantage`.
     """
-    returns_ST = recursions.discounted_returns(_token_rewards(inputs), inputs.mask, config.gamma)
-    return AdvantageOutputs(whitened(returns_ST, inputs.mask, biased=config.biased_variance))
+    returns_ST = discounted_returns(_token_rewards(inputs), inputs.mask, config.gamma)
+    return AdvantageOutputs(whitened(returns_ST, inputs.mask))
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return R - group mean at every trained token, whitened over all trained tokens of the step.
 
-    Source: REINFORCE++ (arXiv 2501.03262), baseline form; unbiased variance as in verl, biased (`biased_variance`) as in
-    OpenRLHF's `reinforce_baseline`.
+    Source: REINFORCE++ (arXiv 2501.03262), baseline form; unbiased variance as in verl (OpenRLHF's is biased).
     """
-    groups = Groups.of(inputs.group_ids)
-    centred_S = groups.minus_mean(inputs.rewards)
-    return _of_samples(centred_S, inputs, config, groups, whiten=True)
+    return dr_grpo(inputs, replace(config, whiten=True))
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -115,41 +114,53 @@ def reward(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return GAE over the trained tokens, gaps skipped, and the returns; only the advantages are whitened.
 
-    Source: Schulman et al. (arXiv 1506.02438), equation 16; over tokens as in verl and AReaL.
+    A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V. The next state of a token is
+    that of the next trained token; after the last a sample is worth nothing.
+
+    Source: Schulman et al. (arXiv 1506.02438), equation 16; over tokens as in verl `compute_gae_advantage_return` and AReaL;
+    torchrl `generalized_advantage_estimate`.
     """
     assert inputs.values is not None, "gae needs values"
-    outputs = recursions.gae(_token_rewards(inputs), inputs.values, inputs.mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    return AdvantageOutputs(_whitened_if_told(outputs.advantages, inputs.mask, config), outputs.returns)
+    mask, gamma, values_SL = inputs.mask, config.gamma, to_the_left(inputs.values, inputs.mask)
+    deltas_SL = to_the_left(_token_rewards(inputs), mask) + gamma * _next(values_SL) - values_SL
+    advantages_SL = backwards(deltas_SL, np.full_like(deltas_SL, gamma * config.gae_lambda))
+    advantages_ST = _whitened_if_told(to_places(advantages_SL, mask), mask, config)
+    return AdvantageOutputs(advantages_ST, to_places(advantages_SL + values_SL, mask))
 
 
 def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return V-trace over the trained tokens, gaps skipped, and its value targets; only the advantages are whitened.
 
-    The advantages carry the importance weight min(proximal / behaviour, vtrace_rho): a loss or correction that weighs tokens too
-    would count it twice.
+    With w = proximal / behaviour: vs_t - V_t = min(w, rho) delta_t + gamma min(w, c) (vs_{t+1} - V_{t+1}), delta as in `gae`;
+    advantage = min(w, rho) (r_t + gamma vs_{t+1} - V_t). `vtrace_rho` bounds the weight of a temporal difference (which policy's
+    value is learned) and of the advantage, `vtrace_c` the weight that carries a difference back (how far it reaches). A loss or
+    correction that weighs tokens too would count the advantage's weight twice.
 
-    Source: IMPALA (arXiv 1802.01561), equation 1 and section 4.2.
+    Source: IMPALA (arXiv 1802.01561), equation 1 and section 4.2; torchrl `vtrace_advantage_estimate`.
     """
     assert inputs.values is not None, "vtrace needs values"
     assert inputs.log_ratios is not None, "vtrace needs log_ratios"
-    outputs = recursions.vtrace(
-        _token_rewards(inputs),
-        inputs.values,
-        inputs.log_ratios,
-        inputs.mask,
-        gamma=config.gamma,
-        rho_bar=config.vtrace_rho,
-        c_bar=config.vtrace_c,
-    )
-    return AdvantageOutputs(_whitened_if_told(outputs.advantages, inputs.mask, config), outputs.returns)
+    mask, gamma, values_SL = inputs.mask, config.gamma, to_the_left(inputs.values, inputs.mask)
+    rewards_SL = to_the_left(_token_rewards(inputs), mask)
+    weights_SL = bounded_exp(to_the_left(inputs.log_ratios, mask))
+    rho_SL, c_SL = np.minimum(weights_SL, config.vtrace_rho), np.minimum(weights_SL, config.vtrace_c)
+    targets_SL = values_SL + backwards(rho_SL * (rewards_SL + gamma * _next(values_SL) - values_SL), gamma * c_SL)
+    advantages_SL = rho_SL * (rewards_SL + gamma * _next(targets_SL) - values_SL)
+    return AdvantageOutputs(_whitened_if_told(to_places(advantages_SL, mask), mask, config), to_places(targets_SL, mask))
+
+
+def _next(values: FloatArray) -> FloatArray:
+    """Return [S, L], each token's right neighbour, 0 after the last."""
+    return np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
 
 
 ADVANTAGES: dict[str, Advantage] = {name: globals()[name] for name in ADVANTAGE_RULES}
 """Each by the name of its row in the table of config/algorithm_table.py."""
 
 
+@functools.cache
 def load_advantage(name: str) -> Advantage:
-    """Return the advantage of that name, or a user's own.
+    """Return the advantage of that name, or a user's own, whose file runs once a process and not at each step.
 
     Args:
         name: A name in ADVANTAGES, `module:function` or `file.py:function`.
@@ -181,36 +192,22 @@ def _fault_in(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> str:
 
 
 def _of_samples(
-    advantages_S: FloatArray,
-    inputs: AdvantageInputs,
-    config: AdvantageConfig,
-    groups: Groups | None = None,
-    *,
-    singleton_scale: float = 1.0,
-    whiten: bool = False,
+    advantages_S: FloatArray, inputs: AdvantageInputs, config: AdvantageConfig, groups: Groups | None = None
 ) -> AdvantageOutputs:
-    """Broadcast over trained tokens; of `groups`, those of one get 0 and stay out of the whitening, or keep their reward."""
-    told_ST = inputs.mask
-    if groups is not None and config.singleton_keeps_reward:
-        advantages_S = np.where(groups.sizes == 1, inputs.rewards * singleton_scale, advantages_S)
-    elif groups is not None:
-        told_ST = inputs.mask & (groups.sizes > 1)[:, None]
-    return AdvantageOutputs(_whitened_if_told(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config, always=whiten))
+    """Broadcast over trained tokens; of `groups`, those of one get 0 and stay out of the whitening."""
+    told_ST = inputs.mask if groups is None else inputs.mask & (groups.sizes > 1)[:, None]
+    return AdvantageOutputs(_whitened_if_told(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config))
 
 
-def _whitened_if_told(
-    advantages_ST: FloatArray, told_ST: NDArray[np.bool_], config: AdvantageConfig, *, always: bool = False
-) -> FloatArray:
-    if not config.whiten and not always:
-        return advantages_ST
-    return whitened(advantages_ST, told_ST, biased=config.biased_variance, by_sample=config.whiten == "samples" and not always)
+def _whitened_if_told(advantages_ST: FloatArray, told_ST: NDArray[np.bool_], config: AdvantageConfig) -> FloatArray:
+    return whitened(advantages_ST, told_ST, by_sample=config.whiten == "samples") if config.whiten else advantages_ST
 
 
 def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
     """Return [S, T]: those given, or each sample's reward on its last trained token."""
     if inputs.token_rewards is not None:
         return inputs.token_rewards
-    return recursions.rewards_on_last_tokens(inputs.rewards, inputs.mask)
+    return rewards_on_last_tokens(inputs.rewards, inputs.mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,20 +244,18 @@ class Groups:
 
 
 WHITEN_EPSILON = 1e-8
-"""Keeps 1 / sqrt(variance) finite (verl, OpenRLHF)."""
+"""Keeps 1 / sqrt(variance) finite (verl)."""
 
 
-def whitened(values: FloatArray, mask: NDArray[np.bool_], *, biased: bool = False, by_sample: bool = False) -> FloatArray:
-    """Return (x - mean) / sqrt(variance) at the tokens where `mask` is true, 0 elsewhere.
+def whitened(values: FloatArray, mask: NDArray[np.bool_], *, by_sample: bool = False) -> FloatArray:
+    """Return (x - mean) / sqrt(unbiased variance + epsilon) at the tokens where `mask` is true, 0 elsewhere.
 
     Args:
         values: [S, T]; whatever stands where `mask` is false (NaN too) changes nothing.
         mask: [S, T].
-        biased: The variance is max(sum of squares / N, epsilon), as in OpenRLHF, not sum of squares / (N - 1) + epsilon, as in
-            verl.
         by_sample: Mean and variance are over samples, each by the mean of its tokens, and not over tokens.
 
-    Source: verl `masked_whiten`; OpenRLHF `compute_advantages_and_returns`; by samples: TRL's RLOO, `normalize_advantages`.
+    Source: verl `masked_whiten`; by samples: TRL's RLOO, `normalize_advantages`.
     """
     if not mask.any():
         return np.zeros(mask.shape)
@@ -268,7 +263,6 @@ def whitened(values: FloatArray, mask: NDArray[np.bool_], *, biased: bool = Fals
     distances_ST = np.where(mask, values - values[mask][0], 0.0)
     lengths_S = mask.sum(axis=1)
     counted_N = distances_ST.sum(axis=1)[lengths_S > 0] / lengths_S[lengths_S > 0] if by_sample else distances_ST[mask]
-    mean, count = counted_N.mean(), len(counted_N)
-    squares = float(np.square(counted_N - mean).sum())
-    variance = max(squares / count, WHITEN_EPSILON) if biased else squares / max(count - 1, 1) + WHITEN_EPSILON
+    mean = counted_N.mean()
+    variance = float(np.square(counted_N - mean).sum()) / max(len(counted_N) - 1, 1) + WHITEN_EPSILON
     return np.where(mask, (distances_ST - mean) / np.sqrt(variance), 0.0)

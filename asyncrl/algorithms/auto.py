@@ -18,30 +18,15 @@ import msgspec
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, OffPolicySequenceMask, TruncatedToken
 
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What takes the place of the config's own; advantage, clip range, aggregation and penalties stay the user's."""
-
-    loss: str
-    corrections: tuple[CorrectionConfig, ...]
-    meaning: str
-
-
-RECIPES = {
-    "near": Recipe("decoupled_ppo", (TruncatedToken(cap=2.0),), "truncated importance weights"),
-    "lagging": Recipe(
-        "decoupled_ppo",
-        (TruncatedToken(cap=2.0), OffPolicySequenceMask(threshold=0.1)),
-        "truncated importance weights, and bad samples that the policy has left are not trained",
-    ),
-    "far": Recipe(
-        "decoupled_ppo",
-        (TruncatedToken(cap=1.0), OffPolicySequenceMask(threshold=0.1)),
-        "importance weights of at most 1, and bad samples that the policy has left are not trained",
-    ),
+LOSS = "decoupled_ppo"
+"""Of every recipe; advantage, clip range, aggregation and penalties stay the user's."""
+RECIPES: dict[str, tuple[CorrectionConfig, ...]] = {
+    "near": (TruncatedToken(cap=2.0),),
+    "lagging": (TruncatedToken(cap=2.0), OffPolicySequenceMask(threshold=0.1)),
+    "far": (TruncatedToken(cap=1.0), OffPolicySequenceMask(threshold=0.1)),
 }
-"""From gentle to cautious.
+"""The corrections of each, from gentle to cautious: importance weights are truncated; then bad samples that the policy has left
+are not trained either; then no weight is over 1.
 
 Source: decoupled PPO, Fu et al. 2025 (AReaL); truncated importance sampling, Yao et al. 2025; off-policy sequence masking,
 DeepSeek-V3.2 2025. How they fare: experiments/off_policy.
@@ -133,13 +118,12 @@ def choose(measured: Mapping[str, float], last: str) -> Choice:
 
 
 def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
-    """Return the config of a step under a recipe: a plain `policy` one, with the recipe's loss and corrections.
+    """Return the config of a step under a recipe: a plain `policy` one, with LOSS and the recipe's corrections.
 
     The proximal policy is recomputed (with one update a step that costs nothing), and dropped tokens stay in the denominator.
     """
-    chosen = RECIPES[recipe]
     return msgspec.structs.replace(
-        algorithm, kind="policy", loss=chosen.loss, corrections=chosen.corrections, proximal="recompute", denominator="all"
+        algorithm, kind="policy", loss=LOSS, corrections=RECIPES[recipe], proximal="recompute", denominator="all"
     )
 
 

@@ -1,4 +1,6 @@
-"""How far the data is from the policy that trains on it: metrics by name. Pure, numpy; the caller leaves masked tokens out.
+"""What a step's data says: of itself, and how far it is from the policy that trains on it. Metrics by name; pure, no torch.
+
+The caller leaves masked tokens out.
 
 Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Everything is float64, so that the order
 of tokens, and with it the packing, does not show.
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
+from asyncrl.schema.batches import StepBatch
 
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 """Versions behind the learner, in the groups that figures are told by."""
@@ -150,3 +153,45 @@ def explained_variance(values: FloatArray, returns: FloatArray) -> float:
     if spread <= (4.0 * float(np.finfo(np.float64).eps) * largest) ** 2:
         return 0.0
     return 1.0 - float((returns - values).var()) / spread
+
+
+def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, float]:
+    """Return what rewards, advantages and lengths say; greedy baselines are left out.
+
+    Args:
+        batch: The step's batch.
+        advantages: [S], in the order of `batch.samples`; None: the step has none (preferences).
+    """
+    drawn = [index for index, sample in enumerate(batch.samples) if not sample.is_greedy]
+    samples = [batch.samples[index] for index in drawn]
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([sample.response_tokens for sample in samples])
+    pieces = {(sample.group_id, sample.row): sample.prompt_tokens for sample in samples}
+    prompts = {sample.group_id: sample.prompt_tokens for sample in samples}
+    _, groups, counts = np.unique([sample.group_id for sample in samples], return_inverse=True, return_counts=True)
+    means = np.bincount(groups, rewards) / counts
+    spreads = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+    return {
+        **batch_staleness(batch),
+        **_spread("reward", rewards),
+        **({} if advantages is None else _spread("advantage", advantages[drawn])),
+        "reward/group_std_mean": float(spreads.mean()),
+        "reward/zero_spread_fraction": float((spreads == 0).mean()),
+        "data/samples": float(len(samples)),
+        "data/rows": float(len(batch.rows)),
+        "data/trained_tokens": float(batch.num_trained_tokens),
+        "data/repeated_prompt_tokens": float(sum(pieces.values()) - sum(prompts.values())),
+        "data/prompt_tokens_mean": float(np.mean([sample.prompt_tokens for sample in samples])),
+        "data/response_tokens_mean": float(lengths.mean()),
+        "data/response_tokens_max": float(lengths.max()),
+    }
+
+
+def batch_staleness(batch: StepBatch) -> dict[str, float]:
+    """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if there is none."""
+    ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+
+
+def _spread(name: str, values: FloatArray) -> dict[str, float]:
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "std", "max", "min")}

@@ -12,6 +12,7 @@ at a masked token (NaN too) changes nothing; the losses of micro-batches and ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -65,8 +66,7 @@ def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if not any(is_importance_weight(item) or isinstance(item, PythonCorrection) for item in config.corrections):
         rho = masked(bounded_exp(log_rho(inputs)), corrections.kept)
         corrections = replace(corrections, weights=corrections.weights * rho)
-    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs.detach(), inputs.mask).exp()
-    return _clipped(ratio, inputs, config, corrections)
+    return ppo_clip(replace(inputs, corrections=corrections), config)
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -342,11 +342,12 @@ LOSSES: dict[str, Loss] = {name: globals()[name] for name in LOSS_RULES}
 """Each by the name of its row in the table of config/algorithm_table.py."""
 
 
+@functools.cache
 def load_loss(name: str) -> Loss:
-    """Return the loss of that name, or a user's own.
+    """Return the loss of that name, or a user's own, whose file runs once a process and not at each row.
 
     Args:
-        name: A key of LOSSES, `module:function` or `file.py:function`. Call once and keep the answer: a file runs at each call.
+        name: A key of LOSSES, `module:function` or `file.py:function`.
 
     Raises:
         ConfigError: There is no such loss.

@@ -1,4 +1,4 @@
-"""Recursions over the tokens of a sample: discounted returns, GAE, V-trace. No torch.
+"""Recursions over the tokens of a sample: discounted returns, and what GAE and V-trace (advantages.py) are made of. No torch.
 
 Every one of them is `backwards`, y_t = x_t + f_t y_{t+1}, on rows without gaps: tokens the policy did not write (tool output,
 padding) are taken out first, so they cost no discount (verl, AReaL; OpenRLHF discounts through them). Also here: DAPO's penalty
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import AdvantageOutputs, FloatArray
+from asyncrl.algorithms.advantage_types import FloatArray
 
 Mask = NDArray[np.bool_]
 
@@ -45,67 +45,6 @@ def discounted_returns(token_rewards: FloatArray, mask: Mask, gamma: float) -> F
     """
     rewards_SL = to_the_left(token_rewards, mask)
     return to_places(backwards(rewards_SL, np.full_like(rewards_SL, gamma)), mask)
-
-
-def gae(token_rewards: FloatArray, values: FloatArray, mask: Mask, *, gamma: float, gae_lambda: float) -> AdvantageOutputs:
-    """Return GAE's advantages and returns over the trained tokens of samples that are worth nothing after the last of them.
-
-    A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
-
-    Args:
-        token_rewards: [S, T].
-        values: [S, T], of the state before each token.
-        mask: [S, T]; the next state of a token is that of the next trained token.
-        gamma: Discount, in [0, 1].
-        gae_lambda: In [0, 1].
-
-    Source: Schulman et al. (arXiv 1506.02438), equation 16; verl `compute_gae_advantage_return`, AReaL; torchrl
-    `generalized_advantage_estimate`.
-    """
-    values_SL = to_the_left(values, mask)
-    deltas_SL = to_the_left(token_rewards, mask) + gamma * _next(values_SL) - values_SL
-    advantages_SL = backwards(deltas_SL, np.full_like(deltas_SL, gamma * gae_lambda))
-    return AdvantageOutputs(to_places(advantages_SL, mask), to_places(advantages_SL + values_SL, mask))
-
-
-def vtrace(
-    token_rewards: FloatArray,
-    values: FloatArray,
-    log_ratios: FloatArray,
-    mask: Mask,
-    *,
-    gamma: float,
-    rho_bar: float,
-    c_bar: float,
-) -> AdvantageOutputs:
-    """Return V-trace's policy-gradient advantages, and its targets vs as `returns`, over the trained tokens; gaps as in `gae`.
-
-    With w = learner / behaviour: vs_t - V_t = min(w, rho_bar) delta_t + gamma min(w, c_bar) (vs_{t+1} - V_{t+1});
-    advantage = min(w, rho_bar) (r_t + gamma vs_{t+1} - V_t).
-
-    Args:
-        token_rewards: [S, T].
-        values: [S, T].
-        log_ratios: [S, T], log w.
-        mask: [S, T].
-        gamma: In [0, 1].
-        rho_bar: Bound of the weight of a temporal difference: which policy's value is learned; and of the advantage's weight.
-        c_bar: Bound of the weight that carries a difference back: how far it reaches.
-
-    Source: IMPALA (arXiv 1802.01561), equation 1 and section 4.2; torchrl `vtrace_advantage_estimate`.
-    """
-    rewards_SL, values_SL = to_the_left(token_rewards, mask), to_the_left(values, mask)
-    weights_SL = np.exp(np.clip(to_the_left(log_ratios, mask), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    rho_SL, c_SL = np.minimum(weights_SL, rho_bar), np.minimum(weights_SL, c_bar)
-    deltas_SL = rho_SL * (rewards_SL + gamma * _next(values_SL) - values_SL)
-    targets_SL = values_SL + backwards(deltas_SL, gamma * c_SL)
-    advantages_SL = rho_SL * (rewards_SL + gamma * _next(targets_SL) - values_SL)
-    return AdvantageOutputs(to_places(advantages_SL, mask), to_places(targets_SL, mask))
-
-
-def _next(values: FloatArray) -> FloatArray:
-    """Return [S, L], each token's right neighbour, 0 after the last."""
-    return np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
 
 
 def backwards(terms: FloatArray, factors: FloatArray) -> FloatArray:

@@ -1,10 +1,10 @@
-"""Admission: how many more groups may start, and which generator gets the next one.
+"""Admission: how far generation may run ahead, and which generator gets the next group.
 
 The rule is AReaL's, with the version that is live on the generator: a group may start on generator g while
 `(live_version_g + lead + 1) * B - (accepted + running) > 0`. The version is the generator's and not the learner's: the group's
 oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way. The lead
-is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts are those of the buffer's state machine
-(state.py), which asks; nothing is counted twice.
+is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts, and so the rule itself, are the buffer's
+state machine's (state.py); nothing is counted twice.
 
 The pool keeps one heap for each live version, of (load, name), with stale entries left in until they come up or are too many. A
 change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of generators a scan
@@ -28,14 +28,6 @@ WAITING = 0.1
 """Share of the time for which the learner may wait for groups. Without, steps are a little faster and data is a version older."""
 SMOOTHING, RATE = 0.3, 0.5
 """What a step counts in the mean of that share; and the relative change of the lead for each 1 that the mean is over WAITING."""
-
-
-def capacity(*, max_running: int, running: int, accepted: int, version: int, lead_groups: int, groups_per_step: int) -> int:
-    """Return how many more groups may start; may be negative.
-
-    Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller, where `lead_groups` is max_staleness * B.
-    """
-    return min(max_running - running, (version + 1) * groups_per_step + lead_groups - (accepted + running))
 
 
 class Lead:
@@ -168,12 +160,6 @@ class GeneratorPool:
         """Return the least loaded generator at `min_version` or above that has room; of equals the newest, then by name."""
         tops = [top for version in self._num_at if version >= min_version and (top := self._top(version)) is not None]
         return min(tops, key=lambda generator: (generator.load, -generator.version, generator.name)) if tops else None
-
-    def check(self) -> None:
-        """Raise AssertionError where a count has become impossible."""
-        for generator in self._by_name.values():
-            assert generator.members >= 0, f"{generator.name} holds {generator.members} members"
-            assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
 
     def _has_room(self, generator: Generator) -> bool:
         size = self._limits.group_size

@@ -18,6 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ INTENDED = frozenset({"no spread", "no pair", "truncated"})
 STALE = "stale"
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -147,7 +149,7 @@ class SelectionBias:
         for group in open_ones:
             if group.outcome is None:
                 group.censored = dict.fromkeys(group.pending, pace * (now - group.started_s))
-        figures |= _named("length", mean_length(*_lengths([*closed, *open_ones])))
+        figures |= _named("length", mean_length(*_members([*closed, *open_ones])[:3]))
         unscreened = [group for group in closed if group.outcome not in INTENDED]
         figures |= compared(unscreened)
         if len(unscreened) < len(closed):
@@ -158,7 +160,7 @@ class SelectionBias:
         return figures
 
 
-def mean_length(lengths: Sequence[float], is_seen: Sequence[bool], blocks: Sequence[int]) -> tuple[float, float, float] | None:
+def mean_length(lengths: Floats, is_seen: Flags, blocks: NDArray[Any]) -> tuple[float, float, float] | None:
     """Return the mean length and its interval, some lengths being only known to be at least so much.
 
     The area under Kaplan and Meier's curve up to the largest length, seen or censored.
@@ -173,10 +175,8 @@ def mean_length(lengths: Sequence[float], is_seen: Sequence[bool], blocks: Seque
 
     Source: Kaplan and Meier 1958; for the jackknife Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
     """
-    weights = _left_out(np.asarray(blocks))
-    if weights is None or not any(is_seen):
-        return None
-    return _interval(_areas(np.asarray(lengths, float), np.asarray(is_seen), weights))
+    weights = _left_out(blocks)
+    return None if weights is None or not is_seen.any() else _interval(_areas(lengths, is_seen, weights))
 
 
 def compared(groups: Sequence[IssuedGroup]) -> dict[str, float]:
@@ -186,19 +186,18 @@ def compared(groups: Sequence[IssuedGroup]) -> dict[str, float]:
         `bias/length_ratio` and `bias/reward_gap`, each with `_low` and `_high`, and `bias/flagged`; nothing where there are too
         few groups, or none was trained.
     """
-    trained = [group for group in groups if group.outcome == ""]
-    lengths, is_seen, blocks = _lengths(groups)
-    weights = _left_out(np.asarray(blocks))
-    if not trained or weights is None or not any(is_seen):
+    num_trained = sum(group.outcome == "" for group in groups)
+    lengths, is_seen, blocks, of_trained = _members(groups)
+    weights = _left_out(blocks)
+    if not num_trained or weights is None or not is_seen.any():
         return {}
     length_ratio, reward_gap = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)
-    if len(trained) < len(groups):
-        of_trained = np.array([seen and group.outcome == "" for group in groups for seen in _seen(group)])
-        of_all = _areas(np.asarray(lengths, float), np.asarray(is_seen), weights)
-        length_ratio = _interval(_means(np.asarray(lengths, float), weights * of_trained) / np.maximum(of_all, 1e-9))
+    if num_trained < len(groups):
+        of_all = _areas(lengths, is_seen, weights)
+        length_ratio = _interval(_means(lengths, weights * (is_seen & of_trained)) / np.maximum(of_all, 1e-9))
         pairs = [(reward, group.group_id % BLOCKS, group.outcome == "") for group in groups for reward in group.rewards.values()]
         rewards, of_block, is_trained = (np.array(column) for column in zip(*pairs, strict=True))
-        of_rewards = _left_out(of_block, np.unique(np.asarray(blocks)))
+        of_rewards = _left_out(of_block, np.unique(blocks))
         assert of_rewards is not None, "the blocks are those of the lengths"
         reward_gap = _interval(_means(rewards, of_rewards * is_trained) - _means(rewards, of_rewards))
     within = [_variance(group.rewards.values()) for group in groups if len(group.rewards) > 1]
@@ -221,21 +220,19 @@ def _named(name: str, interval: tuple[float, float, float] | None) -> dict[str, 
     return dict(zip((f"bias/{name}", f"bias/{name}_low", f"bias/{name}_high"), interval, strict=True)) if interval else {}
 
 
-def _seen(group: IssuedGroup) -> list[bool]:
-    return [True] * len(group.lengths) + [False] * len(group.censored)
+def _members(groups: Sequence[IssuedGroup]) -> tuple[Floats, Flags, Floats, Flags]:
+    """Return lengths of members, whether each is whole, the number of its block, and whether its group is trained."""
+    rows = [
+        (length, is_seen, group.group_id % BLOCKS, group.outcome == "")
+        for group in groups
+        for lengths, is_seen in ((group.lengths, True), (group.censored, False))
+        for length in lengths.values()
+    ]
+    lengths, is_seen, blocks, is_trained = np.array(rows, float).reshape(-1, 4).T
+    return lengths, is_seen > 0, blocks, is_trained > 0
 
 
-def _lengths(groups: Sequence[IssuedGroup]) -> tuple[list[float], list[bool], list[int]]:
-    """Return lengths of members, whether each is whole, and its block."""
-    lengths, is_seen, blocks = list[float](), list[bool](), list[int]()
-    for group in groups:
-        lengths += [*group.lengths.values(), *group.censored.values()]
-        is_seen += _seen(group)
-        blocks += [group.group_id % BLOCKS] * (len(group.lengths) + len(group.censored))
-    return lengths, is_seen, blocks
-
-
-def _left_out(blocks: NDArray[np.int64], names: NDArray[np.int64] | None = None) -> Floats | None:
+def _left_out(blocks: NDArray[Any], names: NDArray[Any] | None = None) -> Floats | None:
     """Return weights [1 + blocks, members]: all of them, then with one block left out each; None where there are too few."""
     names = np.unique(blocks) if names is None else names
     if len(names) < LEAST_BLOCKS:
@@ -244,7 +241,7 @@ def _left_out(blocks: NDArray[np.int64], names: NDArray[np.int64] | None = None)
     return weights
 
 
-def _areas(lengths: Floats, is_seen: NDArray[np.bool_], weights: Floats) -> Floats:
+def _areas(lengths: Floats, is_seen: Flags, weights: Floats) -> Floats:
     """Return the area under Kaplan and Meier's curve for each row of weights."""
     order = np.lexsort((~is_seen, lengths))  # at a tie what ended comes before what is censored
     lengths, is_seen, weights = lengths[order], is_seen[order], weights[:, order]

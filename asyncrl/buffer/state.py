@@ -2,8 +2,8 @@
 
 Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason), failed(reason); `issued`
 is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the group ids of their step;
-dropped and failed ones are a count by reason. The other files hold parts of this machine: group.py what is known of a group,
-selection.py which groups a step takes, admission.py which generator gets the next group.
+dropped and failed ones are a count by reason. The other files hold parts of this machine: group.py what is known of a group
+and which groups a step takes, admission.py which generator gets the next group.
 
 Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
 without a gap; a step once taken keeps its groups, so that it can be repeated after the learner died (unless it is set aside); no
@@ -23,14 +23,11 @@ from typing import Any, Literal
 
 from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.admission import Generator, GeneratorPool, Lead, capacity
+from asyncrl.buffer.admission import Generator, GeneratorPool, Lead
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, count_reason
-from asyncrl.buffer.selection import Screening, choose, is_fit
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Screening, StepRecord, choose, count_reason
 from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.observe.decisions.machine import Machine
-
-_NO_LIMIT = 1 << 62
 
 
 class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
@@ -161,17 +158,15 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return ev.IssueGroup(generator.name, generator.version)
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative."""
-        limits, num_running = self.limits, len(self.groups) - len(self._ready)
-        free = capacity(
-            max_running=limits.max_running_groups or _NO_LIMIT,
-            running=num_running,
-            accepted=self._num_held - num_running,
-            version=version,
-            lead_groups=self.lead.groups,
-            groups_per_step=limits.groups_per_step,
-        )
-        return free if limits.max_groups is None else min(free, limits.max_groups - self._num_held)
+        """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative.
+
+        Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller, where the lead is max_staleness * B groups.
+        """
+        limits, num_held = self.limits, self._num_held
+        free = (version + 1) * limits.groups_per_step + self.lead.groups - num_held
+        if limits.max_running_groups:
+            free = min(free, limits.max_running_groups - (len(self.groups) - len(self._ready)))
+        return free if limits.max_groups is None else min(free, limits.max_groups - num_held)
 
     def has_place(self, version: int) -> bool:
         """Return whether one more group with tokens as old as `version` can be held and still be trained in time."""
@@ -255,7 +250,6 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             assert record.max_staleness >= 0, f"{record} trained a version that did not exist"
         assert not self.groups.keys() & set(taken), "a taken group is still live"
         assert self._ready == {key: group for key, group in self.groups.items() if group.state == "ready"}, "ready is not"
-        self.pool.check()
         for group in self.groups.values():
             assert group.group_id < self.next_group_id, f"{group} was never issued"
             is_unplaced = group.state == "running" and not group.generator
@@ -264,7 +258,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
-    def _group_issued(self, event: ev.GroupIssued, now: float) -> list[BufferInstruction]:
+    def _group_issued(self, event: ev.GroupIssued, _: float) -> list[BufferInstruction]:
         assert event.group_id == self.next_group_id, f"group ids have no gap: {self.next_group_id} is next, not {event.group_id}"
         self.next_group_id += 1
         self.groups[event.group_id] = Group(
@@ -272,7 +266,6 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             event.prompt_id,
             event.size,
             event.version,
-            now,
             generator=event.generator,
             retries=self.returned.pop(event.replaces, 0) if event.replaces is not None else 0,
             external=event.external,
@@ -410,7 +403,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
             return [ev.Wait(step, event.group_ids, refusal)]
         instructions: list[BufferInstruction] = []
-        for group in [group for group in self._ready.values() if not is_fit(group, step, self.limits)]:
+        for group in [group for group in self._ready.values() if not group.is_fit(step, self.limits)]:
             returns = bool(group.trained)
             instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, returns=returns)
         chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
@@ -450,7 +443,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
                 return f"group {group_id} is not ready: it is {group.state if group else 'taken, trained, released or dropped'}"
             if not group.trained:
                 return f"group {group_id} has no member to train"
-            if not is_fit(group, step, limits):
+            if not group.is_fit(step, limits):
                 return (
                     f"group {group_id} is too old: its oldest token is of version {group.oldest}, and step {step} trains none of "
                     f"before version {lowest} (buffer.max_staleness = {limits.max_staleness}); train another group"

@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
 from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import Progress, Score, ScoreRequest
+from asyncrl.schema.samples import Score, ScoreRequest
 from asyncrl.schema.status import (
     ENDED,
     ApiEndpoint,
@@ -127,28 +127,24 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return web.Response(text=control.metrics_text())
 
-    async def progress(request: web.Request) -> web.StreamResponse:
-        asked = msgspec.msgpack.decode(await read_body(request, MOST_GROUP_BYTES, read_timeout_s), type=GroupsAsked)
-        pieces = control.progress(asked)
+    async def write_lines(request: web.Request, lines: AsyncGenerator[bytes, None]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                await response.write(msgspec.json.encode(piece) + b"\n")
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                await response.write(line + b"\n")
         await response.write_eof()
         return response
+
+    async def progress(request: web.Request) -> web.StreamResponse:
+        body = await read_body(request, MOST_GROUP_BYTES, read_timeout_s)
+        return await write_lines(request, control.progress(msgspec.msgpack.decode(body, type=GroupsAsked)))
 
     def streams(file: str, number: str, place: str, first: int) -> Handler:
         """Return the handler of a stream of a file's rows, from the one whose number the query's field says, or says plus 1."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            after = int(request.query.get(place, "0")) - first
-            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-            await response.prepare(request)
-            async for line in control.rows_of(file, number, after):
-                await response.write(line + b"\n")
-            await response.write_eof()
-            return response
+            return await write_lines(request, control.rows_of(file, number, int(request.query.get(place, "0")) - first))
 
         return handler
 
@@ -230,6 +226,7 @@ class RunApi:
         groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
         groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
         accuracies = [report.accuracy for report in run.reporter.evaluations]
+        asked = run.dispatcher.asked
         return RunStatus(
             name=run.config.name,
             run_folder=str(run.run_folder),
@@ -241,7 +238,7 @@ class RunApi:
             num_steps=run.config.num_steps,
             groups=groups,
             dropped={**counts.dropped, **counts.failed},
-            without_place=run.num_without_place,
+            without_place=asked.num_queued if asked is not None and run.buffer.state.is_full else 0,
             failed_share=failures.share,
             over_limit_share=failures.over_limit_share,
             failures=tuple(failures.kinds.values()),
@@ -270,11 +267,12 @@ class RunApi:
             ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)
             for name, hello in run.membership.joined.items()
         ]
-        beats = {beat.name: beat for beat in run.heartbeats() if beat.waiting_for}
-        # A joined generator's clock is of another machine.
-        waits = {name: (beat.waiting_for, max(0.0, now - beat.waiting_since_s)) for name, beat in beats.items()}
-        told = [(row, *waits.get(row.name, ("", 0.0))) for row in rows]
-        return [msgspec.structs.replace(row, waiting_for=what, waiting_s=waited_s) for row, what, waited_s in told]
+        waits = {  # a joined generator's clock is of another machine
+            beat.name: {"waiting_for": beat.waiting_for, "waiting_s": max(0.0, now - beat.waiting_since_s)}
+            for beat in run.heartbeats()
+            if beat.waiting_for
+        }
+        return [msgspec.structs.replace(row, **waits.get(row.name, {})) for row in rows]
 
     def evaluations(self) -> list[EvalReport]:
         """Return the evaluations so far."""
@@ -284,7 +282,7 @@ class RunApi:
         """Return the newest metrics in Prometheus' text form."""
         return self._run.reporter.sinks.prometheus_text()
 
-    async def rows_of(self, file: str, number: str, after: int) -> AsyncIterator[bytes]:
+    async def rows_of(self, file: str, number: str, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the rows of one of the run's files behind number `after`, past and coming, until the run has ended."""
         reporter, tail = self._run.reporter, Tail(self._run.run_folder / file, number, "", after)
         while True:
@@ -389,15 +387,15 @@ class RunApi:
             for one in settled
         ]  # fmt: skip
 
-    def progress(self, asked: GroupsAsked) -> AsyncGenerator[Progress, None]:
-        """Have groups generated; return the tokens of the first of them as they come, until it is ready or over."""
+    def progress(self, asked: GroupsAsked) -> AsyncGenerator[bytes, None]:
+        """Have groups generated; return the tokens of the first, each a Progress in JSON, until that group is ready or over."""
         source, run = self._asked(), self._run
         if not asked.groups:
             raise RunError("there is no group to follow")
         source.enter(asked)
         run.dispatcher.changed()
 
-        async def pieces() -> AsyncGenerator[Progress, None]:
+        async def pieces() -> AsyncGenerator[bytes, None]:
             one, num_told = source.first(asked), 0
             source.num_waiting += 1
             try:
@@ -405,7 +403,7 @@ class RunApi:
                     is_over = one.is_ready or bool(one.why_over) or run.ending.is_set()
                     for piece in one.pieces[num_told:]:
                         num_told += 1
-                        yield piece
+                        yield msgspec.json.encode(piece)
                     if is_over:
                         return
                     one.news.clear()

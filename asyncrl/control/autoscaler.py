@@ -32,9 +32,11 @@ class Window(Value, frozen=True):
     """Event: a window was measured; the instruction is how many generators the run now wants, where that is another number."""
 
     learner_idle: float
-    """As in `ScalingRule.decide`."""
+    """Share of the window in which the learner had nothing in hand."""
     slots_used: float
+    """Share of the generators' slots that were in use."""
     num_ready: int
+    """Generators that are ready."""
 
 
 class Told(Value, frozen=True):
@@ -47,10 +49,14 @@ class Told(Value, frozen=True):
 class ScalingRule(Machine[Window | Told, int]):
     """The decision, and the little memory that steadies it.
 
+    The learner's step would take `1 - idle` of the time that it takes now, had it never to wait; so `n / (1 - idle)` generators
+    keep it busy, as long as each brings as much as those there are. A learner that idles while slots are free waits for something
+    else than generators: rewards, or the staleness bound.
+
     Example:
         >>> scaler = ScalingRule(ElasticConfig(max_generators=8, patience=1), wanted=2)
-        >>> scaler.decide(learner_idle=0.5, slots_used=1.0, num_ready=2)
-        4
+        >>> scaler.handle(Window(learner_idle=0.5, slots_used=1.0, num_ready=2), now=0.0)
+        [4]
     """
 
     name = "scaling"
@@ -60,40 +66,25 @@ class ScalingRule(Machine[Window | Told, int]):
     _agreed: list[int] = field(default_factory=list)
 
     def _decide(self, event: Window | Told, _: float) -> list[int]:
-        before = self.wanted
         if isinstance(event, Told):
             self.wanted = event.wanted
             return []
-        self.decide(event.learner_idle, event.slots_used, event.num_ready)
-        return [self.wanted] if self.wanted != before else []
-
-    def decide(self, learner_idle: float, slots_used: float, num_ready: int) -> int:
-        """Take one window in and return how many generators the run wants from now on.
-
-        The learner's step would take `1 - idle` of the time that it takes now, had it never to wait; so `n / (1 - idle)`
-        generators keep it busy, as long as each brings as much as those there are. A learner that idles while slots are free
-        waits for something else than generators: rewards, or the staleness bound.
-
-        Args:
-            learner_idle: Share of the window in which the learner had nothing in hand.
-            slots_used: Share of the generators' slots that were in use.
-            num_ready: Generators that are ready.
-        """
         config, fewer, verdict = self.config, self.wanted - 1, 0
-        if num_ready >= self.wanted:
-            if learner_idle > config.learner_idle_above and slots_used >= config.slots_used_below:
+        if event.num_ready >= self.wanted:
+            if event.learner_idle > config.learner_idle_above and event.slots_used >= config.slots_used_below:
                 verdict = int(self.wanted < config.max_generators)
-            elif slots_used < config.slots_used_below and learner_idle <= config.learner_idle_above / 2:
-                verdict = -int(fewer >= config.min_generators and slots_used * self.wanted < fewer)
+            elif event.slots_used < config.slots_used_below and event.learner_idle <= config.learner_idle_above / 2:
+                verdict = -int(fewer >= config.min_generators and event.slots_used * self.wanted < fewer)
         if not verdict or (self._agreed and self._agreed[-1] != verdict):
             self._agreed.clear()
         if verdict:
             self._agreed.append(verdict)
-        if len(self._agreed) >= config.patience:
-            self._agreed.clear()
-            enough = math.ceil(self.wanted / max(1.0 - learner_idle, 0.5) - 1e-9)
-            self.wanted = fewer if verdict < 0 else min(max(enough, self.wanted + 1), config.max_generators)
-        return self.wanted
+        if len(self._agreed) < config.patience:
+            return []
+        self._agreed.clear()
+        enough = math.ceil(self.wanted / max(1.0 - event.learner_idle, 0.5) - 1e-9)
+        self.wanted = fewer if verdict < 0 else min(max(enough, self.wanted + 1), config.max_generators)
+        return [self.wanted]
 
 
 @dataclass(eq=False)

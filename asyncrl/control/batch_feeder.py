@@ -91,11 +91,6 @@ class BatchFeeder:
         """Return whether every step that was sent, or is still to be sent while draining, is done."""
         return not self._sending and self.next_step <= max(self.version, 0) and not self._has_rest_to_send
 
-    @property
-    def wants_turn(self) -> bool:
-        """Return whether the learner has a step, or is sent one, that waits for its turn."""
-        return not self._has_turn and self.next_step > max(self.version, 0)
-
     def follow(self, config: RunConfig) -> None:
         """Go on by a config that was changed while the run goes on."""
         self._config = config

@@ -46,7 +46,6 @@ from asyncrl.control.launch.lease import Ownership
 from asyncrl.control.launch.local import Launcher
 from asyncrl.control.launch.processes import plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.pid_file import PidRecord
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
@@ -126,7 +125,10 @@ class Controller:
             recorder.begin(Beginning(config, *evaluates, str(self.run_folder / "logs")))
         self.supervisor = Supervisor(
             self.lifecycle, self.launcher, partial(spec_of, config, self.run_folder), config.supervision, clock, self.run_folder,
-            on_dead=self._on_dead, on_phase=self._on_phase, on_end=self._on_end, on_restart=self._on_restart,
+            on_dead=self._on_dead, on_phase=self._on_phase, on_end=self._on_end,
+            on_restart=lambda one: self.reporter.note_event(
+                "restart", one.name, f"incarnation {one.incarnation}, pid {one.pid}", self.feeder.version
+            ),
             on_leave=lambda name: self.autoscaler.leaves(name, clock.now()),
         )  # fmt: skip
         self.autoscaler = Autoscaler(
@@ -411,8 +413,9 @@ class Controller:
         elif kind is Scores or kind is InferResult:
             self.take_answers(messages)
         elif kind is Progress:
-            for piece in messages:
-                self.dispatcher.take_progress(piece)
+            if (asked := self.dispatcher.asked) is not None:
+                for piece in messages:
+                    asked.progress(piece)
         elif kind is SampleFailure:
             for failure in messages:
                 is_awaited = self.dispatcher.take_failure(failure, peer.name)
@@ -430,7 +433,13 @@ class Controller:
             self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", self.clock.now())
 
     def _handle_control(self, peer: Peer, message: Message, *, is_current: bool) -> None:
-        """Take in what a process says of itself; `is_current`: no other connection has taken its name."""
+        """Take in what a process says of itself.
+
+        Args:
+            peer: Who says it.
+            message: What.
+            is_current: No other connection has taken its name. What a process says that was replaced meanwhile is passed over.
+        """
         now = self.clock.now()
         match message:
             case msg.Heartbeat():
@@ -470,8 +479,6 @@ class Controller:
                 self._finish_drain()
             case msg.PhaseReached() if is_current and self.switching is not None:
                 self.switching.reached(message)
-            case _:
-                pass  # its process has been replaced meanwhile
 
     def _note_start(self, name: str) -> None:
         if name in self.supervisor.live:
@@ -687,12 +694,6 @@ class Controller:
                 waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
         return waits
 
-    @property
-    def num_without_place(self) -> int:
-        """Groups that a caller asks for while it holds all places."""
-        asked = self.dispatcher.asked
-        return asked.num_queued if asked is not None and self.buffer.state.is_full else 0
-
     def _caller_holds_all(self) -> bool:
         """Return whether the caller of a driven run has all places: nothing goes on until it trains or releases groups."""
         if self.dispatcher.asked is None or not self.buffer.state.is_full:
@@ -707,8 +708,7 @@ class Controller:
             self.autoscaler.leaving.pop(name, None)
             self.reporter.forget(name)
         else:
-            self.reporter.note_death(name, kind)
-            self.reporter.note_event("death", name, self.lifecycle.processes[name].reason, self.feeder.version)
+            self.reporter.note_death(name, kind, self.lifecycle.processes[name].reason, self.feeder.version)
         if kind == "generator":
             self.dispatcher.generator_dead(name)
         elif kind in {"reward", "inference"}:
@@ -726,10 +726,6 @@ class Controller:
             self.checkpoints.fail("the learner died")
         if self.switching is not None:
             self.switching.leave(name, kind)
-
-    def _on_restart(self, record: PidRecord) -> None:
-        text = f"incarnation {record.incarnation}, pid {record.pid}"
-        self.reporter.note_event("restart", record.name, text, self.feeder.version)
 
     def _on_phase(self, phase: Phase) -> None:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)

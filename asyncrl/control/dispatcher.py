@@ -31,7 +31,6 @@ from asyncrl.schema.samples import (
     GroupWork,
     InferRequest,
     InferResult,
-    Progress,
     Prompt,
     Sample,
     SampleFailure,
@@ -83,7 +82,8 @@ class Dispatcher:
         self._prompts = prompts
         self._peers = peers
         self._clock = clock
-        self._sampling = sampling_of(config)
+        self.sampling = sampling_of(config)
+        """Of groups that are issued from now on."""
         self._asks_rules, self._asks_models = config.has_rules, bool(config.inference.reward_models)
         self._asks_reference = config.has_reference_worker
         self._groups_held = self._evaluation_held = False
@@ -96,11 +96,6 @@ class Dispatcher:
         """Of each joined generator: its newest samples, as far as all of them failed."""
         self._spoiled: set[int] = set()
         """Groups that go on without a member that failed at a joined generator."""
-
-    @property
-    def most_new_tokens(self) -> int:
-        """Of a sample."""
-        return self._sampling.max_new_tokens
 
     # -- what goes out ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +120,7 @@ class Dispatcher:
                 group = self.buffer.issue(
                     prompt, issue.generator, version=issue.version, group_size=size, now=now, cursor=cursor, replaces=replaces,
                 )  # fmt: skip
-            sampling, asked = self._sampling, self.asked.of(group.group_id) if self.asked is not None else None
+            sampling, asked = self.sampling, self.asked.of(group.group_id) if self.asked is not None else None
             if asked is not None and asked.max_new_tokens:
                 most = min(asked.max_new_tokens, sampling.max_new_tokens)
                 sampling = msgspec.structs.replace(sampling, max_new_tokens=most)
@@ -169,7 +164,7 @@ class Dispatcher:
     def change(self, config: RunConfig, what: str) -> None:
         """Go on by a config that was changed while the run goes on."""
         self.buffer.change(config, what, self._clock.now())
-        self._config, self._sampling = config, sampling_of(config)
+        self._config, self.sampling = config, sampling_of(config)
         self.changed()
 
     def hold(self, *, groups: bool, evaluation: bool) -> None:
@@ -263,11 +258,6 @@ class Dispatcher:
             del self._out[generator][group_id, attempt]
         return answered
 
-    def take_progress(self, piece: Progress) -> None:
-        """Have whoever follows a group know of its next tokens."""
-        if self.asked is not None:
-            self.asked.progress(piece)
-
     def take_failure(self, failure: SampleFailure, generator: str) -> bool:
         """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
         why = failure.reason or "no reason given"
@@ -324,12 +314,10 @@ class Dispatcher:
             return ""
         return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
 
-    def take_answers(self, answers: Iterable[Scores | InferResult]) -> list[Scores]:
-        """Take in what a reward or inference worker says; return the scores that are complete with that."""
-        complete = [scores for answer in answers if (scores := self.scores.take(answer)) is not None]
-        self._enter_scores(complete)
+    def take_answers(self, answers: Iterable[Scores | InferResult]) -> None:
+        """Take in what a reward or inference worker says."""
+        self._enter_scores([scores for answer in answers if (scores := self.scores.take(answer)) is not None])
         self.changed()
-        return complete
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
         """Take in a group that outside code generated."""
@@ -393,8 +381,6 @@ class Dispatcher:
                 case ev.ScreenStands():
                     self.fruitless = f"a group with a preference pair: {item.num_dropped} in a row had none and were dropped"
                     log.warning("waiting for %s; sampling goes on, %s", self.fruitless, FRUITLESS_ADVICE)
-                case _:
-                    pass
 
     def _ask_scores(self, rules: ScoreRequest, samples: Sequence[Sample]) -> None:
         """Ask the rules, the models, or both, as the config and the samples' purpose want it."""
@@ -404,7 +390,7 @@ class Dispatcher:
             requests += [
                 InferRequest(
                     sample.group_id, sample.index, sample.attempt, sample.prompt_ids, sample.token_ids,
-                    self._sampling.temperature, sample.purpose,
+                    self.sampling.temperature, sample.purpose,
                 )
                 for sample in samples
             ]  # fmt: skip

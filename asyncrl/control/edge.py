@@ -139,7 +139,7 @@ class Edge:
 
     def _progress_refusal(self, peer: Peer, message: Progress) -> str:
         """Return why this peer cannot tell these tokens of a member."""
-        group, most = self._buffer.state.groups.get(message.group_id), self._dispatcher.most_new_tokens
+        group, most = self._buffer.state.groups.get(message.group_id), self._dispatcher.sampling.max_new_tokens
         if refusal := _beyond("attempt", message.attempt, 0, MAX_ATTEMPT):
             return refusal
         if group is not None and (group.holders.get(message.attempt) != peer.name or not 0 <= message.index < group.size):

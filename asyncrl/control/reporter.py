@@ -197,10 +197,11 @@ class Reporter:
         """Tell from when on until now a process was on its way."""
         self.note_spans(sp.span(sp.IDLE, since_s, self._clock.now(), name, why="its start"))
 
-    def note_death(self, name: str, kind: ProcessKind) -> None:
-        """Count a process that died and forget what its counters said."""
+    def note_death(self, name: str, kind: ProcessKind, reason: str, version: int) -> None:
+        """Record and count a process that died, and forget what its counters said."""
         self._deaths[kind] += 1
         self.forget(name)
+        self.note_event("death", name, reason, version)
 
     def follow(self, config: RunConfig) -> None:
         """Go on by a config that was changed while the run goes on."""

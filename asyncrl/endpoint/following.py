@@ -1,28 +1,41 @@
-"""One request's group: what is told of it while it is generated, and when it is whole."""
+"""One request's group: what is told of it while it is generated, and when it is whole. Tokens into text, texts into tool calls.
+
+Invariants: the tokens that were told are those of the sample that is trained, or the request ends with an error: a generator that
+was lost leaves its group to another, which may sample other tokens. The parts of a text that were given, put together, are the
+text of all tokens: what may still change is held back. Where a tokenizer reads bytes of a character that was cut off otherwise
+than it read those before it, they end with what was whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import json
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.endpoint.openai_schema import AnswerWriter, Choice
-from asyncrl.endpoint.text import TextStream, tool_calls
 from asyncrl.errors import RunError
 from asyncrl.groups import GroupStream
-from asyncrl.schema.samples import Progress, Sample, ScoredGroup, ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import ScoredGroup, ids_from_bytes, logprobs_from_bytes
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+"""Round a tool call, of JSON with `name` and `arguments` (or `parameters`): the form of Hermes and Qwen templates."""
+_CALL = re.compile(rf"{OPENING}\s*(.*?)\s*(?:{CLOSING}|$)", re.DOTALL)
+UNFINISHED = "\ufffd"
+"""What a tokenizer gives for bytes that are no whole character yet."""
+_OTHER_TOKENS = "a generator was lost, and another one has sampled other tokens; ask again"
 
 
 class Following:
-    """A request's group, and how it is written.
-
-    Invariant: the tokens that were told are those of the sample that is trained, or it ends with an error: a generator that was
-    lost leaves its group to another, which may sample other tokens.
-    """
+    """A request's group, and how it is written."""
 
     def __init__(self, writer: AnswerWriter, stream: GroupStream, tokenizer: Any, has_tools: bool) -> None:  # noqa: ANN401
         self.writer, self.stream = writer, stream
         self._tokenizer, self._has_tools = tokenizer, has_tools
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._texts: dict[int, TextStream] = {}
         """By member, of which tokens were told."""
 
@@ -44,8 +57,14 @@ class Following:
         """
         async with contextlib.aclosing(self.stream.progress()) as pieces:
             async for piece in pieces:
-                if (choice := self._chunk(piece)) is not None:
-                    yield self.writer.chunk(choice)
+                is_first, text = piece.index not in self._texts, self._text(piece.index)
+                ids = ids_from_bytes(piece.token_ids).tolist()
+                known = text.token_ids[piece.start : piece.start + len(ids)]
+                if piece.start > len(text.token_ids) or known != ids[: len(known)]:
+                    raise RunError(_OTHER_TOKENS)
+                if new := ids[len(known) :]:  # else a later attempt says again what was told
+                    tokens = self._tokens(new, piece.logprobs[4 * len(known) :])
+                    yield self.writer.chunk(Choice(index=piece.index, text=text.add(new), tokens=tokens, is_first=is_first))
 
     def last_chunks(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         """Yield the last event of each choice.
@@ -54,34 +73,15 @@ class Following:
             RunError: A sample is not what was told of it.
         """
         for number, member in enumerate(group.members):
-            yield self.writer.chunk(self._last_chunk(number, member.sample))
-
-    def _chunk(self, piece: Progress) -> Choice | None:
-        """Return what is new of a member's tokens; nothing where a later attempt says again what was told."""
-        is_first, text, ids = piece.index not in self._texts, self._text(piece.index), ids_from_bytes(piece.token_ids).tolist()
-        known = text.token_ids[piece.start : piece.start + len(ids)]
-        if piece.start > len(text.token_ids) or known != ids[: len(known)]:
-            raise RunError("a generator was lost, and another one has sampled other tokens; ask again")
-        if not (new := ids[len(known) :]):
-            return None
-        tokens = self._tokens(new, piece.logprobs[4 * len(known) :])
-        return Choice(index=piece.index, text=text.add(new), tokens=tokens, is_first=is_first)
-
-    def _last_chunk(self, number: int, sample: Sample) -> Choice:
-        is_first, text = sample.index not in self._texts, self._text(sample.index)
-        if text.token_ids != ids_from_bytes(sample.token_ids).tolist():
-            raise RunError("a generator was lost, and another one has sampled other tokens; ask again")
-        rest, calls = text.end(sample.text)
-        return Choice(index=number, text=rest, calls=calls, finish_reason=sample.finish_reason, is_first=is_first)
+            sample = member.sample
+            is_first, text = sample.index not in self._texts, self._text(sample.index)
+            if text.token_ids != ids_from_bytes(sample.token_ids).tolist():
+                raise RunError(_OTHER_TOKENS)
+            (rest, calls), reason = text.end(sample.text), sample.finish_reason
+            yield self.writer.chunk(Choice(index=number, text=rest, calls=calls, finish_reason=reason, is_first=is_first))
 
     def _text(self, index: int) -> TextStream:
-        def decode(ids: Sequence[int]) -> str:
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            return text
-
-        if index not in self._texts:
-            self._texts[index] = TextStream(decode, has_tools=self._has_tools)
-        return self._texts[index]
+        return self._texts.setdefault(index, TextStream(self._decode, has_tools=self._has_tools))
 
     def _tokens(self, ids: Sequence[int], logprobs: bytes) -> list[tuple[int, str, float]]:
         texts = (self._tokenizer.decode([token]) if self.writer.has_logprobs else "" for token in ids)
@@ -92,3 +92,69 @@ def versions_of(group: ScoredGroup) -> str:
     """Return the versions that sampled a group, in words."""
     versions = [int(version) for member in group.members for version in ids_from_bytes(member.sample.versions)]
     return f"version {min(versions)}" if min(versions) == max(versions) else f"versions {min(versions)} to {max(versions)}"
+
+
+class TextStream:
+    """The text of one sample whose tokens come one after the other.
+
+    Args:
+        decode: Returns the text of tokens, as the sample's text is made.
+        has_tools: Whether what begins a tool call is held back, for `tool_calls`.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, has_tools: bool) -> None:
+        self.token_ids: list[int] = []
+        self.told = ""
+        """What was given so far."""
+        self._decode, self._has_tools = decode, has_tools
+        self._known, self._whole, self._context = "", 0, 0
+        """The text so far; how many tokens are in it; from which of them on a decoder is given them, so that it knows what is
+        before."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take further tokens; return the text that can be told by now."""
+        self.token_ids += token_ids
+        before = self._decode(self.token_ids[self._context : self._whole])
+        text = self._decode(self.token_ids[self._context :])
+        if len(text) > len(before) and not text.endswith(UNFINISHED):
+            self._known += text[len(before) :]
+            self._context, self._whole = self._whole, len(self.token_ids)
+        return self._tell(_before_call(self._known) if self._has_tools else self._known)
+
+    def end(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return what remains to be told of the whole text, and its tool calls, where they are wanted."""
+        if not text.startswith(self.told):
+            return "", []
+        plain, calls = tool_calls(text) if self._has_tools else (text, [])
+        return self._tell(plain), calls
+
+    def _tell(self, text: str) -> str:
+        part = text[len(self.told) :]
+        self.told += part
+        return part
+
+
+def _before_call(text: str) -> str:
+    """Return the text up to where a tool call begins, or may be about to."""
+    before, opening, _ = text.partition(OPENING)
+    if opening:
+        return before
+    held = next((size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if OPENING.startswith(text[-size:])), 0)
+    return text[: len(text) - held]
+
+
+def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return what of a text is before its first tool call, and its tool calls; all of it and none where one is not understood."""
+    calls: list[dict[str, Any]] = []
+    for found in _CALL.finditer(text):
+        try:
+            said = json.loads(found[1])
+            for one in said if isinstance(said, list) else [said]:
+                arguments = one["arguments"] if "arguments" in one else one["parameters"]
+                written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                function = {"name": str(one["name"]), "arguments": written}
+                "".join(function.values()).encode()  # half a character cannot be sent
+                calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
+        except (KeyError, TypeError, ValueError, RecursionError):
+            return text, []
+    return (text.partition(OPENING)[0], calls) if calls else (text, [])

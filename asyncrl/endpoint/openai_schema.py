@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.schema.samples import ChatMessage, FinishReason
+from asyncrl.schema.samples import FinishReason
 
 MOST_CHOICES = 128
 """Of one request."""
@@ -128,8 +128,7 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
         told = f"the run samples with {sampling[name]:g}" if name in sampling else "it is not supported"
         advice = f"leave it out, or have it ignored: Endpoint(ignored=[{name!r}])"
         raise RefusedError(400, f"{name} is {value!r}, and {told}; {advice}", "unsupported_value", name)
-    check = _chat_refusal if kind is ChatAsked else _completion_refusal
-    if name := check(asked):
+    if name := _unsupported(asked):
         raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; leave it out", "unsupported_value", name)
     return asked
 
@@ -142,18 +141,17 @@ def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
         raise RefusedError(400, f"the body cannot be understood: {error}", "invalid_request") from error
 
 
-def _completion_refusal(asked: CompletionAsked) -> str:
-    wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
-    wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
-    return next((name for name, is_wrong in wrong.items() if is_wrong), "")
-
-
-def _chat_refusal(asked: ChatAsked) -> str:
-    wrong = {
-        "top_logprobs": bool(asked.top_logprobs),
-        "tool_choice": asked.tool_choice not in (None, "auto", "none"),
-        "response_format": (asked.response_format or {}).get("type", "text") != "text",
-    }
+def _unsupported(asked: ChatAsked | CompletionAsked) -> str:
+    """Return the name of a field that asks for what is not done here; empty where none does."""
+    if isinstance(asked, ChatAsked):
+        wrong = {
+            "top_logprobs": bool(asked.top_logprobs),
+            "tool_choice": asked.tool_choice not in (None, "auto", "none"),
+            "response_format": (asked.response_format or {}).get("type", "text") != "text",
+        }
+    else:
+        wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
+        wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
     return next((name for name, is_wrong in wrong.items() if is_wrong), "")
 
 
@@ -203,11 +201,6 @@ def _called(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": str(function["name"]), "arguments": arguments}
 
 
-def as_prompt(turns: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
-    """Return messages as rewards see them."""
-    return tuple(ChatMessage(turn["role"], turn["content"]) for turn in turns)
-
-
 class Choice(msgspec.Struct, kw_only=True):
     """One choice, or a further part of it, before it has a client's form."""
 
@@ -239,30 +232,27 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
             choices: Each of them whole.
             versions: Those that sampled it, for `system_fingerprint`.
         """
-        kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(choice, "message") for choice in choices]
-        head = self._head(kind) | {"system_fingerprint": versions, "choices": written}
-        return head | self._prompt_ids | {"usage": self.usage(sum(len(choice.tokens) for choice in choices))}
+        head = self._head("chat.completion") | {"system_fingerprint": versions, "choices": written}
+        return head | self._prompt_ids | self._usage(sum(len(choice.tokens) for choice in choices))
 
     def chunk(self, choice: Choice) -> dict[str, Any]:
         """Return an event of a stream: a further part of a choice."""
-        head = self._head(self._chunk_kind) | (self._prompt_ids if choice.is_first else {})
+        head = self._head("chat.completion.chunk") | (self._prompt_ids if choice.is_first else {})
         return head | {"choices": [self._choice(choice, "delta")]}
 
     def last_chunk(self, num_tokens: int, versions: str) -> dict[str, Any]:
         """Return the event that has a stream's usage."""
-        return self._head(self._chunk_kind) | {"system_fingerprint": versions, "choices": [], "usage": self.usage(num_tokens)}
+        head = self._head("chat.completion.chunk") | {"system_fingerprint": versions, "choices": []}
+        return head | self._usage(num_tokens)
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def usage(self, num_tokens: int) -> dict[str, int]:
-        """Return what was used."""
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
         num_prompt = len(self.prompt_ids)
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        used = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        return {"usage": used}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, chat_kind: str) -> dict[str, Any]:
+        kind = chat_kind if self.is_chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @property
@@ -273,7 +263,7 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
         reason = "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
         written: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         if self.has_logprobs:
-            written["logprobs"] = _chat_logprobs(choice) if self.is_chat else _completion_logprobs(choice)
+            written["logprobs"] = self._logprobs(choice)
         if self.has_token_ids:
             written["token_ids"] = [token for token, _, _ in choice.tokens]
         if not self.is_chat:
@@ -285,25 +275,15 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
             message["tool_calls"] = [{**call, "index": number} if is_part else call for number, call in enumerate(choice.calls)]
         return written | {field: message}
 
-
-def _chat_logprobs(choice: Choice) -> dict[str, Any]:
-    return {
-        "content": [
+    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+        told = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
             for _, text, logprob in choice.tokens
-        ],
-        "refusal": None,
-    }
-
-
-def _completion_logprobs(choice: Choice) -> dict[str, Any]:
-    texts = [text for _, text, _ in choice.tokens]
-    return {
-        "tokens": texts,
-        "token_logprobs": [logprob for _, _, logprob in choice.tokens],
-        "top_logprobs": None,
-        "text_offset": None,
-    }
+        ]
+        if self.is_chat:
+            return {"content": told, "refusal": None}
+        texts, logprobs = [one["token"] for one in told], [one["logprob"] for one in told]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from asyncrl.endpoint.openai_schema import (
     CompletionAsked,
     RefusedError,
     Rewarded,
-    as_prompt,
     decoded,
     error_body,
     parsed,
@@ -41,7 +40,7 @@ from asyncrl.endpoint.openai_schema import (
 )
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError, RunLostError
 from asyncrl.groups import to_its_end
-from asyncrl.schema.samples import Prompt, ScoredGroup, ids_to_bytes
+from asyncrl.schema.samples import ChatMessage, Prompt, ScoredGroup, ids_to_bytes
 from asyncrl.session import Session
 
 MOST_BODY_BYTES = 4 << 20
@@ -105,15 +104,14 @@ class Endpoint:
 
     async def __aenter__(self) -> Self:
         _ = self._session.tokenizer  # it is open
-        app = web.Application(middlewares=[_guard(self.api_key)], client_max_size=MOST_BODY_BYTES)
-        routes = [
+        app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY_BYTES)
+        app.add_routes([
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.*}", self._model),
             web.post("/v1/chat/completions", self._chat),
             web.post("/v1/completions", self._complete),
             web.post("/v1/rewards", self._reward),
-        ]
-        app.add_routes(routes)
+        ])
         self._runner = runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
         async def listen() -> None:
@@ -167,6 +165,24 @@ class Endpoint:
         """
         return self._answers.batches()
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who gives the key, and say an error as OpenAI's clients read it."""
+        try:
+            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
+                return await handler(request)
+            refused = RefusedError(401, "the api_key is not the endpoint's", "invalid_api_key")
+        except ConnectionError:
+            raise
+        except web.HTTPException as error:
+            refused = RefusedError(error.status, error.text or error.reason, "invalid_request")
+        except Exception as error:  # noqa: BLE001 - said to the client and the log
+            refused = _as_refusal(error)
+        body = msgspec.json.encode(error_body(refused))
+        headers = {"x-should-retry": "false"} if refused.status < 500 else {}
+        return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
+
     # -- routes ----------------------------------------------------------------------------------------------------------
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
@@ -212,7 +228,7 @@ class Endpoint:
         tools = asked.tools if asked.tool_choice != "none" else None
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         ids = await self._tokenized(lambda tokenizer: _templated(tokenizer, turns, tools), "messages")
-        prompt = Prompt("", messages=as_prompt(turns))
+        prompt = Prompt("", messages=tuple(ChatMessage(turn["role"], turn["content"]) for turn in turns))
         return await self._answer(request, asked, prompt, ids, most, has_logprobs=bool(asked.logprobs), has_tools=bool(tools))
 
     async def _tokenized(self, work: Callable[[Any], list[int]], param: str) -> list[int]:
@@ -349,26 +365,3 @@ def _as_refusal(error: Exception) -> RefusedError:
     log.warning("a request is not answered: %s", str(error).partition("\n")[0])
     said = "the run is lost" if isinstance(error, RunLostError) else str(error)  # whose words name files
     return RefusedError(503, said, "not_generated")
-
-
-def _guard(api_key: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is private
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if hmac.compare_digest(given, expected):
-                return await handler(request)
-            refused = RefusedError(401, "the api_key is not the endpoint's", "invalid_api_key")
-        except ConnectionError:
-            raise
-        except web.HTTPException as error:
-            refused = RefusedError(error.status, error.text or error.reason, "invalid_request")
-        except Exception as error:  # noqa: BLE001 - said to the client and the log
-            refused = _as_refusal(error)
-        body = msgspec.json.encode(error_body(refused))
-        headers = {"x-should-retry": "false"} if refused.status < 500 else {}
-        return web.Response(status=refused.status, body=body, content_type="application/json", headers=headers)
-
-    return guard

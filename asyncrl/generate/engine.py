@@ -10,8 +10,8 @@ Invariants, for every implementation (tests/contract/engines/test_engine.py runs
 - An engine that can serve nothing any more says so by EngineDied, from every stream and every later call.
 - After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
 
-Beside the contract stands what all engines share: a request's stream, the limits of requests and weights, and how many requests
-the KV cache has room for. No torch.
+Beside the contract stands what engines share: a request's stream, the limits of requests and weights, how many requests the KV
+cache has room for, and random numbers by seed and position. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.errors import GenerationError
 from asyncrl.schema.samples import FinishReason, SamplingParams
@@ -42,6 +45,11 @@ class EngineRequest:
     """Requests with the same non-empty key have the same prompt and may share its prefill."""
     answer_ids: tuple[int, ...] = ()
     """What an engine that replays gives back; others do not look at it."""
+
+    @property
+    def seed_word(self) -> np.uint64:
+        """The seed as the 64-bit word that `uniforms` takes; any integer is accepted."""
+        return np.uint64(self.seed & ((1 << 64) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +220,13 @@ class RequestRules:
         self.check_ids(request.prompt_ids, what)
         if request.request_id in running:
             raise GenerationError(f"{what} is running already; request ids must be unique")
-        prompt, response, limit = len(request.prompt_ids), request.sampling.max_new_tokens, self.max_sequence_tokens
+        prompt, limit, answer = len(request.prompt_ids), self.max_sequence_tokens, len(request.answer_ids)
+        response, named = (answer, "an answer of") if answer else (request.sampling.max_new_tokens, "max_new_tokens")
         if response < 1:
             raise GenerationError(f"{what}: max_new_tokens must be at least 1, got {response}")
         if prompt + response > limit:
             raise GenerationError(
-                f"{what}: prompt of {prompt} tokens plus max_new_tokens {response} is {prompt + response}, "
+                f"{what}: prompt of {prompt} tokens plus {named} {response} is {prompt + response}, "
                 f"over generate.engine.max_sequence_tokens ({limit}); shorten the prompt, ask for fewer tokens or raise the limit"
             )
 
@@ -345,3 +354,30 @@ class KVRoom:
         if now == self.most or abs(now - self.num_slots) * _NOTICEABLE >= self.num_slots:
             self.num_slots = now
         return self.num_slots
+
+
+_GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * _MULTIPLY_1
+    words = (words ^ (words >> np.uint64(27))) * _MULTIPLY_2
+    return words ^ (words >> np.uint64(31))
+
+
+def uniforms(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return uniform doubles in [0, 1), one for each (seed, position), that depend on nothing else.
+
+    A request draws its i-th token with `uniforms(seed, i)`, so neither the batch it sits in, nor a pause, nor the order of
+    requests can change what it draws. There is no state, and nothing to save or restore.
+
+    Args:
+        seeds: Any shape that broadcasts with `positions`.
+        positions: Counter within the seed's stream.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and then to seed plus counter.
+    """
+    words = _mix(_mix(np.atleast_1d(seeds) + _GOLDEN_GAMMA) + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

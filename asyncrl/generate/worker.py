@@ -1,13 +1,19 @@
 """The generator process: groups in, samples out, new weights whenever there are some.
 
 Owns the engine from LoadModel to Shutdown, and four loops over one connection:
-- orders (CONTROL): load the model, pause, resume, give a shared device back or take it (sleep_wake.py), abort a group, note the
-  newest version, shut down;
+- orders (CONTROL): load the model, pause, resume, give a shared device back or take it, abort a group, note the newest version,
+  shut down;
 - groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
 - weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
 - heartbeat: what it does or waits for, its gauges, and how many requests the engine can run at once where that has changed.
 
-Invariant: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process.
+On a shared device the engine sleeps while the learner trains, and wakes with newer weights. It sleeps at level 2: the weights go
+with the KV cache, because the next version brings them again, and nothing is sampled before that is there. What becomes of the
+keys and values of requests in flight says `generate.kv`, as wherever new weights come in. Weights that are the learner's own
+(placement hybrid) stay, and that nobody changed them in a rollout is checked at its end.
+
+Invariants: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process; that
+a phase is reached is said when the memory is given back, or taken and filled, and is also a line of the memory timeline.
 pipeline.py binds `fetch_weights`: stages do not import each other.
 """
 
@@ -16,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +33,21 @@ from asyncrl.errors import BroadcastError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
-from asyncrl.generate.sleep_wake import SleepWake
-from asyncrl.generate.weights_gate import WeightsGate
-from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, LoadModel, Message, Pause, Resume, SetPhase
+from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.schema.control import (
+    AbortGroup,
+    ComponentMove,
+    EngineReady,
+    EngineRoom,
+    LoadModel,
+    Message,
+    Pause,
+    Phase,
+    PhaseReached,
+    Residence,
+    Resume,
+    SetPhase,
+)
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
@@ -62,7 +81,13 @@ class GeneratorWorker:
         self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, fetch_weights: FetchWeights, name: str
     ) -> None:
         self._config, self._clock, self._fetch_weights, self._name = config, clock, fetch_weights, name
-        self._cycle = SleepWake(config, run_folder, clock, name)
+        self._timeline = open_memory(run_folder, name) if config.placement.takes_turns else None
+        self._phase: Phase = "rollout"
+        self._is_asleep = False
+        self._lacks_weights = False
+        """The engine gave its weights up, and has not been given new ones since."""
+        self._shared: LentTensors | None = None
+        """The weights that it samples with, where they are the learner's own."""
         self._taking = asyncio.Lock()
         """Held while weights are taken or the engine falls asleep or wakes: one or the other."""
         self._rollout: Rollout | None = None
@@ -92,7 +117,8 @@ class GeneratorWorker:
         try:
             await self._stage.run(self._obey, self._serve_groups(), self._follow_weights())
         finally:
-            self._cycle.close()
+            if self._timeline is not None:
+                self._timeline.close()
             if self._rollout is not None:
                 await self._rollout.engine.close()
 
@@ -139,22 +165,50 @@ class GeneratorWorker:
         await self._stage.tell(EngineReady(self._name, self._told_slots, engine.version))
 
     async def _reach(self, order: SetPhase) -> None:
-        """Give a shared device back or take it again, with the newest weights, and say so."""
+        """Give a shared device back or take it again, with the newest weights, and say so.
+
+        Raises:
+            BroadcastError: The weights are the learner's own, and it has changed them meanwhile.
+        """
         assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
         engine = self._rollout.engine
-
-        async def take_weights() -> None:
-            if not await self._take_newest(engine):
-                self._weights_news.set()
-            self._idle.stand_still(False)
-
         async with self._taking:
-            if order.phase != "rollout":
-                self._idle.stand_still(True)
-                reached = await self._cycle.sleep(engine, order)
+            before, started_s = _resident(engine), self._clock.now()
+            if order.phase == "rollout":
+                await engine.wake()
+                self._is_asleep = False
+                if not await self._take_newest(engine):
+                    self._weights_news.set()
+                self._idle.stand_still(False)
             else:
-                reached = await self._cycle.wake(engine, order, take_weights)
+                self._idle.stand_still(True)
+                if not self._is_asleep:
+                    await engine.sleep(2, self._config.generate.kv)
+                    if self._shared is not None:
+                        self._shared.check()
+                self._is_asleep = self._lacks_weights = True
+            reached = self._reached(order, before, _resident(engine), started_s)
         await self._stage.tell(reached)
+
+    def _reached(self, order: SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float) -> PhaseReached:
+        """Say what came or went. The engine moves all of it at once, so the time is shared out by size."""
+        now = self._clock.now()
+        changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
+        total = max(sum(map(abs, changes.values())), 1)
+        away: tuple[Residence, Residence] = ("device", "absent")
+        moves = tuple(
+            ComponentMove(name, *(away if change < 0 else away[::-1]), abs(change), (now - started_s) * abs(change) / total)
+            for name, change in changes.items()
+            if change
+        )
+        peak = max(sum(before.values()), sum(after.values()))
+        resident = {key: size for key, size in after.items() if size}
+        if self._timeline is not None:
+            self._timeline.write(
+                MemoryLine(self._name, order.phase, order.number, started_s, now, moves, resident, peak, ended_phase=self._phase)
+            )
+        self._phase = order.phase
+        return PhaseReached(self._name, order.phase, order.number, moves, resident, peak, now)
 
     async def _serve_groups(self) -> None:
         await self._is_ready.wait()
@@ -189,25 +243,20 @@ class GeneratorWorker:
             await self._weights_news.wait()
             self._weights_news.clear()
             async with self._taking:
-                is_settled = self._cycle.is_asleep or await self._take_newest(engine)
+                is_settled = self._is_asleep or await self._take_newest(engine)
             if is_settled:
                 again_s = FETCH_AGAIN_S
                 continue
-
-            async def ring(after_s: float = again_s) -> None:  # then the newest is news again: no other may ever come
-                await self._clock.sleep(after_s)
-                self._weights_news.set()
-
-            async with asyncio.TaskGroup() as waiting:
-                alarm = waiting.create_task(ring())
-                await self._weights_news.wait()
-                alarm.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(again_s):
+                    await self._weights_news.wait()
+            self._weights_news.set()  # the newest is news again: no other may ever come
             again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
     async def _take_newest(self, engine: Engine) -> bool:
         """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
         available = self._newest
-        if available is None or not (available.version > engine.version or self._cycle.lacks_weights):
+        if available is None or not (available.version > engine.version or self._lacks_weights):
             return True
         before_s = self._clock.now()
         try:
@@ -225,7 +274,8 @@ class GeneratorWorker:
         finally:
             if isinstance(tensors, LentTensors):
                 tensors.release()
-        self._cycle.took(tensors)
+        self._lacks_weights = False
+        self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
         live_s = self._clock.now()
         probe_error = await self._probe_error(engine, available.probe)
         await self._stage.tell(VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error))
@@ -254,7 +304,7 @@ class GeneratorWorker:
     def _waiting_for(self) -> str:
         if self._rollout is None:
             return "" if self._is_loading else "a model to load"
-        if self._cycle.is_asleep:
+        if self._is_asleep:
             return "the device, on which the learner trains"
         if self._is_paused:
             return "resume"
@@ -263,3 +313,46 @@ class GeneratorWorker:
         if self._idle.is_idle:
             return "weights of version 0" if self._rollout.engine.version < 0 else "a group"
         return ""
+
+
+def _resident(engine: Engine) -> dict[str, int]:
+    return dict(getattr(engine, "resident", {}))
+
+
+class WeightsGate:
+    """Many groups at once, or one swap: keeps them apart where `in_flight_updates` is off; else (`is_off`) it holds nobody up.
+
+    A waiting swap goes before groups that have not started.
+    """
+
+    def __init__(self, *, is_off: bool) -> None:
+        self._is_off = is_off
+        self._changed = asyncio.Condition()
+        self._num_groups = 0
+        self._swap_wanted = False
+
+    @asynccontextmanager
+    async def group(self) -> AsyncIterator[None]:
+        """Hold off swaps; wait for one that is wanted or under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_off or not self._swap_wanted)
+            self._num_groups += 1
+        try:
+            yield
+        finally:
+            self._num_groups -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def swap(self) -> AsyncIterator[None]:
+        """Hold off new groups and wait until those that run are done."""
+        self._swap_wanted = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
+            yield
+        finally:
+            self._swap_wanted = False
+            async with self._changed:
+                self._changed.notify_all()

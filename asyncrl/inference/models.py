@@ -1,4 +1,7 @@
-"""The models of an inference worker, forward only: the frozen reference policy, and reward models.
+"""The models of an inference worker, forward only: the frozen reference policy, and reward models; how requests share a forward.
+
+Requests are taken in the order they came, as many as `tokens_per_batch` allows; a prompt that several of them begin with (the
+members of a group) is stored once, because a causal model's hidden states of it are the same for all.
 
 A reward model is any sequence-classification checkpoint with one output. A decoder with a linear `score` over its last token
 runs packed, like the policy. Whether a model is of that sort is not guessed from its name: when it is opened, its own forward and
@@ -6,13 +9,18 @@ the packed one score the same sequences. Where they differ (an encoder that read
 with soft caps) its own forward is used, one sequence at a time.
 
 Invariants: packed attention and chunked logits as in the learner (asyncrl/models), so that both give the same numbers; a score is
-read at the last token, known by the sequence's length, and the padding id plays no part; no gradient, dropout off.
+read at the last token, known by the sequence's length and never from a padding id, which in many models is the end of turn; no
+gradient, dropout off; every request is in exactly one batch, and one longer than the budget is a batch of its own.
+
+Legend: N tokens of the batch, S sequences, P prompt and T response tokens of a sequence, D hidden.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +30,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.inference.batching import PackedSequences, pack
-from asyncrl.models.attention import PACKED_ATTENTION, on_device
+from asyncrl.models.attention import PACKED_ATTENTION, SequenceLayout, build_layout, on_device
 from asyncrl.models.causal import check_head, open_folder, use_packed_attention
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
-from asyncrl.schema.samples import InferRequest, ids_to_bytes
+from asyncrl.schema.samples import InferRequest, ids_from_bytes, ids_to_bytes
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +42,74 @@ CHUNK_TOKENS = 1024
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest difference of a packed score from the model's own, relative to max(1, |score|)."""
 PROBE_LENGTHS = (3, 7, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Whole sequences end to end, common prompts once."""
+
+    input_ids: torch.Tensor
+    """int64 [N]."""
+    position_ids: torch.Tensor
+    """int64 [N]."""
+    layout: SequenceLayout
+    sequences: tuple[NDArray[np.int64], ...]
+    """S arrays [P + T]: where the tokens of each sequence lie."""
+
+
+def num_tokens(request: InferRequest) -> int:
+    """Return P + T."""
+    return (len(request.prompt_ids) + len(request.token_ids)) // 4
+
+
+def take_batch(waiting: deque[InferRequest], tokens_per_batch: int) -> list[InferRequest]:
+    """Take the requests of the next forward pass off the queue, oldest first.
+
+    Args:
+        waiting: At least one request; shortened here.
+        tokens_per_batch: Most distinct tokens of the pass, unless the first request alone has more.
+    """
+    taken: list[InferRequest] = []
+    prompts: set[bytes] = set()
+    total = 0
+    while waiting:
+        request = waiting[0]
+        total += len(request.token_ids) // 4 + (0 if request.prompt_ids in prompts else len(request.prompt_ids) // 4)
+        if taken and total > tokens_per_batch:
+            break
+        prompts.add(request.prompt_ids)
+        taken.append(waiting.popleft())
+    return taken
+
+
+def pack(requests: Sequence[InferRequest]) -> PackedSequences:
+    """Lay the sequences of these requests end to end.
+
+    Args:
+        requests: Each of at least one token.
+    """
+    prompts: dict[bytes, NDArray[np.int64]] = {}
+    tokens: list[NDArray[np.int32]] = []
+    positions: list[NDArray[np.int64]] = []
+    sequences: list[NDArray[np.int64]] = []
+    total = 0
+    for request in requests:
+        prompt_ids, response_ids = ids_from_bytes(request.prompt_ids), ids_from_bytes(request.token_ids)
+        if request.prompt_ids not in prompts:
+            prompts[request.prompt_ids] = np.arange(total, total + len(prompt_ids))
+            tokens.append(prompt_ids)
+            positions.append(np.arange(len(prompt_ids)))
+            total += len(prompt_ids)
+        sequences.append(np.concatenate([prompts[request.prompt_ids], np.arange(total, total + len(response_ids))]))
+        tokens.append(response_ids)
+        positions.append(np.arange(len(prompt_ids), len(prompt_ids) + len(response_ids)))
+        total += len(response_ids)
+    return PackedSequences(
+        input_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        position_ids=torch.from_numpy(np.concatenate(positions)),
+        layout=build_layout(sequences, total),
+        sequences=tuple(sequences),
+    )
 
 
 class ReferenceModel:

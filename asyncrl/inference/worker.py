@@ -20,8 +20,11 @@ timeline; only a model that cannot be opened or run ends the process.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,20 +34,21 @@ import msgspec
 import torch
 
 from asyncrl.clock import Clock
+from asyncrl.config.check import REFERENCE
 from asyncrl.config.places import inference_takes_turns
-from asyncrl.config.run import RunConfig
-from asyncrl.inference.batching import num_tokens, take_batch
-from asyncrl.inference.scorer import Scorer
+from asyncrl.config.run import RewardModel, RunConfig
+from asyncrl.inference.models import ReferenceModel, RewardScorer, num_tokens, pack, take_batch
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import device_at
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import LoadModel, Message, ModelsReady, SetPhase
-from asyncrl.schema.samples import InferRequest
+from asyncrl.schema.samples import InferRequest, InferResult, ids_from_bytes, logprobs_to_bytes
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class InferenceWorker:
@@ -72,8 +76,6 @@ class InferenceWorker:
         """By the identity of their requests, which the queue and the batch in hand keep alive."""
         self._news = asyncio.Event()
         """A request has come, or the device."""
-        self._num_bytes = 0
-        """Of its models, wherever they are."""
         self._num_scored = 0
         self._num_failed = 0
         self._num_tokens = 0
@@ -109,13 +111,12 @@ class InferenceWorker:
         if self._scorer is None:
             await self._on_thread(lambda: self._open(model_folder))
         assert self._scorer is not None
-        await self._stage.tell(ModelsReady(self._name, self._scorer.names, self._num_bytes))
+        await self._stage.tell(ModelsReady(self._name, self._scorer.names, self._scorer.num_bytes))
         if self._offload is None:
             self._take_device(True)
 
     def _open(self, model_folder: Path) -> None:
         scorer = Scorer(self._config, model_folder)
-        self._num_bytes = scorer.num_bytes
         if inference_takes_turns(self._config):
             config, name, models = self._config, self._name, scorer.modules
             budget_bytes = int(config.placement.device_memory_gib * GIB) // config.inference.num_workers or None
@@ -179,8 +180,131 @@ class InferenceWorker:
             "process/tokens_judged": float(self._num_tokens),
             "process/judged_tokens_per_sec": self._num_tokens / busy_s if busy_s > 0 else 0.0,
             "process/models_loaded": float(len(self._scorer.names) if self._scorer else 0),
-            "process/model_bytes": float(self._num_bytes),
+            "process/model_bytes": float(self._scorer.num_bytes if self._scorer else 0),
         }
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class Scorer:
+    """Every model of a worker, and the running figures of their scores: a batch of requests in, one answer each.
+
+    The scores of a reward model are shifted and scaled by fixed figures, then by running ones, then clipped. Invariants: a bad
+    sample (tokens outside a vocabulary, too long, without a prompt) fails alone; evaluation samples are scored by the reward
+    models only and do not change the running figures; the scores of one batch are all counted before any of them is normalised,
+    so that members of a group scored together are compared on one scale.
+    """
+
+    def __init__(self, config: RunConfig, model_folder: Path) -> None:
+        """Open every model.
+
+        Args:
+            config: `inference`, `algorithm` and `model` are read.
+            model_folder: The run's own initial model, the reference where no other is named.
+
+        Raises:
+            ConfigError: One of them cannot be opened.
+        """
+        self.reference: ReferenceModel | None = None
+        algorithm, inference = config.algorithm, config.inference
+        started_s = time.perf_counter()
+        if config.has_reference_worker:
+            is_own = not algorithm.reference.path
+            self.reference = ReferenceModel(
+                model_folder if is_own else Path(algorithm.reference.path),
+                dtype=inference.dtype,
+                device=inference.device,
+                fp32_head=config.model.fp32_head,
+                trust_remote_code=is_own and config.trusts_code,
+            )
+        self.reward_models = {model.name: RewardScorer(model, inference.device) for model in inference.reward_models}
+        self._normalisers = {model.name: ScoreNormaliser(model) for model in inference.reward_models}
+        own: dict[str, torch.nn.Module] = {} if self.reference is None else {REFERENCE: self.reference.model}
+        self.names = (*own, *self.reward_models)
+        self.modules = own | {f"reward {name}": scorer.model for name, scorer in self.reward_models.items()}
+        """Every model, as `reference` or `reward NAME`."""
+        tensors = (tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers()))
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+        """Of all weights and buffers, tied ones once; wherever they are."""
+        mib, seconds = self.num_bytes / 2**20, time.perf_counter() - started_s
+        log.info("loaded %s: %.1f MiB in %.1f s", ", ".join(self.names), mib, seconds)
+
+    def score(self, requests: Sequence[InferRequest]) -> list[InferResult]:
+        """Return an answer for each request of a batch, in order; by whom and when is left open."""
+        errors, logprobs = [self._refusal(request) for request in requests], [b""] * len(requests)
+        rewards: list[dict[str, float]] = [{} for _ in requests]
+        if sound := [at for at, error in enumerate(errors) if not error]:
+            chosen = [requests[at] for at in sound]
+            batch = pack(chosen)
+            lengths = [len(request.token_ids) // 4 if request.purpose == "train" else 0 for request in chosen]
+            if self.reference is not None and any(lengths):
+                parts = self.reference.logprobs(batch, lengths, [request.temperature for request in chosen])
+                for at, part in zip(sound, parts, strict=True):
+                    logprobs[at] = logprobs_to_bytes(part)
+            for name, reward_model in self.reward_models.items():
+                raw = dict(zip(sound, reward_model.scores(batch), strict=True))
+                finite = [at for at, score in raw.items() if math.isfinite(score)]
+                counts = [requests[at].purpose == "train" for at in finite]
+                normalised = self._normalisers[name].normalise([raw[at] for at in finite], counts)
+                for at, reward in zip(finite, normalised, strict=True):
+                    rewards[at][name] = reward
+                for at in raw.keys() - finite:
+                    errors[at] = errors[at] or f"reward model {name} gave {raw[at]}"
+        return [
+            InferResult(asked.group_id, asked.index, asked.attempt, logprobs[at], rewards[at], errors[at], purpose=asked.purpose)
+            for at, asked in enumerate(requests)
+        ]
+
+    def _refusal(self, request: InferRequest) -> str:
+        length = num_tokens(request)
+        if not length:
+            return "the sample has no tokens at all"
+        token_ids = ids_from_bytes(request.prompt_ids + request.token_ids)
+        smallest, largest = int(token_ids.min()), int(token_ids.max())
+        if smallest < 0:
+            return f"token id {smallest} is negative"
+        if self.reference is not None and request.purpose == "train":
+            if not request.prompt_ids:
+                return "the sample has no prompt: its first token has no probability under the reference"
+            vocabulary = self.reference.model.config.get_text_config().vocab_size
+            if largest >= vocabulary:
+                return f"token {largest} is outside the reference's vocabulary of {vocabulary}"
+        return next(filter(None, (scorer.refusal(length, largest) for scorer in self.reward_models.values())), "")
+
+
+class ScoreNormaliser:
+    """Normalises the scores of one reward model; what `running` has seen is forgotten with the process.
+
+    Source: Welford 1962, Note on a method for calculating corrected sums of squares and products.
+    """
+
+    def __init__(self, config: RewardModel) -> None:
+        self._config = config
+        self.count, self._mean, self._squares = 0, 0.0, 0.0
+        """Of the scores that counted: how many, their mean, and the sum of squared distances from it."""
+
+    def normalise(self, scores: Sequence[float], counts: Sequence[bool]) -> list[float]:
+        """Return the reward of each score.
+
+        Args:
+            scores: Finite, of one batch.
+            counts: Which of them enter the running figures (those of training samples).
+
+        Returns:
+            clip((score - mean) / std), and with `running` minus the running mean over the running (unbiased) deviation before the
+            clip (a deviation of 0, as of a first score, divides by 1).
+        """
+        config = self._config
+        fixed = [(score - config.mean) / config.std for score in scores]
+        if config.normalise == "running":
+            for score in (score for score, is_counted in zip(fixed, counts, strict=True) if is_counted):
+                self.count += 1
+                before = score - self._mean
+                self._mean += before / self.count
+                self._squares += before * (score - self._mean)
+            std = math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else 0.0
+            fixed = [(score - self._mean) / (std or 1.0) for score in fixed]
+        if config.clip is None:
+            return fixed
+        return [min(max(score, -config.clip), config.clip) for score in fixed]

@@ -1,4 +1,6 @@
-"""Checkpoints of the learner: a Hugging Face folder, with what training needs to go on beside it.
+"""What the learner writes of its weights: checkpoints, and of a recorded run the fingerprint of every version.
+
+A checkpoint is a Hugging Face folder, with what training needs to go on beside it:
 
     checkpoints/step-000050/          AutoModelForCausalLM.from_pretrained opens it
         config.json model.safetensors tokenizer.json ...
@@ -8,7 +10,7 @@
         trainer/state.json            version, what steps remember, the controller's own part
         trainer/manifest.json         size and xxh3 of every other file; written last
 
-checkpoint_folder.py writes, finds and removes them. Invariant: no pickle.
+checkpoint_folder.py writes, finds and removes them. RUN/record/versions.jsonl has the fingerprints. Invariant: no pickle.
 """
 
 from __future__ import annotations
@@ -20,18 +22,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+import xxhash
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from asyncrl.learner.checkpoint_folder import TrainerState, read_state, write_checkpoint
 from asyncrl.learner.model.critic import load_critic, save_critic
 from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_adapters
 from asyncrl.learner.ranks.fsdp import whole_tensors
 from asyncrl.learner.train_state import TrainState
+from asyncrl.models.layout import bytes_of
 
 SHARD_BYTES = 4 << 30
+VERSIONS_FILE = "versions.jsonl"
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -121,3 +128,20 @@ def save_shards(
     if layout.is_sharded:
         index = {"metadata": layout.metadata, "weight_map": layout.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class VersionRecord(msgspec.Struct, frozen=True):
+    """One version; a learner that repeats a step makes another line of it."""
+
+    version: int
+    fingerprint: str
+
+
+def record_of(version: int, model: PreTrainedModel) -> VersionRecord:
+    """Return a version's record: xxh3-128 over names and bytes of everything that is trained."""
+    whole = xxhash.xxh3_128()
+    with torch.no_grad():
+        for name, tensor in publishable_tensors(model).items():
+            whole.update(name.encode())
+            whole.update(bytes_of(tensor.cpu().contiguous()).data)
+    return VersionRecord(version, whole.hexdigest())

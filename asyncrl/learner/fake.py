@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.algorithms.diagnostics import batch_metrics
 from asyncrl.clock import Clock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.batch_metrics import batch_metrics
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, read_state, rename_newer, write_checkpoint
 from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, PhaseReached, SetPhase, Shutdown
+from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, Shutdown
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Connection
 from asyncrl.transport.stage import Stage
@@ -74,9 +74,6 @@ class FakeLearner:
                 self._checkpoint = order
                 async with self._at_work:
                     await self._write_what_is_due()
-            case SetPhase():
-                async with self._at_work:
-                    await self._stage.tell(PhaseReached(NAME, order.phase, order.number, finished_s=self._clock.now()))
             case Shutdown():
                 await self._at_work.acquire()
 

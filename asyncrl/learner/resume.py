@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrl.algorithms.advantages import load_advantage
 from asyncrl.algorithms.corrections import load_correction
+from asyncrl.algorithms.losses import load_loss
 from asyncrl.config.algorithm import AlgorithmConfig, PythonCorrection
 from asyncrl.config.learner import LearnerConfig, PretrainedModel
 from asyncrl.config.run import RunConfig
@@ -32,7 +34,6 @@ from asyncrl.learner.optim.optimizer import build_optimizer
 from asyncrl.learner.ranks.fsdp import Divider
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.learner.ranks.launch import Begin, RankLauncher
-from asyncrl.learner.step.objective import load_advantage_once, load_loss_once
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import check_folder
 
@@ -109,8 +110,8 @@ def resolve_functions(algorithm: AlgorithmConfig) -> None:
     """
     if algorithm.kind == "dpo":
         return
-    load_advantage_once(algorithm.advantage)
-    load_loss_once(algorithm.loss)
+    load_advantage(algorithm.advantage)
+    load_loss(algorithm.loss)
     for item in algorithm.corrections:
         if isinstance(item, PythonCorrection):
             load_correction(item.path)

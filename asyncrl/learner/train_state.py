@@ -47,9 +47,14 @@ class TrainState:
             self.critic_optimizer.follow(replace(config.learner, learning_rate=rate), config.num_steps)
 
     def bring(self, phase: Phase) -> None:
-        """See `Offload.bring`; without offload everything is there."""
-        if self.offload is not None:
-            self.offload.bring(phase)
+        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
+
+        Raises:
+            ResidencyError: It does not fit.
+        """
+        has_own = phase == "train" or (self.reference is not None and self.reference.is_own_model)
+        if self.offload is not None and has_own:
+            self.offload.manager.switch(phase)
 
 
 class Offload:
@@ -85,15 +90,6 @@ class Offload:
     def _num_failed(self, own: float) -> int:
         """Wait for all ranks, and return how many of them failed."""
         return int(self._state.ranks.sum(torch.tensor(own)).item())
-
-    def bring(self, phase: Phase) -> None:
-        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
-
-        Raises:
-            ResidencyError: It does not fit.
-        """
-        if phase == "train" or (self._state.reference is not None and self._state.reference.is_own_model):
-            self.manager.switch(phase)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:

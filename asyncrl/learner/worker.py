@@ -31,7 +31,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import save_checkpoint
+from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import compile_now, make_probe
@@ -42,7 +42,6 @@ from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.learner.train_state import Offload, TrainState
-from asyncrl.learner.versions import VERSIONS_FILE, VersionRecord, record_of
 from asyncrl.observe.decisions.journal import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines
@@ -86,7 +85,7 @@ class LearnerWorker:
         self._publish, self._launcher = publish, launcher
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
         self._initial: InitialState | None = None
-        self._ready: tuple[PreparedBatch, Delivery] | None = None
+        self._ready: asyncio.Queue[tuple[PreparedBatch, Delivery]] = asyncio.Queue(1)
         """A decoded batch, and what to acknowledge when its step is done."""
         self._checkpoint: Checkpoint | None = None
         self._wanted_phase: SetPhase | None = None
@@ -97,8 +96,6 @@ class LearnerWorker:
         self._is_started = asyncio.Event()
         self._news = asyncio.Event()
         """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
-        self._room = asyncio.Event()
-        """The next batch may be decoded."""
         self._versions: JsonLines[VersionRecord] | None = None
         """Where the batches are recorded, the weights they make are too."""
         self._done: dict[int, StepDone] = {}
@@ -199,10 +196,7 @@ class LearnerWorker:
         await self._is_started.wait()
         async for batch, delivery in self._stage.requests(StepBatch):
             prepared = await asyncio.to_thread(prepare, batch, division_of(self._policy.train_state, self._config))
-            while self._ready is not None:
-                self._room.clear()
-                await self._room.wait()
-            self._ready = prepared, delivery
+            await self._ready.put((prepared, delivery))
             self._news.set()
 
     async def _serve(self) -> None:
@@ -218,36 +212,32 @@ class LearnerWorker:
                     wanted, self._checkpoint = self._checkpoint, None
                     await self._write_checkpoint(wanted)
                     continue
-                if self._ready is not None and self._phase == "train":
-                    ready, self._ready = self._ready, None
-                    self._room.set()
-                    await self._take_step(*ready, waiting_from_s)
+                if not self._ready.empty() and self._phase == "train":
+                    await self._take_step(*self._ready.get_nowait(), waiting_from_s)
                     waiting_from_s = self._clock.now()
                     continue
             self._news.clear()
-            if self._ready is not None and (offload := self._offload) is not None:
+            if not self._ready.empty() and (offload := self._offload) is not None:
                 await self._on_thread(lambda: self._launcher.tell(Help("prefetch")))
                 await self._on_thread(lambda: offload.manager.prefetch("train"))
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
-        """Bring about a phase between steps, and answer; without components of its own to move, only answer."""
+        """Bring about a phase between steps, and answer."""
         offload, self._phase = self._offload, wanted.phase
-        reached = PhaseReached(NAME, wanted.phase, wanted.number, finished_s=self._clock.now())
-        if offload is not None:
+        assert offload is not None, "phases are those of a device that is shared by turns"
 
-            def move() -> PhaseReached:
-                self._launcher.tell(ReachPhase(wanted.phase, wanted.number))
-                return offload.reach(wanted.phase, wanted.number)
+        def move() -> PhaseReached:
+            self._launcher.tell(ReachPhase(wanted.phase, wanted.number))
+            return offload.reach(wanted.phase, wanted.number)
 
-            reached = await self._on_thread(move)
-        await self._stage.tell(reached)
+        await self._stage.tell(await self._on_thread(move))
 
     def _report(self) -> tuple[str, dict[str, float]]:
         waiting_for = ""
         if self._stage.idle.is_idle and self._initial is not None:
             no_batch = f"the batch of step {self._policy.version}"
-            waiting_for = no_batch if self._ready is None else "the device, which others have"
+            waiting_for = no_batch if self._ready.empty() else "the device, which others have"
         version = -1 if self._initial is None else self._initial.version
         return waiting_for, {"process/tokens_trained": float(self._num_tokens), "process/version": float(version)}
 

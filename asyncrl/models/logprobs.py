@@ -1,4 +1,4 @@
-"""Hidden states to log-probabilities: the output layer, chunks of logits; on CUDA one kernel for each pass over them (fused.py).
+"""Hidden states to log-probabilities: the output layer, chunks of logits; on CUDA one kernel for each pass over them.
 
 The output layer runs in float32 where it is asked for: the same module in learner, inference and engine. Its weights stay the
 model's own parameter, in the model's dtype and tied as they were, so names, checkpoints and published weights do not change; a
@@ -14,6 +14,7 @@ C chunk tokens, D hidden, M positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.fused import FusedChosenAndEntropy
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """[C, D] to logits [C, V]."""
@@ -95,7 +95,7 @@ def token_logprobs(
         temperature: Divides the logits, as it did when the tokens were sampled.
         chunk_tokens: Most positions whose logits exist at once.
         entropy_gradient: Whether the entropy is differentiated (it is detached where not, and costs less).
-        fused: One kernel for each pass over a chunk of logits (models/fused.py); for CUDA.
+        fused: One kernel for each pass over a chunk of logits; for CUDA.
 
     Returns:
         float32 [M] each (float64 of a float64 model).
@@ -103,7 +103,7 @@ def token_logprobs(
     head = head.cast() if isinstance(head, Float32Head) else head
 
     def of_chunk(hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        way = FusedChosenAndEntropy if fused else _ChosenAndEntropy
+        way = _FusedChosenAndEntropy if fused else _ChosenAndEntropy
         logprobs_C, entropy_C = way.apply(head(hidden_CD), targets_C, temperature)  # type: ignore[no-untyped-call]
         return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
 
@@ -163,3 +163,72 @@ class _ChosenAndEntropy(torch.autograd.Function):
         if ctx.temperature != 1.0:
             grad_CV.div_(ctx.temperature)
         return grad_CV.to(ctx.logits_dtype), None, None
+
+
+class _FusedChosenAndEntropy(torch.autograd.Function):
+    """As `_ChosenAndEntropy`, in one pass over the logits and another for their gradient, each one kernel by torch.compile.
+
+    In that one each of some eight passes over [C, V] float32 numbers goes through the GPU's memory, which takes longer than the
+    output layer itself. Here the logits in their own dtype and two numbers a token are kept for the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_C, entropy_C, normalizer_C = _compiled(fused_values)(logits_CV, targets_C, temperature)
+        ctx.save_for_backward(logits_CV, targets_C, entropy_C, normalizer_C)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_C, entropy_C
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any,  # noqa: ANN401 - torch's own
+        grad_logprobs_C: torch.Tensor | None,
+        grad_entropy_C: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, None, None]:
+        logits_CV, targets_C, entropy_C, normalizer_C = ctx.saved_tensors
+        if grad_logprobs_C is None:
+            grad_logprobs_C = torch.zeros_like(entropy_C)
+        given = (logits_CV, targets_C, entropy_C, normalizer_C, grad_logprobs_C, grad_entropy_C, ctx.temperature)
+        return _compiled(fused_gradient)(*given), None, None
+
+
+def fused_values(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the targets' log-probabilities, the entropies, and the logarithm of each row's sum of exponentials."""
+    scaled_CV = logits_CV.float() / temperature
+    normalizer_C = scaled_CV.logsumexp(dim=-1)
+    logprobs_C = scaled_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1) - normalizer_C
+    mean_C = ((scaled_CV - normalizer_C.unsqueeze(-1)).exp() * scaled_CV).sum(dim=-1)
+    return logprobs_C, normalizer_C - mean_C, normalizer_C
+
+
+def fused_gradient(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    normalizer_C: torch.Tensor,
+    grad_logprobs_C: torch.Tensor,
+    grad_entropy_C: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the gradient of the logits, [C, V] in their dtype; the formulas are those of `_ChosenAndEntropy`."""
+    logprobs_CV = logits_CV.float() / temperature - normalizer_C.unsqueeze(-1)
+    weight_CV = grad_logprobs_C.unsqueeze(-1)
+    if grad_entropy_C is not None:
+        weight_CV = weight_CV + (logprobs_CV + entropy_C.unsqueeze(-1)) * grad_entropy_C.unsqueeze(-1)
+    is_target_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == targets_C.unsqueeze(-1)
+    grad_CV = torch.where(is_target_CV, grad_logprobs_C.unsqueeze(-1), 0.0) - logprobs_CV.exp() * weight_CV
+    return (grad_CV / temperature).to(logits_CV.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -45,11 +45,34 @@ class RunView:
         self.steps.append(report)
         return step_line(report, self.status.num_steps if self.status else 0)
 
-    def take_status(self, status: RunStatus) -> list[str]:
-        """Take a status in and return what is new in it, one line each."""
-        news = news_between(self.status, status)
-        self.status = status
-        self.events.extend(f"{duration(status.uptime_s)}  {line}" for line in news)
+    def take_status(self, after: RunStatus) -> list[str]:
+        """Take a status in and return what is new in it, in words, one line each."""
+        before, news = self.status or RunStatus(name=after.name, run_folder=after.run_folder, phase=""), list[str]()
+        if before.phase != after.phase:
+            news.append(f"{after.phase}{f': {after.reason}' if after.reason else ''}")
+        if after.resumed and not before.resumed:
+            news.append(after.resumed)
+        deaths_before = {process.name: process.deaths for process in before.processes}
+        died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
+        news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
+        then = {process.name for process in before.processes if process.joined}
+        now = {process.name for process in after.processes if process.joined}
+        lost = after.guests.get("lost", 0) > before.guests.get("lost", 0)
+        news += [f"{name} joined" for name in sorted(now - then)]
+        news += [f"{name} {'left, or was lost' if lost else 'left'}" for name in sorted(then - now)]
+        if after.accuracy_before is not None and before.accuracy_before is None:
+            news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
+        if after.accuracy_after is not None and before.accuracy_after != after.accuracy_after:
+            news.append(f"held-out accuracy now {after.accuracy_after:.3f}")
+        standing = {alarm.rule for alarm in before.alarms}
+        news += [f"ALARM {alarm.rule}: {alarm.text}" for alarm in after.alarms if alarm.rule not in standing]
+        news += [f"alarm {rule} is over" for rule in sorted(standing - {alarm.rule for alarm in after.alarms})]
+        aside = [prompt for prompt in after.set_aside if prompt not in before.set_aside]
+        news += [f"prompt {prompt} failed too often and is set aside" for prompt in aside]
+        if after.checkpoint and before.checkpoint != after.checkpoint:
+            news.append(f"checkpoint {after.checkpoint}")
+        self.status = after
+        self.events.extend(f"{duration(after.uptime_s)}  {line}" for line in news)
         return news
 
     def remaining_s(self) -> float | None:
@@ -59,35 +82,6 @@ class RunView:
         recent = list(self.steps)[-20:]
         pace_s = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
         return max(self.status.num_steps - recent[-1].version, 0) * pace_s
-
-
-def news_between(before: RunStatus | None, after: RunStatus) -> list[str]:
-    """Return what happened between two statuses, in words."""
-    news = []
-    if before is None or before.phase != after.phase:
-        news.append(f"{after.phase}{f': {after.reason}' if after.reason else ''}")
-    if after.resumed and not (before and before.resumed):
-        news.append(after.resumed)
-    deaths_before = {process.name: process.deaths for process in before.processes} if before else {}
-    died = [process for process in after.processes if process.deaths > deaths_before.get(process.name, 0)]
-    news += [f"{process.name} died ({process.deaths} times so far), now {process.state}" for process in died]
-    then = {process.name for process in before.processes if process.joined} if before else set()
-    now = {process.name for process in after.processes if process.joined}
-    lost = after.guests.get("lost", 0) > (before.guests.get("lost", 0) if before else 0)
-    news += [f"{name} joined" for name in sorted(now - then)]
-    news += [f"{name} {'left, or was lost' if lost else 'left'}" for name in sorted(then - now)]
-    if after.accuracy_before is not None and (before is None or before.accuracy_before is None):
-        news.append(f"held-out accuracy before training {after.accuracy_before:.3f}")
-    if after.accuracy_after is not None and (before is None or before.accuracy_after != after.accuracy_after):
-        news.append(f"held-out accuracy now {after.accuracy_after:.3f}")
-    standing = {alarm.rule for alarm in before.alarms} if before else set()
-    news += [f"ALARM {alarm.rule}: {alarm.text}" for alarm in after.alarms if alarm.rule not in standing]
-    news += [f"alarm {rule} is over" for rule in sorted(standing - {alarm.rule for alarm in after.alarms})]
-    then_aside = before.set_aside if before else ()
-    news += [f"prompt {prompt} failed too often and is set aside" for prompt in after.set_aside if prompt not in then_aside]
-    if after.checkpoint and (before is None or before.checkpoint != after.checkpoint):
-        news.append(f"checkpoint {after.checkpoint}")
-    return news
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -1,12 +1,14 @@
 """Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
 
 What is packed is a group: its prompt counts once, since the learner runs it once for all its samples of a row
-(learner/step/microbatch.py). A group longer than a row is cut and its prompt is run once for each piece.
+(learner/step/microbatch.py). A group longer than a row is cut and its prompt is run once for each piece. What each sample is
+there for (trained, a baseline, half of a preference pair) is decided before anything is laid out.
 
 Invariants: the same groups and arguments give the same bytes; `samples` is in the order of the groups given and by member index;
-within a row samples keep that order; the two samples of a preference pair share a row; groups that different updates train
-share none, so that a row is one micro-batch; prompt tokens, tool output, tokens older than `mask_below` and samples that are
-not trained (packing/roles.py) have mask 0; prompt tokens have version -1 and logprob 0.
+within a row samples keep that order; with preferences only paired samples are in the batch, pairs are numbered over the step in
+the order of the groups, and the two samples of one share a row; groups that different updates train share none, so that a row is
+one micro-batch; prompt tokens, tool output, tokens older than `mask_below` and samples that are not trained have mask 0, and
+such samples still count in their group; prompt tokens have version -1 and logprob 0.
 Pure numpy, no torch.
 """
 
@@ -17,26 +19,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.algorithms.screening import Screen, updates_of_groups
+from asyncrl.algorithms.screening import Screen, members_of, pairs_among, trained_members, updates_of_groups
+from asyncrl.errors import ConfigError
 from asyncrl.packing.pack import CostModel, RankPlan, Unit, pack_units
-from asyncrl.packing.roles import Role, roles_of, units_of
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
-from asyncrl.schema.samples import Sample, ScoredGroup, ids_from_bytes, mask_from_bytes
+from asyncrl.schema.samples import Sample, ScoredGroup, ScoredSample, ids_from_bytes, mask_from_bytes
 
 
 @dataclass(slots=True)
-class _Unpacked:
-    """One sample: T response tokens after P prompt tokens."""
+class _Member:
+    """One sample of the step, T response tokens after its prompt tokens, and what it is there for."""
 
-    role: Role
+    scored: ScoredSample
     sample: Sample
     prompt_tokens: int
     response_tokens: int
     loss_mask: bytes
     """uint8 [T]."""
-    is_trained: bool
     oldest_version: int
     """Of its trained tokens; -1 where there is none."""
+    is_trained: bool
+    is_greedy: bool
+    pair: int
+    is_chosen: bool
 
 
 def pack_step(
@@ -68,11 +73,9 @@ def pack_step(
     Raises:
         ConfigError: A sample or pair is longer than `tokens_per_row`, or a step of preferences has no pair.
     """
-    roles = roles_of(step, groups, screen)
-    samples = [_unpack(role, mask_below) for role in roles]
-    units = units_of(roles)
+    samples = _members_of(step, groups, screen, mask_below)
     ranked: list[tuple[list[int], int]] = []
-    for chosen in _units_of_updates(samples, units, ranks.minibatches):
+    for chosen in _units_of_updates(samples, ranks.minibatches):
         parts = [part for unit in chosen for part in unit]
         sizes = [_measured(samples, unit, ranks.cost) for unit in chosen]
         packed = pack_units(sizes, tokens_per_row, ranks.num_ranks)
@@ -91,11 +94,11 @@ def pack_step(
                 start=start,
                 prompt_tokens=each.prompt_tokens,
                 response_tokens=each.response_tokens,
-                reward=each.role.scored.reward,
+                reward=each.scored.reward,
                 oldest_version=each.oldest_version,
-                is_greedy=each.role.is_greedy,
-                pair=each.role.pair,
-                is_chosen=each.role.is_chosen,
+                is_greedy=each.is_greedy,
+                pair=each.pair,
+                is_chosen=each.is_chosen,
             )
             start += each.prompt_tokens + each.response_tokens
     return StepBatch(
@@ -108,22 +111,61 @@ def pack_step(
     )
 
 
-def _units_of_updates(
-    samples: Sequence[_Unpacked], units: Sequence[list[list[int]]], minibatches: int
-) -> list[list[list[list[int]]]]:
-    """Return the units of each update's groups, those of groups that train nothing last; all together for one update."""
-    if minibatches == 1:
-        return [list(units)]
-    groups = [each.sample.group_id for each in samples]
-    trained = [each.sample.group_id for each in samples if each.is_trained]
+def _members_of(step: int, groups: Sequence[ScoredGroup], screen: Screen, mask_below: int) -> list[_Member]:
+    """Return the samples that belong into the batch, in the order of the groups and by member index."""
+    samples: list[_Member] = []
+    num_pairs = 0
+    for group in groups:
+        members = members_of(group)
+        trained, pairs = set(trained_members(members, screen)), pairs_among(members, screen)
+        sides = {index: (pair, side == 0) for pair, both in enumerate(pairs, num_pairs) for side, index in enumerate(both)}
+        num_pairs += len(pairs)
+        for scored in group.members:
+            sample, index = scored.sample, scored.sample.index
+            if screen.preference is None or index in sides:
+                loss_mask, oldest_version = _mask_of(sample, mask_below if index in trained else None)
+                pair, is_chosen = sides.get(index, (-1, False))
+                samples.append(_Member(
+                    scored, sample, len(sample.prompt_ids) // 4, sample.num_tokens, loss_mask, oldest_version, 1 in loss_mask,
+                    index == screen.greedy_index, pair, is_chosen,
+                ))  # fmt: skip
+    if screen.preference is not None and not samples:
+        raise ConfigError(
+            f"step {step} has nothing to train: none of its {len(groups)} groups has a preference pair; the buffer gives a step "
+            "only groups that have one, so these come from elsewhere: leave them out (algorithm.preference says what a pair is)"
+        )
+    return samples
+
+
+def _mask_of(sample: Sample, mask_below: int | None) -> tuple[bytes, int]:
+    """Return a sample's loss mask, and its oldest trained version (-1: none); `mask_below` None: nothing of it is trained."""
+    num_tokens, versions = sample.num_tokens, ids_from_bytes(sample.versions)
+    if mask_below is None:
+        return bytes(num_tokens), -1
+    if not sample.loss_mask and not mask_below:
+        return b"\1" * num_tokens, int(np.minimum.reduce(versions))
+    loss_mask = (mask_from_bytes(sample.loss_mask, num_tokens) * (versions >= mask_below)).tobytes()
+    trained = versions[mask_from_bytes(loss_mask, num_tokens) > 0]
+    return loss_mask, int(trained.min()) if len(trained) else -1
+
+
+def _units_of_updates(samples: Sequence[_Member], minibatches: int) -> list[list[list[list[int]]]]:
+    """Return the groups of each update, those that train nothing last; all together for one update.
+
+    A group is the parts that must share a row, a sample or both of a pair, as positions.
+    """
+    trained = [each.sample.group_id for each in samples if each.is_trained] if minibatches > 1 else []
     update_of_group = updates_of_groups(trained, minibatches)
-    of_update: dict[int, list[list[list[int]]]] = {}
-    for unit in units:
-        of_update.setdefault(update_of_group.get(groups[unit[0][0]], minibatches), []).append(unit)
-    return [of_update[update] for update in sorted(of_update)]
+    of_update: dict[int, dict[tuple[int, bytes], dict[int, list[int]]]] = {}
+    for position, each in enumerate(samples):
+        group_id, prompt_ids = each.sample.group_id, each.sample.prompt_ids
+        units = of_update.setdefault(update_of_group.get(group_id, minibatches), {})
+        parts = units.setdefault((group_id, prompt_ids), {})
+        parts.setdefault(each.pair if each.pair >= 0 else -1 - position, []).append(position)
+    return [[list(parts.values()) for parts in of_update[update].values()] for update in sorted(of_update)]
 
 
-def _measured(samples: Sequence[_Unpacked], unit: list[list[int]], cost: CostModel) -> Unit:
+def _measured(samples: Sequence[_Member], unit: list[list[int]], cost: CostModel) -> Unit:
     prefix = samples[unit[0][0]].prompt_tokens
     return Unit(
         prefix=prefix,
@@ -133,28 +175,13 @@ def _measured(samples: Sequence[_Unpacked], unit: list[list[int]], cost: CostMod
     )
 
 
-def _unpack(role: Role, mask_below: int) -> _Unpacked:
-    sample = role.scored.sample
-    num_tokens, versions = sample.num_tokens, ids_from_bytes(sample.versions)
-    loss_mask = sample.loss_mask or b"\1" * num_tokens
-    if not role.is_trained:
-        loss_mask, oldest_version = bytes(num_tokens), -1
-    elif not sample.loss_mask and not mask_below:
-        oldest_version = int(np.minimum.reduce(versions))
-    else:
-        loss_mask = (mask_from_bytes(sample.loss_mask, num_tokens) * (versions >= mask_below)).tobytes()
-        trained = versions[mask_from_bytes(loss_mask, num_tokens) > 0]
-        oldest_version = int(trained.min()) if len(trained) else -1
-    return _Unpacked(role, sample, len(sample.prompt_ids) // 4, num_tokens, loss_mask, 1 in loss_mask, oldest_version)
-
-
-def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
+def _row(samples: list[_Member], rank: int) -> PackedRow:
     """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
     none = np.full(max(each.prompt_tokens for each in samples), -1, dtype="<i4").tobytes()
     # Nothing where a trained sample brings none, so that no 0 is taken for a logprob. Rows of both kinds come only where a resume
     # moved the reference to the learner, which then runs its own over all of them; the other way round the buffer asks for the
     # scores again (buffer/open.py).
-    brought, reference_logprobs = [each.role.scored.reference_logprobs for each in samples], b""
+    brought, reference_logprobs = [each.scored.reference_logprobs for each in samples], b""
     if any(brought) and all(own or not each.is_trained for own, each in zip(brought, samples, strict=True)):
         filled = [own or bytes(4 * each.response_tokens) for own, each in zip(brought, samples, strict=True)]
         reference_logprobs = _after_prompts(samples, filled)
@@ -168,6 +195,6 @@ def _row(samples: list[_Unpacked], rank: int) -> PackedRow:
     )
 
 
-def _after_prompts(samples: list[_Unpacked], responses: list[bytes]) -> bytes:
+def _after_prompts(samples: list[_Member], responses: list[bytes]) -> bytes:
     """Return float32 values of response tokens, 0 on the prompts before them."""
     return b"".join([part for each, own in zip(samples, responses, strict=True) for part in (bytes(4 * each.prompt_tokens), own)])

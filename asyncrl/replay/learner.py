@@ -24,10 +24,10 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.batch_feeder import RecordedStep, pack_taken
 from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.errors import ConfigError
+from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of
 from asyncrl.learner.resume import build_train_state, resolve_functions
 from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.learner.versions import VERSIONS_FILE, VersionRecord, record_of
 from asyncrl.observe.decisions.journal import RECORD_FOLDER, read_journal
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepBatch
@@ -39,8 +39,6 @@ class LearnerReplayed:
 
     num_equal: int
     """Versions whose weights are those of the run."""
-    last_step: int
-    """Trained last; -1: none."""
     fault: str
     """Why it went no further; empty where every recorded step was trained, or all that were asked for."""
 
@@ -111,7 +109,7 @@ class LearnerReplay:
                 break
             num_equal += 1
             on_step(batch.step)
-        return LearnerReplayed(num_equal, self.version - 1, fault)
+        return LearnerReplayed(num_equal, fault)
 
     def whatif(self, overrides: Mapping[str, Any]) -> WhatIf:
         """Return what the gradient of the next step's batch would have been under these fields of the config.

@@ -117,8 +117,6 @@ class ResidencyManager:
         Raises:
             ResidencyError: It cannot be done; everything is whole, some of it moved.
         """
-        if phase not in self._phases:
-            raise ResidencyError(f"{self._process} knows the phases {', '.join(self._phases)}, not {phase!r}")
         for component in self._components.values():
             component.look()
         moves = plan_switch(self._parts(), self._phases[phase], self._budget, self._offload_to)

@@ -56,11 +56,6 @@ async def _score(function: Reward, prompt: Prompt, index: int, text: str) -> Sco
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        return Score(
-            index,
-            0.0,
-            error=f"the caller's reward: {type(error).__name__}: {shown(error)}",
-            error_kind=kind_of(error),
-            trace=trace_of(error),
-        )
+        said = f"the caller's reward: {type(error).__name__}: {shown(error)}"
+        return Score(index, 0.0, error=said, error_kind=kind_of(error), trace=trace_of(error))
     return Score(index, reward, {"caller": reward})

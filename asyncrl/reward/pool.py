@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -60,20 +61,11 @@ _MAX_LOST = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    done: asyncio.Future[None]
-    scores: list[Score | None]
-    """None where it is still to come."""
-    num_open: int
-
-
-@dataclass(slots=True, eq=False)
 class _Job:
     """One sample of a request."""
 
-    request: _Request
-    place: int
     sample: RewardInput
+    done: asyncio.Future[Score]
     number: int = 0
     """Which of the samples it is that its process was sent, from 1; 0: it was not sent yet."""
     skipped: tuple[int, ...] = ()
@@ -130,8 +122,7 @@ class RewardPool:
     @property
     def capacity(self) -> int:
         """Samples that are worth handing in at once."""
-        several = self._ready.takes_several or self._ready.is_concurrent
-        return self._config.concurrency * (MOST_TOGETHER if several else 2 * MAX_BATCH)
+        return self._config.concurrency * (2 * MAX_BATCH if self._is_one_by_one else MOST_TOGETHER)
 
     @property
     def _is_one_by_one(self) -> bool:
@@ -143,14 +134,15 @@ class RewardPool:
         Returns:
             A score of each, in order; where `error` is set there is none, and the error says why.
         """
-        started_s, num = self._clock.now(), len(request.indices)
-        pending = _Request(asyncio.get_running_loop().create_future(), [None] * num, num)
+        started_s, loop = self._clock.now(), asyncio.get_running_loop()
         told = zip(request.indices, request.texts, request.finish_reasons, request.lengths, strict=True)
-        for place, (index, text, finish_reason, length) in enumerate(told):
-            self._waiting.put_nowait(_Job(pending, place, RewardInput(request.prompt, text, finish_reason, length, index)))
-        if num:
-            await pending.done
-        scores = tuple([score for score in pending.scores if score is not None])
+        jobs = [
+            _Job(RewardInput(request.prompt, text, finish_reason, length, index), loop.create_future())
+            for index, text, finish_reason, length in told
+        ]
+        for job in jobs:
+            self._waiting.put_nowait(job)
+        scores = tuple([await job.done for job in jobs])
         times = started_s, self._clock.now()
         return Scores(request.group_id, request.attempt, scores, self._name, *times, request.purpose)
 
@@ -216,7 +208,7 @@ class RewardPool:
                         judgements = await process.judgements([job.number for job in jobs if job.number])
                 except TimeoutError:
                     mark = process.mark
-                    is_sure = mark.function != AT_REST and mark.has_taken_s() > _MOSTLY * self._config.timeout_s
+                    is_sure = mark.function != AT_REST and time.monotonic() - mark.since_s > _MOSTLY * self._config.timeout_s
                     stopped = process.ending or ("time" if is_sure else "it said nothing")
                 except ProcessDied as died:
                     stopped, is_sure = str(died), not isinstance(died, InvalidJudgements)
@@ -354,14 +346,12 @@ class RewardPool:
             self._tell(name, limit, fails=False)
             self.counts.over_limit += 1
             job.over_limit = f"reward {name} {limit}"
-        request = job.request
-        request.scores[job.place] = Score(
+        score = Score(
             job.sample.index, judgement.reward, judgement.parts, judgement.error[:MAX_ERROR_CHARS],
             error_kind=judgement.kind[:MAX_ERROR_CHARS], trace=judgement.trace, over_limit=job.over_limit,
         )  # fmt: skip
-        request.num_open -= 1
-        if not request.num_open and not request.done.done():
-            request.done.set_result(None)
+        if not job.done.done():  # cancelled: nobody waits any more
+            job.done.set_result(score)
 
     async def _start(self) -> ScoringProcess:
         process = ScoringProcess(self._output)

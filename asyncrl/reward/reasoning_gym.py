@@ -1,6 +1,6 @@
 """1 where a reasoning-gym family's own scorer is satisfied (0.99 and above by default), else 0, with its known holes closed.
 
-`prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/reasoning_gym.py writes it, or a bare entry.
+`prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/registry.py writes it, or a bare entry.
 
 Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, `nan`
 (complex_arithmetic), 0 for any probability (coin_flip), anything at all (game_of_life_halting). Others pass the model's text to
@@ -80,10 +80,10 @@ def _parse_reference(reference_json: str, prompt_id: str) -> tuple[str, str, Ent
     """Return family, its options as canonical JSON, and the entry."""
     try:
         reference = json.loads(reference_json)
-        wrapped = "entry" in reference
-        entry = reference["entry"] if wrapped else reference
-        family = reference["family"] if wrapped else entry["metadata"]["source_dataset"]
-        options_json = json.dumps(reference.get("family_options", {}) if wrapped else {}, sort_keys=True)
+        if "entry" not in reference:
+            reference = {"family": reference["metadata"]["source_dataset"], "entry": reference}
+        family, entry = reference["family"], reference["entry"]
+        options_json = json.dumps(reference.get("family_options", {}), sort_keys=True)
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(f"prompt {prompt_id!r}: reference_json holds no reasoning-gym entry ({error!r})") from error
     return family, options_json, _tuples(entry) if family in _TUPLE_FAMILIES else entry
@@ -202,11 +202,6 @@ def _magnitude(node: ast.expr) -> float:
     raise ValueError("not an expression")
 
 
-def _never(_answer: str, _reference: str) -> bool:
-    """Only the reference answer itself is right."""
-    return False
-
-
 def _same_words(answer: str, reference: str) -> bool:
     return len(answer.split()) == len(reference.split())
 
@@ -214,10 +209,8 @@ def _same_words(answer: str, reference: str) -> bool:
 _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     # The scorer compares truth values of texts: every text is true.
     "game_of_life_halting": lambda answer, reference: answer.casefold() == reference.casefold(),
-    # The scorer passes other texts to eval, and pays less than 1 for them anyway.
-    "string_insertion": _never,
-    "spiral_matrix": _never,
-    "binary_matrix": _never,
+    # Only the reference itself is right: the scorer passes other texts to eval, and pays less than 1 for them anyway.
+    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix"), lambda _answer, _reference: False),
     # eval or sympy's parser, and many right answers.
     "n_queens": re.compile(r"[Q_\s]+"),
     "countdown": _expression,

@@ -4,6 +4,10 @@ A reward function takes one `RewardInput` and returns a number, or an awaitable 
 and one row in `_BUILDERS`; a user's own is named by import path (`PythonReward`) and may take several samples at once. Functions
 are built once per scoring process (worker_process.py); what they raise fails that sample only.
 
+The answer of `answer_match` is the first group of the last match of `extract`, or the whole completion. One that names
+several candidates is not an answer: `numeric` takes exactly one number (numbers.py), and `math` exactly one expression
+(math_match.py).
+
 Invariants: names are unique within a run and the same in every process; the sum is finite or the sample is failed.
 """
 
@@ -17,13 +21,25 @@ from asyncio.events import _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.config import reward as kinds
 from asyncrl.errors import ConfigError, RewardError, leaves
-from asyncrl.reward.answer_match import build_answer_match
-from asyncrl.reward.inputs import RewardFunction, RewardInput, as_number, compile_pattern, matches_whole, shown
+from asyncrl.reward.inputs import (
+    Pattern,
+    RewardFunction,
+    RewardInput,
+    as_number,
+    compile_extract,
+    compile_pattern,
+    extract_answer,
+    matches_whole,
+    shown,
+)
+from asyncrl.reward.math_match import Equal, build_math_match
+from asyncrl.reward.numbers import same_quantity
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
@@ -256,6 +272,34 @@ def _outside_the_loop(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
+    """1 where the completion's answer equals the reference answer: exact, numeric, regex or mathematical equality."""
+    extract = compile_extract(config.extract, "reward.functions answer_match extract")
+    matchers: dict[str, Equal] = {
+        "exact": str.__eq__,
+        "numeric": lambda answer, reference: answer == reference or same_quantity(answer, reference, config.tolerance),
+        "regex": lambda answer, reference: matches_whole(answer, _reference_pattern(reference)),
+    }
+    matches = build_math_match() if config.mode == "math" else matchers[config.mode]
+
+    def score(sample: RewardInput) -> float:
+        reference = sample.prompt.answer.strip()
+        if not reference:
+            raise RewardError(f"prompt {sample.prompt.prompt_id!r} has no reference answer")
+        answer = extract_answer(sample.text, extract)
+        return float(bool(answer) and matches(answer or "", reference))
+
+    return score
+
+
+@lru_cache(maxsize=1024)
+def _reference_pattern(reference: str) -> Pattern:
+    try:
+        return compile_pattern(reference, "reference")
+    except ConfigError as error:
+        raise RewardError(str(error)) from error
+
+
 def _build_format_check(config: kinds.FormatCheckReward) -> RewardFunction:
     """1 where the whole completion matches the pattern, `.` matching newlines."""
     pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
@@ -279,7 +323,7 @@ def _build_preference(_: kinds.PreferenceReward) -> RewardFunction:
 
 
 _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
-    kinds.AnswerMatchReward: build_answer_match,
+    kinds.AnswerMatchReward: _build_answer_match,
     kinds.FormatCheckReward: _build_format_check,
     kinds.CodeExecReward: build_code_exec,
     kinds.ReasoningGymReward: build_reasoning_gym,

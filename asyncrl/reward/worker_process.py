@@ -130,11 +130,7 @@ class Mark(NamedTuple):
     in_batch: bool
     """It is in a function that has several samples, this one the first."""
     since_s: float
-    """When it began the sample, by the clock that all processes of the machine share."""
-
-    def has_taken_s(self) -> float:
-        """Return how long the sample has taken so far."""
-        return time.monotonic() - self.since_s
+    """When it began the sample, by `time.monotonic`, which all processes of the machine share."""
 
 
 class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error of ours
@@ -156,33 +152,32 @@ def _message(message: msgspec.Struct | list[Judgement]) -> bytes:
 # -- the pool's side -----------------------------------------------------------------------------------------------------------
 
 
-class PrintedOutput:
-    """What rewards print, in a file of at most `MAX_PRINTED_BYTES` and one older; without a path, on standard error and cut."""
+class PrintedOutput(asyncio.Protocol):
+    """What rewards print, in a file of at most `MAX_PRINTED_BYTES` and one older; without a path, on standard error and cut.
+
+    The pipes of all scoring processes lead here.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._file = path.open("ab", 0) if path is not None else None
-        self._size = self._file.tell() if self._file is not None else 0
+        self._file = path.open("ab", 0) if path is not None else os.fdopen(os.dup(2), "wb", 0)
+        self._size = self._file.tell() if path is not None else 0
 
-    def write(self, text: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         """Add to the file; begin a new one where this one is full. On a full disk what is printed is lost, and nothing else."""
         with contextlib.suppress(OSError):
-            if self._size + len(text) > MAX_PRINTED_BYTES:
+            if self._size + len(data) > MAX_PRINTED_BYTES:
                 if self._path is None:
                     return
                 self.close()
                 self._path.replace(self._path.with_suffix(".old.log"))
                 self._file, self._size = self._path.open("wb", 0), 0
-            self._size += len(text)
-            if self._file is None:
-                os.write(2, text)
-            else:
-                self._file.write(text)
+            self._size += len(data)
+            self._file.write(data)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 class ScoringProcess:
@@ -227,6 +222,8 @@ class ScoringProcess:
             except OSError as error:
                 raise RewardError(f"cannot start a scoring process: {error}") from error
             ours.pop_all()
+        self.pid = self._process.pid
+        """Of the child, and of its process group."""
 
     async def begin(self, config: RewardConfig) -> Ready:
         """Wait until the child has built its rewards; return what it says of them.
@@ -235,13 +232,8 @@ class ScoringProcess:
             ConfigError: The rewards are configured wrongly.
             RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
         """
-        output, self._names = self._output, frozenset(reward_names(config))
-
-        class Printing(asyncio.Protocol):
-            def data_received(self, data: bytes) -> None:
-                output.write(data)
-
-        self._printing, _ = await asyncio.get_running_loop().connect_read_pipe(Printing, self._printed)
+        self._names = frozenset(reward_names(config))
+        self._printing, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, self._printed)
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._writer.write(_message(Begin(config, os.getpid(), tuple(sys.path))))
         try:
@@ -254,11 +246,6 @@ class ScoringProcess:
         if ready.error:
             raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
         return ready
-
-    @property
-    def pid(self) -> int:
-        """The process id of the child, which is also that of its process group."""
-        return self._process.pid
 
     @property
     def mark(self) -> Mark:
@@ -319,7 +306,7 @@ class ScoringProcess:
     def kill(self) -> None:
         """End the child and all it started, now. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
     async def reap(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 
 from aiohttp import web
 
@@ -19,7 +19,6 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.serve.records import ROLES, Records, Role, TokenRecord
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 WHO = web.RequestKey("who", TokenRecord)
 OPEN = "open"
 """In place of a role: of routes that ask for no token."""

@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import MetricsRow, label_text, render_prometheus
-from asyncrl.observe.steps import STEPS_FILE, read_steps
+from asyncrl.observe.steps import read_steps
 from asyncrl.serve.records import Records, RunRecord
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -39,11 +39,6 @@ class StepSeen(msgspec.Struct, frozen=True):
     generators_idle: float
 
 
-def newest_step(run_folder: Path) -> StepSeen | None:
-    """Return a run's newest step; None: it has none."""
-    return _newest(run_folder / STEPS_FILE, StepSeen)
-
-
 def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     """Return the newest metrics of every live run, and counts of the daemon: runs by state, requests by status (`answered`)."""
     runs = list(records.runs.values())
@@ -56,7 +51,8 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     newest: dict[str, dict[str, float]] = {}
     for run in runs:
         if run.state == "live":
-            values = sorted(_newest_metrics(records.run_folder(run.id)).items())
+            row = newest_row(records.run_folder(run.id) / "metrics.jsonl", MetricsRow)
+            values = sorted(row.metrics.items()) if row else []
             own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
             newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
     return "\n".join(lines) + "\n" + render_prometheus(newest, OWN_METRICS)
@@ -86,13 +82,7 @@ def _row(record: RunRecord, folder: Path, config: Path) -> dict[str, Any]:
     }
 
 
-def _newest_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics of a run's newest step."""
-    row = _newest(folder / "metrics.jsonl", MetricsRow)
-    return row.metrics if row is not None else {}
-
-
-def _newest(path: Path, kind: type[T]) -> T | None:
+def newest_row(path: Path, kind: type[T]) -> T | None:
     """Return the last row of a file of JSON lines; None: there is none."""
     if not path.exists():
         return None

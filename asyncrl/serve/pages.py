@@ -37,7 +37,7 @@ from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.overview import StepSeen, newest_step
+from asyncrl.serve.overview import StepSeen, newest_row
 from asyncrl.serve.records import Records, RunRecord
 from asyncrl.serve.streams import json_response, last_event_id, stream
 
@@ -155,7 +155,8 @@ class Pages:
         """Return the newest step of each; it is read again once the run's version or state is another."""
         for run in runs:
             if self._newest.get(run.id, ())[:2] != (run.version, run.state):
-                self._newest[run.id] = (run.version, run.state, newest_step(self._records.run_folder(run.id)))
+                step = newest_row(self._records.run_folder(run.id) / STEPS_FILE, StepSeen)
+                self._newest[run.id] = (run.version, run.state, step)
         return [self._newest[run.id][2] for run in runs]
 
     async def live(self, request: web.Request) -> web.StreamResponse:

@@ -27,20 +27,14 @@ class PromptSequence:
 
     def __init__(self, train: Sequence[Prompt], seed: int) -> None:
         """Order `train`, at least one, by `seed`."""
-        self._train = train
-        self._seed = seed
-
-    @property
-    def epoch_length(self) -> int:
-        """Return how many indices one epoch has."""
-        return len(self._train)
+        self._train, self._seed = train, seed
+        self.epoch_length = len(train)
+        """How many indices one epoch has."""
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the prompt at `index`, any integer from 0 up."""
-        if index < 0:
-            raise IndexError(f"prompt index must be at least 0, got {index}")
-        epoch, position = divmod(index, len(self._train))
-        return self._train[permuted(position, len(self._train), derive_seed(self._seed, "epoch", epoch))]
+        epoch, position = divmod(index, self.epoch_length)
+        return self._train[permuted(position, self.epoch_length, derive_seed(self._seed, "epoch", epoch))]
 
 
 def permuted(position: int, size: int, seed: int) -> int:

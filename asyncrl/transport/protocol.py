@@ -328,10 +328,6 @@ class Connection:
             out.next_seq = len(out.unacked)
         self.resend_all()
 
-    def adopt(self, window: int, max_message_bytes: int) -> None:
-        """Have the listener's sizes from now on."""
-        self.window, self.max_message_bytes = window, max_message_bytes
-
     def _enqueue(self, message: Message, lane: Lane, out: OutLane) -> None:
         """Encode, number and queue one message; nothing changes where it cannot be encoded."""
         item = Item(lane, out.next_seq, encode(message, self.max_message_bytes))

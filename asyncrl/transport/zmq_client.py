@@ -198,7 +198,7 @@ class ZmqConnector:
                         self._greet()
                 case wire.Welcome() if self._phase == "greeting":
                     self._enter("open")
-                    self._session.adopt(packet.window, packet.max_message_bytes)
+                    self._session.window, self._session.max_message_bytes = packet.window, packet.max_message_bytes
                     self._session.wire = lambda parcel: self._socket.send(wire.build_parcel(self._session_id, parcel))
                     if packet.session == self._session_id:
                         self._session.resend_all()

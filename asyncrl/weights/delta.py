@@ -1,50 +1,71 @@
-"""What changed from one version's bytes to the next's, as one small blob, and back.
+"""Deltas: what changed from one version's bytes to the next's, which are kept, and which of them a subscriber fetches.
 
 A blob is a run of sections, one for each chunk in which something changed. A section names the elements whose bytes differ (as
 gaps from one to the next) and gives their new values. Values, not differences: applying a delta twice does no harm, and what is
 not a number, or a zero of either sign, is just bytes.
 
-Invariants:
+`DeltaChain` and `plan_fetch` decide, purely. `DeltaOffers` is the learner's side: it owns a copy of the newest version that can
+be fetched (as many bytes as a version, in host memory), makes the next delta from it and then brings it up to date in place.
+
+The learner's chain is a run of deltas, each based on the version before, the last leading to the newest version; somewhere along
+it lies one version whose whole bytes can be fetched (the newest, on media that hold that anyway).
+
+    v7 ─delta─▶ v8 ─delta─▶ v9 (whole) ─delta─▶ v10 ─delta─▶ v11, announced
+
+Invariants of a blob:
 - Lossless: `apply_delta(encode_delta(base, current), base)` makes `base` equal to `current`, bit for bit.
 - Elements are compared as unsigned integers of their size; the gaps of the layout are zero in every version.
 - A few chunks at a time, each on a thread of its own: what is held besides the two versions is the blob and a few times
   CHUNK_BYTES for each thread.
-- Gaps and values are divided into byte planes, each compressed on its own: a plane's bytes are alike.
+- Gaps and values are divided into byte planes, each compressed on its own: a plane's bytes are alike. A gap takes as many bytes
+  as the longest of its chunk needs; the high ones are nearly all zero then, and compress to nearly nothing.
+
+Invariants of the chain:
+- From the whole version on every delta is kept, so that the newest can be had by whoever has nothing: whole, then deltas.
+- At most `full_every` deltas are kept, of fewer bytes together than a version; the oldest go first.
+- Only what succeeded is told to the chain (`advance`): versions that were superseded or failed leave it as it is.
+- A base is the same one only if version and fingerprint both are: after a restart other bytes go by the same number.
+- The copy, the chain and what subscribers can fetch are of one version: they change together, after everything that can fail.
+- A delta that is too large, or that the medium refuses, is no failure: the version goes whole.
 
 Source: sending only the elements whose bf16 bytes changed is the idea of sparse weight patches for RL, e.g. PULSE
 (arXiv 2602.03839); gap coding and byte planes as in inverted indices and Blosc's shuffle.
-
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import COPY_THREADS, DTYPE_OF_NAME, bucket_ends
-from asyncrl.schema.weights import WeightsManifest
+from asyncrl.schema.weights import Delta, WeightsAvailable, WeightsManifest
+from asyncrl.weights.media.base import MediumWriter
+
+_LOG = logging.getLogger(__name__)
 
 Elements = NDArray[np.unsignedinteger[Any]]
-Compress = Callable[[bytes], bytes]
 
 CHUNK_BYTES = 4 << 20
-MAGIC = b"ADL1"
-_SECTION = struct.Struct("<QIIBB")
-"""First byte of the chunk, changed elements, wide gaps, bytes of an element, bytes of a gap."""
+MAGIC = b"ADL2"
+_SECTION = struct.Struct("<QIBB")
+"""First byte of the chunk, changed elements, bytes of a gap, bytes of an element."""
 _FRAME = struct.Struct("<I")
-_WIDE_GAP_BYTES = 4
 _UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
-_NARROW_BELOW = 64
-"""Mean gap up to which gaps take one byte each, and beyond which two."""
 
 
 def encode_delta(manifest: WeightsManifest, base: memoryview, current: memoryview, max_bytes: int | None = None) -> bytes | None:
@@ -59,18 +80,11 @@ def encode_delta(manifest: WeightsManifest, base: memoryview, current: memoryvie
     Returns:
         The blob; None where it would have more than `max_bytes`.
     """
-
-    def encode(chunk: tuple[int, int, int]) -> bytes:
-        start, end, item_bytes = chunk
-        kind = _UNSIGNED[item_bytes]
-        old, new = np.frombuffer(base[start:end], kind), np.frombuffer(current[start:end], kind)
-        return _encode_section(start, old, new, zstandard.ZstdCompressor(level=1).compress)
-
     sections = [MAGIC]
     num_bytes = len(MAGIC)
     pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-delta")
     try:
-        for section in pool.map(encode, _chunks(manifest)):
+        for section in pool.map(partial(_encode_section, base, current), _chunks(manifest)):
             sections.append(section)
             num_bytes += len(section)
             if max_bytes is not None and num_bytes > max_bytes:
@@ -127,21 +141,18 @@ def _chunks(manifest: WeightsManifest) -> Iterator[tuple[int, int, int]]:
             yield chunk_start, min(chunk_start + CHUNK_BYTES, end), item_bytes
 
 
-def _encode_section(start: int, old: Elements, new: Elements, compress: Compress) -> bytes:
+def _encode_section(base: memoryview, current: memoryview, chunk: tuple[int, int, int]) -> bytes:
     """Return the section of a chunk; nothing where nothing changed."""
+    start, end, item_bytes = chunk
+    old, new = (np.frombuffer(version[start:end], _UNSIGNED[item_bytes]) for version in (base, current))
     positions = np.flatnonzero(old != new)
     if not positions.size:
         return b""
     gaps = np.diff(positions, prepend=-1) - 1
-    gap_bytes = 1 if new.size < _NARROW_BELOW * positions.size else 2
-    escape = 256**gap_bytes - 1
-    is_wide = gaps >= escape
-    wide = gaps[is_wide].astype("<u4")
-    gaps[is_wide] = escape
-    planes = [*_planes(gaps.astype(_UNSIGNED[gap_bytes])), wide.tobytes(), *_planes(new[positions])]
-    section = [_SECTION.pack(start, positions.size, wide.size, new.itemsize, gap_bytes)]
-    for plane in planes:
-        frame = compress(plane)
+    gap_bytes = np.min_scalar_type(int(gaps.max())).itemsize
+    section, compressor = [_SECTION.pack(start, positions.size, gap_bytes, item_bytes)], zstandard.ZstdCompressor(level=1)
+    for plane in (*_planes(gaps.astype(_UNSIGNED[gap_bytes])), *_planes(new[positions])):
+        frame = compressor.compress(plane)
         section += [_FRAME.pack(len(frame)), frame]
     return b"".join(section)
 
@@ -169,19 +180,233 @@ def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elemen
         return np.frombuffer(decompressor.decompress(compressed), np.uint8)
 
     while at < len(blob):
-        start, count, num_wide, item_bytes, gap_bytes = _SECTION.unpack_from(blob, at)
+        start, count, *planes = _SECTION.unpack_from(blob, at)
         at += _SECTION.size
-        gaps = _joined([frame(count) for _ in range(gap_bytes)], gap_bytes).astype(np.int64)
-        wide = frame(num_wide * _WIDE_GAP_BYTES).view("<u4")
-        gaps[gaps == 256**gap_bytes - 1] = wide
-        values = _joined([frame(count) for _ in range(item_bytes)], item_bytes)
-        yield start, np.cumsum(gaps + 1) - 1, values
+        gaps, values = (_joined([frame(count) for _ in range(num_planes)]) for num_planes in planes)
+        yield start, np.cumsum(gaps.astype(np.int64) + 1) - 1, values
 
 
-def _joined(planes: Sequence[NDArray[np.uint8]], item_bytes: int) -> Elements:
+def _joined(planes: Sequence[NDArray[np.uint8]]) -> Elements:
     """Undo `_planes`."""
-    each_byte = np.empty((len(planes[0]), item_bytes), np.uint8)
+    each_byte = np.empty((len(planes[0]), len(planes)), np.uint8)
     for place, plane in enumerate(planes):
         each_byte[:, place] = plane
-    elements: Elements = each_byte.reshape(-1).view(_UNSIGNED[item_bytes])
+    elements: Elements = each_byte.reshape(-1).view(_UNSIGNED[len(planes)])
     return elements
+
+
+# -- the chain, decided purely ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WholeVersion:
+    """A version whose bytes can be fetched."""
+
+    version: int
+    location: str
+    bucket_fingerprints: bytes
+
+
+@dataclass(slots=True)
+class DeltaChain:
+    """What the learner offers.
+
+    Example:
+        >>> chain = DeltaChain(total_bytes=1000, full_every=2)
+        >>> chain.is_whole_due(delta_bytes=None)
+        True
+        >>> chain.advance("ab", WholeVersion(1, "here", b""), None)
+        ()
+        >>> chain.is_whole_due(delta_bytes=10)
+        False
+    """
+
+    total_bytes: int
+    full_every: int
+    whole: WholeVersion | None = None
+    deltas: tuple[Delta, ...] = ()
+    head: tuple[int, str] | None = field(default=None, init=False)
+    """Newest version and its fingerprint; what the next delta is based on."""
+
+    def is_whole_due(self, delta_bytes: int | None) -> bool:
+        """Return whether the next version has to be fetchable whole.
+
+        Args:
+            delta_bytes: Of the delta that leads to it; None: there is none.
+        """
+        if self.whole is None or delta_bytes is None:
+            return True
+        since = deltas_from(self.deltas, self.whole.version)
+        return len(since) + 1 >= self.full_every or bytes_of(since) + delta_bytes > self.total_bytes
+
+    def advance(self, fingerprint: str, whole: WholeVersion | None, delta: Delta | None) -> tuple[Delta, ...]:
+        """Take the next version in.
+
+        Args:
+            fingerprint: Its.
+            whole: Where its whole bytes lie; None: only the delta leads to it.
+            delta: From the head to it; None: the chain begins anew.
+
+        Returns:
+            The deltas that are no longer offered.
+        """
+        assert delta is None or self.head == (delta.base_version, delta.base_fingerprint), "not based on the newest"
+        before, self.whole = self.deltas, whole or self.whole
+        assert self.whole is not None, "nothing leads to the version"
+        self.deltas = () if delta is None else (*before, delta)
+        self.head = (delta.version if delta else self.whole.version, fingerprint)
+        while self.deltas and self._is_long() and self.deltas[0].version <= self.whole.version:
+            self.deltas = self.deltas[1:]
+        return tuple(old for old in (*before, delta) if old is not None and old not in self.deltas)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between versions."""
+        assert self.head is not None, "no version yet"
+        assert self.whole is not None, "no whole version"
+        newest = self.deltas[-1].version if self.deltas else self.whole.version
+        assert not self.deltas or is_path(self.deltas), f"the chain is broken: {self.deltas}"
+        assert self.head[0] == newest, f"the chain leads to {newest}, not to {self.head[0]}"
+        assert self.whole.version == newest or deltas_from(self.deltas, self.whole.version), "nothing leads on from the whole"
+        assert not self._is_long(), f"{len(self.deltas)} deltas, {bytes_of(self.deltas)} bytes"
+
+    def _is_long(self) -> bool:
+        return len(self.deltas) > self.full_every or bytes_of(self.deltas) > self.total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """How to get from what is held to the announced version."""
+
+    whole: WeightsAvailable | None
+    """What to fetch first, as if it were announced; None: what is held is the base."""
+    deltas: tuple[Delta, ...]
+    """To apply then, in order."""
+
+
+def plan_fetch(available: WeightsAvailable, held: WeightsAvailable | None) -> FetchPlan:
+    """Return the way of fewest bytes to the announced version.
+
+    Args:
+        available: What was announced.
+        held: What is there already, verified; None: nothing of value.
+
+    Raises:
+        BroadcastError: The announcement contradicts itself: nothing leads from its whole version to the announced one.
+    """
+    from_whole = plan_whole(available)
+    if held is None or held.manifest.total_bytes != available.manifest.total_bytes:
+        return from_whole
+    if held.fingerprint == available.fingerprint:
+        return FetchPlan(None, ())
+    changes = deltas_from(available.deltas, held.version, held.fingerprint)
+    whole_bytes = available.manifest.total_bytes + bytes_of(from_whole.deltas)
+    if not changes or changes[-1].version != available.version or bytes_of(changes) >= whole_bytes:
+        return from_whole
+    return FetchPlan(None, changes)
+
+
+def plan_whole(available: WeightsAvailable) -> FetchPlan:
+    """Return the way that needs nothing: the whole version, then the deltas after it. Raises as `plan_fetch`."""
+    if available.full_version in {-1, available.version}:
+        return FetchPlan(msgspec.structs.replace(available, deltas=()), ())
+    deltas = deltas_from(available.deltas, available.full_version)
+    if not deltas or deltas[-1].version != available.version:
+        raise BroadcastError(
+            f"version {available.version} is announced on top of version {available.full_version}, and no deltas lead from there"
+        )
+    whole = msgspec.structs.replace(
+        available,
+        version=available.full_version,
+        fingerprint=deltas[0].base_fingerprint,
+        bucket_fingerprints=available.full_bucket_fingerprints or available.bucket_fingerprints,
+        deltas=(),
+    )
+    return FetchPlan(whole, deltas)
+
+
+def deltas_from(deltas: tuple[Delta, ...], version: int, fingerprint: str | None = None) -> tuple[Delta, ...]:
+    """Return the unbroken run of deltas that begins at `version`; empty: there is none."""
+    for index, delta in enumerate(deltas):
+        if delta.base_version == version and fingerprint in {None, delta.base_fingerprint}:
+            return deltas[index:] if is_path(deltas[index:]) else ()
+    return ()
+
+
+def is_path(deltas: tuple[Delta, ...]) -> bool:
+    """Return whether each delta is based on the version that the one before leads to."""
+    return all(after.base_version == before.version for before, after in pairwise(deltas))
+
+
+def bytes_of(deltas: tuple[Delta, ...]) -> int:
+    """Return how many bytes the deltas have together."""
+    return sum(delta.num_bytes for delta in deltas)
+
+
+# -- the learner's side, with its effects --------------------------------------------------------------------------------------
+
+
+class DeltaOffers:
+    """Makes each version fetchable as a delta, whole, or both.
+
+    Args:
+        config: How deltas are made.
+        writer: Of the medium, open.
+        manifest: The layout.
+    """
+
+    def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
+        self._config, self._writer, self._manifest = config, writer, manifest
+        self._chain = DeltaChain(manifest.total_bytes, config.full_every)
+        self._warned = False
+        self._newest = np.empty(manifest.total_bytes, np.uint8)
+
+    def offer(
+        self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes
+    ) -> tuple[WholeVersion, tuple[Delta, ...]]:
+        """Make the version fetchable; return the whole version and the deltas that lead to it.
+
+        Args:
+            slot: Where it lies.
+            version: Its number.
+            flat: Its bytes; nobody changes them meanwhile.
+            fingerprint: Of the version.
+            bucket_fingerprints: Of its buckets.
+
+        Raises:
+            BroadcastError: It could not be; everything is as before.
+        """
+        blob, delta, whole = self._encode(flat), None, None
+        if self._writer.keeps_slots or self._chain.is_whole_due(None if blob is None else len(blob)):
+            whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
+        if blob is not None and self._chain.head is not None:
+            name = f"delta-{version:08d}-{blob_fingerprint(blob)[:16]}"
+            try:
+                self._writer.put_blob(name, blob)
+                delta = Delta(version, *self._chain.head, name, len(blob), blob_fingerprint(blob))
+            except BroadcastError as error:
+                _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
+        if delta is None and whole is None:
+            whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
+        if delta is None or blob is None:
+            np.copyto(self._newest, np.frombuffer(flat, np.uint8))
+        else:
+            apply_delta(self._manifest, blob, self._newest.data)
+        for dropped in self._chain.advance(fingerprint, whole, delta):
+            self._writer.drop_blob(dropped.name)
+        assert self._chain.whole is not None
+        return self._chain.whole, self._chain.deltas
+
+    def _encode(self, flat: memoryview) -> bytes | None:
+        """Return the delta from the newest version; None where there is none, or a large one."""
+        if self._chain.head is None:
+            return None
+        max_bytes = int(self._config.max_share * self._manifest.total_bytes)
+        blob = encode_delta(self._manifest, self._newest.data, flat, max_bytes)
+        if blob is None and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "so much changes from version to version that a delta has more than %d bytes: such versions go whole. "
+                'Set broadcast.dtype = "bfloat16", or leave broadcast.delta out',
+                max_bytes,
+            )
+        return blob

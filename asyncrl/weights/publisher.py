@@ -1,7 +1,7 @@
 """The learner's end of weight sync: a snapshot while the learner waits, everything else on one thread of its own.
 
 `publish` copies the tensors into a slot and returns. The publisher's thread makes the fingerprints, has the medium make the
-version fetchable (whole, as a delta, or both: delta_chain.py) and calls `on_available`.
+version fetchable (whole, as a delta, or both: delta.py) and calls `on_available`.
 
 Invariants:
 - `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
@@ -27,10 +27,9 @@ from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import Delta, Probe, WeightsAvailable, WeightsManifest
-from asyncrl.weights.delta_chain import DeltaOffers, WholeVersion
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.buckets import device_fingerprints, device_of, fingerprints_of, side_stream, version_fingerprint
+from asyncrl.weights.delta import DeltaOffers, WholeVersion
 from asyncrl.weights.media.base import NUM_SLOTS
-from asyncrl.weights.media.device import device_fingerprints, device_of, side_stream
 from asyncrl.weights.media.registry import fingerprints_made, open_writer
 
 CLOSE_TIMEOUT_S = 60.0

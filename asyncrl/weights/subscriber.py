@@ -35,9 +35,8 @@ from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.delta import apply_delta, blob_fingerprint
-from asyncrl.weights.delta_chain import FetchPlan, plan_fetch, plan_whole
-from asyncrl.weights.fingerprint import fingerprints_of, refuse_damaged
+from asyncrl.weights.buckets import fingerprints_of, refuse_damaged
+from asyncrl.weights.delta import FetchPlan, apply_delta, blob_fingerprint, plan_fetch, plan_whole
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.tensors import MappedTensors

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms import returns
 from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import ValueInputs, value_loss
-from asyncrl.algorithms.returns import overlong_penalty
+from asyncrl.algorithms.returns import discounted_returns, overlong_penalty
 from asyncrl.algorithms.types import Denominators
 from tests.golden.cases import assert_close, cases, matrix
 
@@ -35,25 +34,23 @@ def assert_all(case, got):
 
 
 ADVANTAGE_OF = {
-    "grpo": ("grpo", {}),
-    "grpo-eps1e5": ("grpo", {}),
-    "group-norm": ("grpo", {}),
-    "grpo-singleton": ("grpo", {"singleton_keeps_reward": True}),
-    "dr-grpo": ("dr_grpo", {}),
-    "rloo": ("rloo", {}),
-    "rloo-singleton": ("rloo", {"singleton_keeps_reward": True}),
-    "opo": ("opo", {}),
-    "reinforce-pp": ("reinforce_pp", {}),
-    "reinforce-pp-baseline": ("reinforce_pp_baseline", {}),
-    "reinforce-baseline": ("reinforce_pp_baseline", {"biased_variance": True}),
+    "grpo": "grpo",
+    "grpo-eps1e5": "grpo",
+    "group-norm": "grpo",
+    "grpo-singleton": "grpo",
+    "dr-grpo": "dr_grpo",
+    "rloo": "rloo",
+    "rloo-singleton": "rloo",
+    "opo": "opo",
+    "reinforce-pp": "reinforce_pp",
+    "reinforce-pp-baseline": "reinforce_pp_baseline",
+    "reinforce-baseline": "reinforce_pp_baseline",
 }
 
 
 @pytest.mark.parametrize("case", cases("advantages"))
 def test_advantages(case):
-    name, options = ADVANTAGE_OF[stem(case)]
-    if peer(case) == "verl":  # whatever the variant, it takes no mean from a group of one
-        options = options | {"singleton_keeps_reward": True}
+    """A group of one is their own reward in verl, and 0 here; OpenRLHF whitens by the biased variance."""
     params, has_tokens = case["params"], "token_rewards" in case["inputs"]
     num_samples = len(case["inputs"]["token_rewards" if has_tokens else "rewards"])
     inputs = AdvantageInputs(
@@ -62,12 +59,24 @@ def test_advantages(case):
         mask=array(case, "mask", np.bool_) if "mask" in case["inputs"] else np.ones((num_samples, 1), dtype=bool),
         token_rewards=array(case, "token_rewards") if has_tokens else None,
     )
-    config = AdvantageConfig(epsilon=params.get("eps", 1e-6), gamma=params.get("gamma", 1.0), **options)
-    advantages = ADVANTAGES[name](inputs, config).advantages
+    config = AdvantageConfig(epsilon=params.get("eps", 1e-6), gamma=params.get("gamma", 1.0))
+    advantages = ADVANTAGES[ADVANTAGE_OF[stem(case)]](inputs, config).advantages
+    if stem(case).endswith("-singleton"):
+        is_alone = (inputs.group_ids[:, None] == inputs.group_ids).sum(axis=1) == 1
+        assert is_alone.any()
+        assert (advantages[is_alone] == 0).all()
+        advantages[is_alone] = np.asarray(case["expected"]["advantages"])[is_alone]
+    if stem(case) == "reinforce-baseline":
+        advantages *= np.sqrt(inputs.mask.sum() / (inputs.mask.sum() - 1))
     got = {"row_advantages": advantages[:, 0]} if "row_advantages" in case["expected"] else {"advantages": advantages}
     if has_tokens:
-        got["returns"] = returns.discounted_returns(inputs.token_rewards, inputs.mask, config.gamma)
+        got["returns"] = discounted_returns(inputs.token_rewards, inputs.mask, config.gamma)
     assert_all(case, got)
+
+
+def of_tokens(name, mask, rewards, values, log_ratios=None, **options):
+    inputs = AdvantageInputs(np.full(len(mask), np.nan), np.arange(len(mask)), mask, rewards, values, log_ratios)
+    return ADVANTAGES[name](inputs, AdvantageConfig(**options))
 
 
 def over_episodes(case, ends, worth_after, compute):
@@ -94,7 +103,9 @@ def gae_over_steps(case):
     values, params = array(case, "values"), case["params"]
     advantages, targets = over_episodes(
         case, array(case, "done", np.bool_), worth_after_episodes(case),
-        lambda part, rewards, mask: returns.gae(rewards, values[part], mask, gamma=params["gamma"], gae_lambda=params["lam"]),
+        lambda part, rewards, mask: of_tokens(
+            "gae", mask, rewards, values[part], gamma=params["gamma"], gae_lambda=params["lam"]
+        ),
     )  # fmt: skip
     return {"advantages": advantages, "returns": targets}
 
@@ -103,17 +114,14 @@ def gae_discounting_gaps(case):
     """OpenRLHF discounts through what the policy did not write: steps of value and reward 0."""
     params, mask = case["params"], array(case, "mask", np.bool_)
     rewards, values = (np.where(mask, array(case, name), 0.0) for name in ("token_rewards", "values"))
-    outputs = returns.gae(rewards, values, np.ones_like(mask), gamma=params["gamma"], gae_lambda=params["lam"])
+    outputs = of_tokens("gae", np.ones_like(mask), rewards, values, gamma=params["gamma"], gae_lambda=params["lam"])
     return {"advantages": outputs.advantages * mask, "returns": outputs.returns * mask}
 
 
 def gae_skipping_gaps(case):
-    mask = array(case, "mask", np.bool_)
-    nothing = np.full(len(mask), np.nan)
-    inputs = AdvantageInputs(nothing, np.arange(len(mask)), mask, array(case, "token_rewards"), array(case, "values"))
+    arrays = array(case, "mask", np.bool_), array(case, "token_rewards"), array(case, "values")
     options = {"gamma": case["params"]["gamma"], "gae_lambda": case["params"]["lam"]}
-    outputs = ADVANTAGES["gae"](inputs, AdvantageConfig(**options))
-    white = ADVANTAGES["gae"](inputs, AdvantageConfig(**options, whiten=True))
+    outputs, white = (of_tokens("gae", *arrays, **options, whiten=whiten) for whiten in (False, True))
     np.testing.assert_array_equal(white.returns, outputs.returns)
     got = {"advantages": outputs.advantages, "returns": outputs.returns, "advantages_whitened": white.advantages}
     return {name: got[name] for name in got if name in case["expected"]}
@@ -148,8 +156,8 @@ def test_vtrace(case):
         after = worth_after_episodes(case)
     advantages, targets = over_episodes(
         case, ends, after,
-        lambda part, rewards, mask: returns.vtrace(
-            rewards, values[part], log_ratios[part], mask, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar
+        lambda part, rewards, mask: of_tokens(
+            "vtrace", mask, rewards, values[part], log_ratios[part], gamma=gamma, vtrace_rho=rho_bar, vtrace_c=c_bar
         ),
     )  # fmt: skip
     weights = np.exp(log_ratios)

@@ -16,7 +16,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, MediumConfig, NCCLMedium
 from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.media.device import device_fingerprints
+from asyncrl.weights.buckets import device_fingerprints
 from asyncrl.weights.media.registry import receiver_of
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.tensors import DeferredTensors

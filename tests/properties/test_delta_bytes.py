@@ -13,9 +13,8 @@ from asyncrl.config.broadcast import DeltaConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.delta import apply_delta, encode_delta
-from asyncrl.weights.delta_chain import DeltaOffers, num_bytes
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.buckets import fingerprints_of, version_fingerprint
+from asyncrl.weights.delta import DeltaOffers, apply_delta, bytes_of, encode_delta
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.subscriber import Staging
 
@@ -115,7 +114,7 @@ def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_s
                 held[index] = None
             else:
                 assert bytes(received.numpy().data) == bytes(flat)
-                most = num_bytes(available.deltas) + (0 if held[index] in before else MANIFEST.total_bytes)
+                most = bytes_of(available.deltas) + (0 if held[index] in before else MANIFEST.total_bytes)
                 assert is_spoiled or (sum(medium.fetched) <= most and MANIFEST.total_bytes not in medium.fetched[1:])
                 held[index] = (available.version, available.fingerprint)
     medium.refuses_wholes = medium.refuses_blobs = False

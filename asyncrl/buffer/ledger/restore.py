@@ -102,19 +102,18 @@ def _check_counts(path: Path, table: str, row: object, **counts: object) -> None
 def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tuple[list[Group], dict[int, HeldGroup]]:
     groups, held = [], {}
     rows = connection.execute(
-        "SELECT group_id, prompt_id, prompt, size, checksum, generator, version, attempt, state, retries, external, issued_s,"
-        " ready_s FROM groups WHERE state NOT IN ('taken', 'trained', 'dropped', 'failed') ORDER BY group_id"
+        "SELECT group_id, prompt_id, prompt, size, checksum, generator, version, attempt, state, retries, external, ready_s"
+        " FROM groups WHERE state NOT IN ('taken', 'trained', 'dropped', 'failed') ORDER BY group_id"
     ).fetchall()
-    for group_id, prompt_id, prompt, size, stored, generator, version, attempt, state, retries, external, *times in rows:
+    for group_id, prompt_id, prompt, size, stored, generator, version, attempt, state, retries, external, ready_s in rows:
         read = read_prompt(path, group_id, prompt_id, prompt, size, stored)
         _check_counts(path, "groups", group_id, version=version, attempt=attempt, retries=retries, size=size)
-        issued_s, ready_s = (time_s or 0.0 for time_s in times)
         if not 1 <= size <= MOST_MEMBERS or state not in {"running", "scoring", "ready"}:
             raise LedgerError(f"{path}: table groups, row {group_id}: a {state} group of {size} members; {REMEDY}")
         with reading(path, "groups", group_id):
             group = Group(
-                group_id, prompt_id, size, version, float(issued_s), generator=generator, attempt=attempt, retries=retries,
-                external=bool(external), ready_s=float(ready_s),
+                group_id, prompt_id, size, version, generator=generator, attempt=attempt, retries=retries,
+                external=bool(external), ready_s=float(ready_s or 0.0),
             )  # fmt: skip
             held[group_id] = _fill_members(path, connection, group, read, newest)
         if (group.state == "ready") != (state == "ready"):

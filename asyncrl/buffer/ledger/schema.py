@@ -17,13 +17,17 @@ import msgspec
 import xxhash
 
 import asyncrl.buffer.ledger.records as rec
-from asyncrl.buffer.ledger.payload_files import PayloadFiles, Place
 from asyncrl.schema.samples import Samples
 
 SCHEMA_VERSION = 5
 MAX_MEMBERS = 1 << 20
 """More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
 ROWS_PER_STATEMENT = (32, 8, 1)
+
+Place = tuple[int, int, int]
+"""Of a payload: number of the file, offset, bytes."""
+Append = Callable[[Sequence[bytes]], list[Place]]
+"""Writes payloads, in order, and returns where each lies."""
 
 # No index besides the primary keys: each would add a page to nearly every commit, and what would use them is asked rarely.
 # `prompt` comes last: a scan of the other columns does not read its pages.
@@ -97,8 +101,8 @@ def unpack_samples(stored: bytes) -> Samples:
     return msgspec.structs.replace(samples, versions=versions)
 
 
-def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], payloads: PayloadFiles) -> None:
-    """Write records inside the open transaction, and samples' bytes into the payload files.
+def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], append: Append) -> None:
+    """Write records inside the open transaction, and samples' bytes by `append`.
 
     Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
     records of steps change many rows at once, so everything before them is written first.
@@ -106,18 +110,18 @@ def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], payloa
     by_kind: dict[type, list[Any]] = {}
     for record in records:
         if type(record) in _STEP_WRITERS:
-            _insert_by_kind(connection, by_kind, payloads)
+            _insert_by_kind(connection, by_kind, append)
             by_kind = {}
             _STEP_WRITERS[type(record)](connection, record)
         else:
             by_kind.setdefault(type(record), []).append(record)
-    _insert_by_kind(connection, by_kind, payloads)
+    _insert_by_kind(connection, by_kind, append)
 
 
-def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], payloads: PayloadFiles) -> None:
+def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], append: Append) -> None:
     if samples := by_kind.pop(rec.SamplesRecord, None):
         bodies = [pack_samples(record.samples) for record in samples]
-        by_kind[rec.SamplesRecord] = list(zip(samples, bodies, payloads.append(bodies), strict=True))
+        by_kind[rec.SamplesRecord] = list(zip(samples, bodies, append(bodies), strict=True))
     for kind, writer in _WRITERS:
         if of_kind := by_kind.get(kind):
             writer(connection, of_kind)

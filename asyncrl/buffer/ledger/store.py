@@ -7,8 +7,13 @@ readers such as `asyncrl inspect` need no lock. `synchronous = NORMAL`: a commit
 survives `kill -9` of any process; a power cut can lose the newest commits but never leaves half of one or a damaged file. See
 docs/buffer.md.
 
+The samples' own bytes are in files beside it that are only ever appended to, each removed once no row points into it. A payload
+is written once, in one call a commit, before the row that says where it lies is committed. So whoever sees the row can read the
+payload, and what a crash left without a row is never looked at. SQLite would write every payload twice, page by page: to the log
+and to the file. Each start of a run begins a new file.
+
 Every record that is read to be trained carries a checksum (schema.py). What is damaged is a LedgerError with table, row and what
-to do. Owns the thread and both files.
+to do. Owns the thread and all of these files.
 """
 
 from __future__ import annotations
@@ -17,20 +22,20 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from asyncrl.buffer.ledger.payload_files import PayloadFiles, read_payload
 from asyncrl.buffer.ledger.records import ForgetRecord, OnCommitted, Record, SamplesRecord, TakenRecord
-from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, checksum, insert, rows_of, sample_key, unpack_samples
+from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, Place, checksum, insert, rows_of, sample_key, unpack_samples
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, ScoredSample
 
@@ -42,6 +47,8 @@ COMMIT_SOON_BYTES = 256 << 10
 COMMIT_BYTES = 8 << 20
 """Most payload of one transaction."""
 PAGE_BYTES = 4096
+FILE_BYTES = 16 << 20
+"""A payload file is full from this size on."""
 WAL_BYTES = 16 << 20
 """Of the write-ahead log when it is copied into the file; twice that is the bound, as a transaction comes on top."""
 REMEDY = "the file is damaged there; restore the run's folder from a copy, or start a new run from its newest checkpoint"
@@ -169,7 +176,7 @@ class SqliteLedger:
                 self._busy = True
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
-                insert(self._connection, (record for records, _ in units for record in records), self._payloads)
+                insert(self._connection, (record for records, _ in units for record in records), self._payloads.append)
                 self._connection.execute("COMMIT")
                 if any(type(record) is ForgetRecord for records, _ in units for record in records):
                     used = self._connection.execute("SELECT DISTINCT file FROM samples WHERE file IS NOT NULL").fetchall()
@@ -224,6 +231,76 @@ class SqliteLedger:
 def _payload_bytes(record: SamplesRecord) -> int:
     """Return about how much the samples' token ids, log-probabilities and texts take."""
     return 3 * len(record.samples.token_ids)
+
+
+class PayloadFiles:
+    """The writing end of the payload files of the ledger at `path`.
+
+    Args:
+        flushes: Have the disk itself confirm each append.
+    """
+
+    def __init__(self, path: Path, *, flushes: bool) -> None:
+        self._path = path
+        self._flushes = flushes
+        self._number = max(_payload_numbers(path), default=0)
+        self._fd = -1
+        self._end = 0
+
+    def append(self, bodies: Sequence[bytes]) -> list[Place]:
+        """Write these payloads and return where each lies.
+
+        Raises:
+            OSError: The disk is full or broken.
+        """
+        if self._fd < 0 or self._end >= FILE_BYTES:
+            self.close()
+            self._number, self._end = self._number + 1, 0
+            self._fd = os.open(_payload_at(self._path, self._number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        places = []
+        for body in bodies:
+            places.append((self._number, self._end, len(body)))
+            self._end += len(body)
+        rest = memoryview(b"".join(bodies))
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        if self._flushes:
+            os.fdatasync(self._fd)
+        return places
+
+    def remove_all_but(self, used: Collection[int]) -> None:
+        """Delete the files that no row points into; the one that is being written stays."""
+        for number in _payload_numbers(self._path):
+            if number not in used and (number != self._number or self._fd < 0):
+                _payload_at(self._path, number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the file that is being written."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_payload(path: Path, number: int, start: int, num_bytes: int) -> bytes:
+    """Return a payload of the ledger at `path`.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: The file ends before the payload does.
+    """
+    with _payload_at(path, number).open("rb") as file:
+        if not 0 <= start <= start + num_bytes <= os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{num_bytes} bytes at {start} do not lie in {file.name}")
+        return os.pread(file.fileno(), num_bytes, start)
+
+
+def _payload_at(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.payloads-{number:06d}")
+
+
+def _payload_numbers(path: Path) -> list[int]:
+    named = re.compile(re.escape(path.name) + r"\.payloads-(\d{6,})")
+    return [int(found[1]) for each in path.parent.iterdir() if (found := named.fullmatch(each.name))]
 
 
 @contextlib.contextmanager

@@ -124,12 +124,9 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
     """Where the processes' logs lie, for messages."""
 
     def __post_init__(self, plan: Iterable[ev.ProcessPlan]) -> None:
-        planned = list(plan)
         self.phase: Phase = "starting"
         self.reason = ""
-        self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in planned}
-        if len(self.processes) != len(planned):
-            raise ValueError(f"process names must be unique, got {[item.name for item in planned]}")
+        self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in plan}
         self._heartbeats = Heartbeats(self.config)
         self.goal_reached = False
         """The last step's version has existed, even if a learner has gone back behind it since."""

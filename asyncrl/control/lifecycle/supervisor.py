@@ -25,7 +25,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import Launcher, ProcessHandle, ProcessSpec
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.pid_file import PIDS_FILE, PidRecord, begin_pids, end_left, note_pid
+from asyncrl.control.lifecycle.pid_file import PidRecord, begin_pids, note_pid
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
@@ -120,8 +120,6 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watching = group.create_task(self._watch(), name="supervisor-watch")
-                if (self.run_folder / PIDS_FILE).exists():
-                    await asyncio.to_thread(end_left, self.run_folder)
                 begin_pids(self.run_folder, self.clock.now())
                 self.post(ev.Begin())
                 await self._none_left.wait()

@@ -236,11 +236,8 @@ def _weights_bytes(config: RunConfig) -> int:
 
 
 def _on_gpu(config: RunConfig) -> bool:
-    engine = config.generate.engine
     places = places_of(config)
-    if engine.receives:
-        return bool(places.engine_gpus)
-    return places.learner_gpu is not None
+    return bool(places.engine_gpus) if config.generate.engine.receives else places.learner_gpu is not None
 
 
 def _gib(num_bytes: float) -> str:

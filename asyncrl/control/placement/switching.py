@@ -113,7 +113,7 @@ class Switching:
         """Want another phase, where the one that is on has nothing left to do."""
         now, feed, unjudged = self.phases.now, self.feeder, self.dispatcher.scores.num_open("inference")
         is_at_rest = feed.idle and not feed.woken.is_set()
-        if now in {"rollout", "inference"} and feed.wants_turn:
+        if now in {"rollout", "inference"} and feed.next_step > max(feed.version, 0):  # a step waits for its turn
             self._handle(st.Wanted("train"))
         elif now == "rollout" and self.phases.has("inference") and (unjudged or self.phases.has_newcomer("inference")):
             # Models judge once generation has made what a step needs, or all that it can.
@@ -172,10 +172,8 @@ class Switching:
                 case st.EnterPhase(phase):
                     took_s, said = self._begin(phase), list[str]()
                     for answer in self._answers:
-                        mib, seconds = (
-                            sum(move.num_bytes for move in answer.moves) / MIB,
-                            sum(one.seconds for one in answer.moves),
-                        )
+                        mib = sum(move.num_bytes for move in answer.moves) / MIB
+                        seconds = sum(move.seconds for move in answer.moves)
                         holds = f"holds {sum(answer.resident.values()) / MIB:.1f} MiB"
                         said.append(f"{answer.name} moved {mib:.1f} MiB in {seconds:.3f} s, {holds}")
                     told = "; ".join(said) or "nothing moved"

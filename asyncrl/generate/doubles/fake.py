@@ -26,11 +26,12 @@ import numpy as np
 from asyncrl.clock import Clock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.counter_rng import seed_word, uniforms
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream, uniforms
 from asyncrl.schema.samples import FinishReason
 
 _BLOCK_TOKENS = 16
+_ANY_TOKEN = 1 << 31
+"""Vocabulary of answers that are given back: ids are int32."""
 _LENGTH_SALT = 1 << 40
 """Positions from here on of a seed's random stream decide its length; those before, its tokens and logprobs."""
 
@@ -57,9 +58,9 @@ class FakeEngine:
         self._replays = isinstance(config, ReplayEngineConfig)
         if isinstance(config, ReplayEngineConfig):
             slots, limit = config.num_slots, config.max_sequence_tokens
-            config = FakeEngineConfig(num_slots=slots, max_sequence_tokens=limit, token_latency_s=0.0)
+            config = FakeEngineConfig(num_slots=slots, max_sequence_tokens=limit, token_latency_s=0.0, vocabulary_size=_ANY_TOKEN)
         self._config, self._clock = config, clock
-        self._version = -1
+        self.version = -1
         self._by_id: dict[str, _Scripted] = {}
         self._waiting: deque[_Scripted] = deque()
         self._due: list[tuple[float, int, _Scripted]] = []
@@ -73,11 +74,6 @@ class FakeEngine:
         self._is_closed = False
         self._rules = RequestRules(config.vocabulary_size, config.max_sequence_tokens)
         self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
-
-    @property
-    def version(self) -> int:
-        """Version given to the last `load_weights`; -1 before the first."""
-        return self._version
 
     @property
     def num_slots(self) -> int:
@@ -102,20 +98,7 @@ class FakeEngine:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
         if self._is_closed:
             raise GenerationError("the engine is closed")
-        if self._replays:
-            prompt, answer, limit = len(request.prompt_ids), len(request.answer_ids), self._config.max_sequence_tokens
-            what = f"request {request.request_id}"
-            if not prompt or not answer:
-                raise GenerationError(f"{what}: a prompt of {prompt} tokens and an answer of {answer}; need both")
-            if request.request_id in self._by_id:
-                raise GenerationError(f"{what} is running already; request ids must be unique")
-            if prompt + answer > limit:
-                raise GenerationError(
-                    f"{what}: prompt of {prompt} tokens plus answer of {answer} must fit into "
-                    f"generate.engine.max_sequence_tokens ({limit})"
-                )
-        else:
-            self._rules.check(request, self._by_id)
+        self._rules.check(request, self._by_id)
         request_id = request.request_id
         stream = TokenStream(lambda: self.abort(request_id), news)
         scripted = self._script(request, stream)
@@ -158,7 +141,7 @@ class FakeEngine:
         before_s = self._clock.now()
         for scripted in self._by_id.values():
             self._tell(scripted, self._num_done(scripted), None)
-        self._version = version
+        self.version = version
         self._let_go("no weights")
         return (self._clock.now() - before_s) * 1000
 
@@ -241,7 +224,7 @@ class FakeEngine:
         start = scripted.num_told
         scripted.num_told = num_done
         if num_done > start or finish_reason is not None:
-            versions = (self._version,) * (num_done - start)
+            versions = (self.version,) * (num_done - start)
             stream.put(TokenChunk(scripted.token_ids[start:num_done], scripted.logprobs[start:num_done], versions, finish_reason))
 
     def _remove(self, scripted: _Scripted) -> None:
@@ -256,18 +239,17 @@ class FakeEngine:
         if self._replays:
             answer, zeros = request.answer_ids, (0.0,) * len(request.answer_ids)
             return _Scripted(request.request_id, answer, zeros, "stop", prompt_tokens, weakref.ref(stream))
-        word = seed_word(request.seed)
-        num_tokens, finish_reason = self._length(request, word)
-        draws = uniforms(word, np.arange(2 * num_tokens, dtype=np.uint64))
+        num_tokens, finish_reason = self._length(request)
+        draws = uniforms(request.seed_word, np.arange(2 * num_tokens, dtype=np.uint64))
         token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
         logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
         said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
         return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, weakref.ref(stream))
 
-    def _length(self, request: EngineRequest, word: np.uint64) -> tuple[int, FinishReason]:
+    def _length(self, request: EngineRequest) -> tuple[int, FinishReason]:
         """Draw the completion's length; a log-normal one has the configured mean."""
         limit, mean, sigma = request.sampling.max_new_tokens, self._config.mean_tokens, self._config.sigma
-        u1, u2 = uniforms(word, np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
+        u1, u2 = uniforms(request.seed_word, np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
         if request.sampling.ignore_eos:
             return limit, "length"
         if self._config.length_distribution == "fixed":

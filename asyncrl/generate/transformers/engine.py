@@ -235,7 +235,7 @@ class TransformersEngine:
         """Serve what is asked for and step, until closed."""
         told_s = time.monotonic()
         while self._serve(decoder):
-            if self._is_paused or not decoder.can_step or not decoder.has_work:
+            if self._is_paused or not decoder.has_work:
                 self._tell(decoder.chunks())
                 with self._wake:
                     self._wake.wait_for(lambda: self._asked or self._is_closing)

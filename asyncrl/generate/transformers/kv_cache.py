@@ -55,11 +55,13 @@ class SlotCache:
         """Return whether no later layer has storage; known once a whole forward was run."""
         return layer == max(self._layers)
 
-    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
-        """Return the layer's storage, made to fit key and value [batch, H, T, D] at first."""
+    def write(self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
+        """Write key and value [batch, H, T, D] to the places of `flat_index`; return the layer's storage, made at the first."""
         if layer not in self._layers:
             shape = (self.num_blocks, self.num_rows, key.shape[1], self.block_tokens)
             self._layers[layer] = (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
+        for storage, new in zip(self._layers[layer], (key, value), strict=True):
+            storage.view(-1, new.shape[3]).index_copy_(0, index, new.transpose(1, 2).reshape(-1, new.shape[3]))
         return self._layers[layer]
 
     def give_back(self, keep_tokens: int = 0) -> None:
@@ -156,7 +158,6 @@ class DecodePlan:
             [R, 1, H * G, D], as every plan: [batch, T, heads, D].
         """
         cache, blocks, tokens = self.cache, self.num_blocks, self.cache.block_tokens
-        keys, values = cache.layer(layer, key, value)
         rows, kv_heads, groups = query.shape[0], key.shape[1], query.shape[1] // key.shape[1]
         if kv_heads not in self._by_heads:
             index = cache.flat_index(torch.arange(rows, device=cache.device), self.write_positions_R, kv_heads)
@@ -165,8 +166,7 @@ class DecodePlan:
             bias = torch.zeros(hidden.shape, dtype=query.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
             self._by_heads[kv_heads] = (index, bias.expand(-1, -1, kv_heads, -1).reshape(-1, 1, tokens))
         index, bias = self._by_heads[kv_heads]
-        keys.view(-1, key.shape[3]).index_copy_(0, index, key.reshape(-1, key.shape[3]))
-        values.view(-1, value.shape[3]).index_copy_(0, index, value.reshape(-1, value.shape[3]))
+        keys, values = cache.write(layer, index, key, value)
         pairs = rows * kv_heads
         query = query.reshape(1, pairs, groups, -1)
         query = query.expand(blocks, -1, -1, -1).reshape(blocks * pairs, groups, -1)
@@ -227,13 +227,10 @@ class PrefillPlan:
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Write every piece to its row, then attend run by run; see `DecodePlan`. Raises CacheFilledError in the last layer."""
-        keys, values = self.cache.layer(layer, key, value)
         kv_heads = key.shape[1]
         if kv_heads not in self._index:
             self._index[kv_heads] = self.cache.flat_index(*self._places, kv_heads)
-        index = self._index[kv_heads]
-        keys.view(-1, key.shape[3]).index_copy_(0, index, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
-        values.view(-1, value.shape[3]).index_copy_(0, index, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
+        keys, values = self.cache.write(layer, self._index[kv_heads], key, value)
         if self.cache.is_last(layer):
             raise CacheFilledError
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])

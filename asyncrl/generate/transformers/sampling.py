@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.generate.counter_rng import uniforms
+from asyncrl.generate.engine import uniforms
 
 DRAW_FIELDS: Final = [("seed", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)]
 """Of a row: how it draws. Temperature 1, top_p 1 and top_k 0 are the plainest way."""

@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.counter_rng import seed_word
 from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
@@ -95,13 +94,8 @@ class SlotDecoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._by_id)
-
-    @property
-    def can_step(self) -> bool:
-        """Whether there are weights to sample with, and memory to do it in."""
-        return not (self._is_torn or self._is_asleep)
+        """Whether any request is unfinished, and there are weights to sample with and memory to do it in."""
+        return bool(self._by_id) and not (self._is_torn or self._is_asleep)
 
     def submit(self, flight: InFlight) -> None:
         """Queue a request."""
@@ -254,7 +248,7 @@ class SlotDecoder:
         states = []
         for request in (flight.request for flight in placed):
             prompt_ids, params = request.prompt_ids, request.sampling
-            draws = (seed_word(request.seed), params.temperature, params.top_p, params.top_k)
+            draws = (request.seed_word, params.temperature, params.top_p, params.top_k)
             states.append((prompt_ids[-1], len(prompt_ids) - 1, 0, 0, params.max_new_tokens, *draws))
         self._rows_R[[flight.row for flight in placed]] = np.array(states, dtype=_ROW)
         self._stops_S = np.array(sorted({*self._stops_S.tolist()}.union(*(flight.stop_ids for flight in placed))), dtype=np.int64)

@@ -134,17 +134,11 @@ def load_request(
         check_weights(shapes, own, [(name, others[name]) if name in others else (name,) for name in folder.shapes])
     else:
         _check_adapters(shapes, folder, lora)
-    with contextlib.ExitStack() as stack:
-        source: FileSource | ReceiverSource
-        if isinstance(tensors, DeferredTensors):
-            source = ReceiverSource(tensors.receiver, tensors.arguments.decode(), tensors.available)
-            manifest = tensors.available.manifest
-        else:
-            for other, original in folder.tied.items():
-                if {other, original} <= tensors.keys() and not torch.equal(tensors[other], tensors[original]):
-                    raise GenerationError(f"new weights: {original} and {other} are one tensor in this model but differ")
-            source = stack.enter_context(_in_a_file(tensors, shared_folder))
-            manifest = source.manifest
+    for other, original in folder.tied.items():
+        if {other, original} <= tensors.keys() and not torch.equal(tensors[other], tensors[original]):
+            raise GenerationError(f"new weights: {original} and {other} are one tensor in this model but differ")
+    with _source(tensors, shared_folder) as source:
+        manifest = source.manifest if isinstance(source, FileSource) else source.available.manifest
         come = {entry.name for entry in manifest.entries} if lora is None else set(folder.shapes)
         pairs = {*folder.tied.items(), *((original, other) for other, original in folder.tied.items())}
         also_as = {name: other for name, other in pairs if name in come and other not in come}
@@ -174,8 +168,11 @@ def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, 
 
 
 @contextlib.contextmanager
-def _in_a_file(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource]:
-    """Say where the tensors lie, or write them, tied ones once, into a file of our own."""
+def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource | ReceiverSource]:
+    """Say how to fetch the tensors or where they lie, or write them, tied ones once, into a file of our own."""
+    if isinstance(tensors, DeferredTensors):
+        yield ReceiverSource(tensors.receiver, tensors.arguments.decode(), tensors.available)
+        return
     if isinstance(tensors, MappedTensors):
         manifest = tensors.manifest
         if tensors.path and (not shared_folder or Path(tensors.path).is_relative_to(shared_folder)):

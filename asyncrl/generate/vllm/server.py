@@ -183,13 +183,13 @@ class VLLMServer:
         self.num_slots = min(config.num_slots, max(1, most - 2)) if most else config.num_slots  # as engine_arguments has it
         if not said.get("model_config", {}).get("enable_sleep_mode", False):
             self.why_no_sleep = f"the server at {self._url} cannot sleep: start it with --enable-sleep-mode (GPUs only)"
-        self._started_s, _, _, self.block_tokens = read_gauges((await self._ask("GET", "/metrics")).decode(errors="replace"))
+        self._started_s, _, _, self.block_tokens = read_gauges(await self._ask("GET", "/metrics"))
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="vllm-server-watch")
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
         """Generate a completion, in one piece."""
         body = GenerateBody(request.request_id, request.prompt_ids, sampling_arguments(request, rules), salt)
-        yield self._decoded(await self._ask("POST", _GENERATE, body, num_attempts=1, timeout_s=None), GenerateReply).piece()
+        yield self._decoded(await self._ask("POST", _GENERATE, body, is_completion=True), GenerateReply).piece()
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stop at a token boundary."""
@@ -228,9 +228,7 @@ class VLLMServer:
                 return
             try:
                 await self._ask("GET", "/health")
-                started_s, running, free_blocks, block_tokens = read_gauges(
-                    (await self._ask("GET", "/metrics")).decode(errors="replace")
-                )
+                started_s, running, free_blocks, block_tokens = read_gauges(await self._ask("GET", "/metrics"))
             except ServerLost as error:
                 self.fault = str(error)
             except ServerRefused as error:
@@ -304,8 +302,7 @@ class VLLMServer:
         body: object = None,
         params: Mapping[str, str] | None = None,
         *,
-        num_attempts: int = NUM_ATTEMPTS,
-        timeout_s: float | None = 0.0,
+        is_completion: bool = False,
     ) -> bytes:
         """Return the answer; a lost connection is tried again, a few times.
 
@@ -314,16 +311,15 @@ class VLLMServer:
             path: Of the route.
             body: Sent as JSON; None: nothing.
             params: Of the query.
-            num_attempts: 1 for what may not be said twice.
-            timeout_s: For the answer; 0: as configured, None: without end.
+            is_completion: It may not be said twice, and its answer takes as long as it takes.
 
         Raises:
             ServerLost: It cannot be reached.
             ServerRefused: It answered with another status than 200.
         """
         assert self._session is not None, "the engine is not started"
-        most_s = self.config.request_timeout_s
-        timeout = aiohttp.ClientTimeout(total=most_s if timeout_s == 0.0 else timeout_s, sock_connect=min(10.0, most_s))
+        most_s, num_attempts = self.config.request_timeout_s, 1 if is_completion else NUM_ATTEMPTS
+        timeout = aiohttp.ClientTimeout(total=None if is_completion else most_s, sock_connect=min(10.0, most_s))
         content = None if body is None else msgspec.json.encode(body)
         for attempt in range(1, num_attempts + 1):
             try:
@@ -352,14 +348,14 @@ class VLLMServer:
             raise GenerationError(f"an answer of the server at {self._url} is not understood: {error}") from error
 
 
-def read_gauges(text: str) -> tuple[float, int, int, int]:
+def read_gauges(page: bytes) -> tuple[float, int, int, int]:
     """Read the metrics page; several engines behind one server are added up, and a row that is not there counts 0.
 
     Returns:
         When the server's process began, in seconds; requests that run; free KV blocks; tokens of a block.
     """
     started_s, running, usages, num_blocks, block_tokens = 0.0, 0.0, [], 0, 0
-    for name, labels, value in _ROW.findall(text):
+    for name, labels, value in _ROW.findall(page.decode(errors="replace")):
         if name == "process_start_time_seconds":
             started_s = float(value)
         elif name == "vllm:num_requests_running":

@@ -89,7 +89,13 @@ def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's wor
             tensors = merged(tensors, order.base, device)
         # A model that has no head applies the embedding itself (Gemma) and knows no other name of it.
         named = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
-        loaded, missing = _load_plainly(model, named) if is_plain else _load_layerwise(worker, model, named, device)
+        expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
+        if is_plain:
+            loaded: set[str] | None = model.load_weights(named)
+            missing = set() if loaded is None else expected - loaded
+        else:
+            loaded, missed = _load_layerwise(worker, model, named, device)
+            missing = expected & missed
         if missing:
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
         for name, head in heads.items():
@@ -123,22 +129,14 @@ def is_plainly_loaded(model: torch.nn.Module) -> bool:
     return True
 
 
-def _load_plainly(model: Any, named: NamedTensors) -> tuple[set[str] | None, set[str]]:  # noqa: ANN401 - vLLM's model
-    """Load into the parameters; return the names of those that were, and of those that were not."""
-    loaded: set[str] | None = model.load_weights(named)
-    expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
-    return loaded, set() if loaded is None else expected - loaded
-
-
 def _load_layerwise(
     worker: Any,  # noqa: ANN401 - vLLM's
     model: Any,  # noqa: ANN401
     named: NamedTensors,
     device: torch.device,
 ) -> tuple[set[str] | None, set[str]]:
-    """Load layer by layer, each made ready as at the start; return as `_load_plainly`."""
+    """Load layer by layer, each made ready as at the start; return the names of what was loaded, and of what was not."""
     reload = import_module("vllm.model_executor.model_loader.reload")
-    expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
     if device.type == "cpu":  # experts are packed again as they load: vLLM packs the first ones, and copies later ones in
         for module in model.modules():
             method: Any = getattr(module, "quant_method", None)
@@ -147,7 +145,7 @@ def _load_layerwise(
     reload.initialize_layerwise_reload(model)
     try:
         loaded: set[str] | None = model.load_weights(named)
-        return loaded, expected & _missed(model, loaded)
+        return loaded, _missed(model, loaded)
     finally:
         reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
 

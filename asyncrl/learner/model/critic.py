@@ -31,10 +31,8 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.output = _output_layer(hidden_size)
 
-    def forward(self, row: Row, hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [M], the value of the state before each target; `hidden` is the policy's, [M, D]."""
-        del row
-        assert hidden is not None, "a value head reads the policy's hidden states"
         return _values(self.output, hidden)
 
 
@@ -47,9 +45,8 @@ class SeparateCritic(torch.nn.Module):
         self.output = _output_layer(body.config.get_text_config().hidden_size)
         self.output.to(next(body.parameters()).device)
 
-    def forward(self, row: Row, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Return [M], the value of the state before each target; the policy's hidden states do not matter."""
-        del hidden
+    def forward(self, row: Row) -> torch.Tensor:
+        """Return [M], the value of the state before each target."""
         return _values(self.output, row_hidden(self.body, row))
 
 
@@ -73,9 +70,8 @@ def build_critic(
     """
     if config.kind == "head":
         return ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
-    whole = msgspec.structs.replace(learner, lora=None)
     folder = Path(config.path) if config.path else model_folder
-    return SeparateCritic(open_model(folder, whole, trust_remote_code=trust_remote_code).base_model)
+    return SeparateCritic(open_model(folder, learner, trust_remote_code=trust_remote_code).base_model)
 
 
 def build_critic_optimizer(

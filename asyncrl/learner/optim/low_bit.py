@@ -22,10 +22,8 @@ def build_lowbit(groups: Sequence[dict[str, Any]], config: LearnerConfig) -> tor
     """Return the 8-bit optimizer the config names, over groups that carry their weight decay.
 
     Raises:
-        ConfigError: The library is missing, or the optimizer is paged and the parameters are not on CUDA.
+        ConfigError: The library is missing.
     """
-    if config.optimizer == "paged_adamw_8bit" and not all(p.is_cuda for group in groups for p in group["params"]):
-        raise ConfigError("learner.optimizer = 'paged_adamw_8bit' pages on CUDA only: on a CPU take 'adamw_8bit'")
     try:
         module = import_module("bitsandbytes.optim")
     except ImportError as error:

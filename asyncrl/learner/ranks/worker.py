@@ -24,7 +24,7 @@ from asyncrl.learner.ranks.launch import Begin, Help, ReachPhase, command_decode
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import division_of, train_step
-from asyncrl.learner.train_state import Offload, TrainState
+from asyncrl.learner.train_state import TrainState
 from asyncrl.models.layout import help_copy_out
 from asyncrl.schema.batches import StepBatch
 from asyncrl.weights.media.collective_group import join_store
@@ -44,7 +44,6 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
     timeout_s, size = config.supervision.start_timeout_s, config.learner.ranks
     store = join_store(address, timeout_s)
     state: TrainState | None = None
-    offload: Offload | None = None
     with joined_ranks(rank, size, store, rank_device(config, rank), timeout_s) as ranks, contextlib.ExitStack() as leaving:
         while (command := command_decoder.decode(ranks.hear())) != Help("stop"):
             if isinstance(command, Begin):
@@ -65,14 +64,13 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                     make_probe(state.model, config.generate.engine.max_sequence_tokens)
                     help_copy_out(publishable_tensors(state.model))
                 case Help("offload"):
-                    offload = open_offload(state, config, run_folder, SystemClock())
-                    leaving.callback(offload.manager.close)
+                    leaving.callback(open_offload(state, config, run_folder, SystemClock()).manager.close)
                 case Help("save"):
-                    with contextlib.nullcontext() if offload is None else offload.manager.readable():
+                    with contextlib.nullcontext() if state.offload is None else state.offload.manager.readable():
                         contribute_checkpoint(state)
                 case Help("prefetch") | ReachPhase():
-                    assert offload is not None, "rank 0 has its offload first"
+                    assert state.offload is not None, "rank 0 has its offload first"
                     if isinstance(command, ReachPhase):
-                        offload.reach(command.phase, command.number)
+                        state.offload.reach(command.phase, command.number)
                     else:
-                        offload.manager.prefetch("train")
+                        state.offload.manager.prefetch("train")

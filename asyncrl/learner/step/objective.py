@@ -15,7 +15,6 @@ Legend: S samples of the step, T the most response tokens of one of them, N trai
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,11 +39,6 @@ from asyncrl.learner.ranks.group import Ranks
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.learner.step.plan import Passes, StepPlan, run_policy
 from asyncrl.learner.train_state import TrainState
-
-load_advantage_once = functools.cache(load_advantage)
-"""A user's file runs once, not at each step."""
-load_loss_once = functools.cache(load_loss)
-"""A user's file runs once, not at each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +80,9 @@ class PolicyObjective:
         """
         self._state, self._plan, self._passes = state, plan, passes
         inputs, self._figures = advantage_inputs(plan, passes, state.ranks)
-        self._loss = load_loss_once(plan.algorithm.loss) if loss is None else loss
+        self._loss = load_loss(plan.algorithm.loss) if loss is None else loss
         if given is None:
-            outputs = load_advantage_once(plan.algorithm.advantage)(inputs, AdvantageConfig.of(plan.algorithm))
+            outputs = load_advantage(plan.algorithm.advantage)(inputs, AdvantageConfig.of(plan.algorithm))
         else:
             advantages = np.array([given[sample.group_id, sample.index] for sample in plan.batch.samples])
             outputs = AdvantageOutputs(np.where(inputs.mask, advantages[:, None], 0.0))
@@ -141,7 +135,7 @@ class PolicyObjective:
             assert state.critic_optimizer is not None
             with torch.set_grad_enabled(outputs is not None):
                 hidden = row_hidden(state.model.base_model, row) if outputs is None else outputs.hidden
-            value = self._value_loss(row, place, update, critic(row, hidden))
+            value = self._value_loss(row, place, update, critic(hidden))
             weighted = plan.algorithm.critic.coefficient * value
             if loss is None:
                 state.critic_optimizer.backward(weighted)
@@ -152,7 +146,7 @@ class PolicyObjective:
                 state.optimizer.backward(loss)
             if critic is not None:
                 assert state.critic_optimizer is not None
-                value = self._value_loss(row, place, update, critic(row, None))
+                value = self._value_loss(row, place, update, critic(row))
                 state.critic_optimizer.backward(value)
         nothing = torch.zeros((), dtype=torch.float64, device=row.target_ids.device)
         return torch.stack([nothing if part is None else part.detach().double() for part in (loss, value)])

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.algorithms.auto import Choice, applied, choose
+from asyncrl.algorithms.diagnostics import batch_staleness
 from asyncrl.algorithms.types import LossConfig
 from asyncrl.config.algorithm import READS_CURRENT_POLICY, AlgorithmConfig, CorrectionConfig
 from asyncrl.config.algorithm_table import looks_at_whole_update
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.batch_metrics import batch_staleness
 from asyncrl.learner.checkpoint_folder import StepMemory
-from asyncrl.learner.model.critic import ValueHead
+from asyncrl.learner.model.critic import SeparateCritic, ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row
 from asyncrl.learner.train_state import TrainState
@@ -163,11 +163,11 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
                 passes.proximal.append(outputs.logprobs)
             if isinstance(critic, ValueHead):
                 hidden = outputs.hidden if plan.needs_proximal else row_hidden(state.model.base_model, row)
-                passes.values.append(critic(row, hidden))
+                passes.values.append(critic(hidden))
         passes.timings_s["time/proximal_s"] = time.perf_counter() - started_s
-    if critic is not None and not passes.values:
+    if isinstance(critic, SeparateCritic):
         started_s = time.perf_counter()
-        passes.values = [critic(row, None) for row in plan.rows]
+        passes.values = [critic(row) for row in plan.rows]
         passes.timings_s["time/values_s"] = time.perf_counter() - started_s
     return passes
 

@@ -25,11 +25,11 @@ import msgspec
 import torch
 
 from asyncrl.algorithms.auto import signals_of
+from asyncrl.algorithms.diagnostics import batch_metrics
 from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.algorithms.losses import Loss
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.batch_metrics import batch_metrics
 from asyncrl.learner.metrics import token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare

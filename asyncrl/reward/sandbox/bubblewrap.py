@@ -48,20 +48,13 @@ _REFUSED_CALLS = """
 
 
 @dataclass(frozen=True, slots=True)
-class Interpreter:
-    """The Python that runs inside, and the folder to bind for it (empty where `/usr` holds it)."""
-
-    path: str
-    folder: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxStatus:
     """Whether model-written code can be run safely here, and if not, why and what to do."""
 
     works: bool
     reason: str
-    interpreter: Interpreter | None = None
+    interpreter: str | None = None
+    """Path of the Python that runs inside."""
 
 
 class Sandbox:
@@ -71,7 +64,7 @@ class Sandbox:
     there is the code of tests, each in a process of its own. It ends with the sandbox.
     """
 
-    def __init__(self, limits: CodeExecReward, interpreter: Interpreter | None) -> None:
+    def __init__(self, limits: CodeExecReward, interpreter: str | None) -> None:
         self.limits, self.interpreter = limits, interpreter
         self._judge: Confined | None = None
 
@@ -115,7 +108,7 @@ class Sandbox:
                     its.callback(os.close, filter_fd)
                     os.pwrite(filter_fd, program, 0)
                 errors = ours.enter_context(tempfile.TemporaryFile())
-                python = [self.interpreter.path if self.interpreter else sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
+                python = [self.interpreter or sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
                 python += map(str, (its_channel.fileno(), max_frame_bytes))
                 process = subprocess.Popen(  # noqa: S603 - our own command line
                     python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
@@ -132,7 +125,7 @@ class Sandbox:
                 ours.pop_all()
         except OSError as error:
             raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
-        confined = Confined(process, channel, errors, limits.wall_s, limits.memory_bytes, max_frame_bytes)
+        confined = Confined(process, channel, errors, limits, max_frame_bytes)
         rlimits = {
             "RLIMIT_CPU": math.ceil(limits.cpu_s),
             "RLIMIT_AS": limits.memory_bytes,
@@ -171,18 +164,16 @@ def probe_sandbox() -> SandboxStatus:
         return SandboxStatus(False, f"bubblewrap is not installed: {INSTALL_HINT}")
     if "--size" not in _bubblewrap_help():
         return SandboxStatus(False, f"this bubblewrap is too old: {INSTALL_HINT}")
-    own, reasons = str(Path(sys.executable).resolve()), []
-    own_folder = "" if own.startswith("/usr/") else str(Path(sys.base_prefix).resolve())
-    system = [Interpreter("/usr/bin/python3")] if Path("/usr/bin/python3").exists() else []
-    for interpreter in (*system, Interpreter(own, own_folder)):
-        reason = _try(interpreter)
+    reasons = []
+    for interpreter in ("/usr/bin/python3", str(Path(sys.executable).resolve())):
+        reason = _try(interpreter) if Path(interpreter).exists() else "it is not there"
         if not reason:
-            return SandboxStatus(True, f"bubblewrap with {interpreter.path}", interpreter)
-        reasons.append(f"with {interpreter.path}: {reason}")
+            return SandboxStatus(True, f"bubblewrap with {interpreter}", interpreter)
+        reasons.append(f"with {interpreter}: {reason}")
     return SandboxStatus(False, "; ".join(reasons))
 
 
-def _try(interpreter: Interpreter) -> str:
+def _try(interpreter: str) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
     try:
@@ -195,7 +186,7 @@ def _try(interpreter: Interpreter) -> str:
     return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
 
 
-def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
+def _bubblewrap(interpreter: str, filter_fd: int | None) -> list[str]:
     options = ["bwrap", *_OPTIONS.split()]
     options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
     for name in ("lib", "lib64", "bin"):
@@ -204,8 +195,9 @@ def _bubblewrap(interpreter: Interpreter, filter_fd: int | None) -> list[str]:
             options += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             options += ["--ro-bind", str(path), str(path)]
-    if interpreter.folder:
-        options += ["--ro-bind", interpreter.folder, interpreter.folder]
+    if not interpreter.startswith("/usr/"):  # it is the one that runs us
+        folder = str(Path(sys.base_prefix).resolve())
+        options += ["--ro-bind", folder, folder]
     options += _FOLDERS.split()
     if filter_fd is not None:
         options += ["--seccomp", str(filter_fd)]

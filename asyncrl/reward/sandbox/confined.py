@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 
 START_TIMEOUT_S = 60.0
@@ -43,26 +44,22 @@ class Confined:
         process: subprocess.Popen[bytes],
         channel: socket.socket,
         errors: IO[bytes],
-        wall_s: float,
-        memory_bytes: int,
+        limits: CodeExecReward,
         max_frame_bytes: int,
     ) -> None:
         """Take over a process, the channel to its driver and the file that its standard error is written to."""
+        self.pid = process.pid
+        """Of what was launched; everything inside is below it."""
         self.deadline_s = time.monotonic() + START_TIMEOUT_S
         self.beside: Confined | None = None
         """A driver whose memory counts together with this one's."""
         self._process, self._channel, self._errors = process, channel, errors
-        self._wall_s, self._memory_bytes, self._max_frame_bytes = wall_s, memory_bytes, max_frame_bytes
+        self._limits, self._max_frame_bytes = limits, max_frame_bytes
         self._is_ready = False
         self._watched_s = time.monotonic()
         self._unsent = b""
         self._lent: socket.socket | None = None
         channel.setblocking(False)
-
-    @property
-    def pid(self) -> int:
-        """Process id of what was launched; everything inside is below it."""
-        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -94,7 +91,7 @@ class Confined:
         if not is_ready:
             raise RewardError("the sandbox could not start: its driver said something else")
         self._is_ready = True
-        self.deadline_s = time.monotonic() + self._wall_s
+        self.deadline_s = time.monotonic() + self._limits.wall_s
 
     def receive(self) -> Frame:
         """Return the driver's next frame.
@@ -118,17 +115,17 @@ class Confined:
         """Raise ProgramStopped where the deadline or the memory limit is passed."""
         now_s = time.monotonic()
         if now_s > self.deadline_s:
-            raise ProgramStopped(f"ran past {self._wall_s if self._is_ready else START_TIMEOUT_S:g} s")
+            raise ProgramStopped(f"ran past {self._limits.wall_s if self._is_ready else START_TIMEOUT_S:g} s")
         if now_s - self._watched_s >= _WATCH_INTERVAL_S:
             resident_bytes = sum(resident_bytes_of_tree(each.pid) for each in (self, self.beside) if each is not None)
             self._watched_s = time.monotonic()
-            if resident_bytes > self._memory_bytes:
-                raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._memory_bytes} are allowed")
+            if resident_bytes > self._limits.memory_bytes:
+                raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._limits.memory_bytes} are allowed")
 
     def close(self) -> None:
         """Kill everything inside, reap it, close the channel. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         for each in (self._channel, self._errors, self._lent):

@@ -36,9 +36,9 @@ from asyncrl.errors import BroadcastError, ConfigError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsManifest
 from asyncrl.transport.security import ClientKeys
+from asyncrl.weights.buckets import NUM_BUFFERS, BucketBuffers, side_stream
 from asyncrl.weights.media.base import NUM_SLOTS, MediumWriter
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, open_store, wait_done
-from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, side_stream
 from asyncrl.weights.sockets import Router, decode
 
 log = logging.getLogger(__name__)

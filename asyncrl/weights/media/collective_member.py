@@ -31,11 +31,10 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.transport.security import ClientKeys
-from asyncrl.weights.fingerprint import DIGEST_BYTES, fingerprints_of
+from asyncrl.weights.buckets import DIGEST_BYTES, NUM_BUFFERS, BucketBuffers, device_fingerprint, fingerprints_of, gpu_for
 from asyncrl.weights.media.base import MediumReader, ReceiverArguments, VersionUnavailableError
 from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Ready, Refused
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
-from asyncrl.weights.media.device import NUM_BUFFERS, BucketBuffers, device_fingerprint, gpu_for
 from asyncrl.weights.sockets import ask, decode, keys_of_run, open_dealer
 from asyncrl.weights.tensors import bucket_views
 

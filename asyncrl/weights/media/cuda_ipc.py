@@ -22,13 +22,11 @@ import msgspec
 import torch
 
 from asyncrl.errors import BroadcastError, first_line
-from asyncrl.models.layout import bucket_ends, check_manifest
+from asyncrl.models.layout import bucket_ends, check_manifest, view_tensors
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import DIGEST_BYTES
+from asyncrl.weights.buckets import device_fingerprints, gpu_for, refuse_damaged
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments
-from asyncrl.weights.media.device import device_fingerprints, gpu_for
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from asyncrl.weights.tensors import bucket_views
 
 TICKET_BYTES = 4096
 _TICKETS = WeightsManifest((TensorEntry("ticket", (TICKET_BYTES,), "U8", 0, TICKET_BYTES),), TICKET_BYTES)
@@ -79,15 +77,8 @@ class CUDAIPCReceiver:
             self._learner = lease.path
         try:
             flat = open_ticket(lease.flat, device, manifest.total_bytes, self._opened)
-            ends, announced = bucket_ends(manifest), available.bucket_fingerprints
-            found = device_fingerprints(flat, ends, device)
-            for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-                place = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-                if found[place] != announced[place]:
-                    raise BroadcastError(
-                        f"version {available.version} lies damaged in the learner's memory: bucket {number} differs"
-                    )
-                yield from bucket_views(manifest, start, flat[start:end])
+            refuse_damaged(available, device_fingerprints(flat, bucket_ends(manifest), device))
+            yield from view_tensors(flat, manifest).items()
             torch.cuda.current_stream(device).synchronize()
             lease.check()
         finally:

@@ -40,7 +40,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.folders import sync
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import fingerprints_of
+from asyncrl.weights.buckets import fingerprints_of
 from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import path_hash
 

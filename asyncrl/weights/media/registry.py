@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -27,18 +27,19 @@ from asyncrl.config.broadcast import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.transport.security import ClientKeys
+from asyncrl.weights.buckets import gpu_for
 from asyncrl.weights.media.base import MediumReader, MediumWriter, ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReader
 from asyncrl.weights.media.cuda_ipc import CUDAIPCWriter
-from asyncrl.weights.media.device import gpu_for
 from asyncrl.weights.media.files import FilesReader, FilesWriter
 from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter, proves_whole_versions
 from asyncrl.weights.media.zeromq import ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import keys_of_run
 
-Open = Callable[[Any, Path, ClientKeys | None], Any]
+End = TypeVar("End", MediumWriter, MediumReader)
+Open = Callable[[Any, Path, ClientKeys | None], End]
 """From the medium's config, the run folder and keys to one of its ends."""
 
 
@@ -46,8 +47,8 @@ Open = Callable[[Any, Path, ClientKeys | None], Any]
 class Medium:
     """What there is of a medium."""
 
-    writer: Open | None = None
-    reader: Open | None = None
+    writer: Open[MediumWriter] | None = None
+    reader: Open[MediumReader] | None = None
     """None: it ends in the engine's own GPU memory."""
     receiver: str = ""
     """`module:function` that makes the receiving end in the process that holds the model (`make_receiver`)."""
@@ -78,17 +79,15 @@ MEDIA: dict[type[MediumConfig], Medium] = {
 
 def open_writer(config: MediumConfig, run_folder: Path) -> MediumWriter:
     """Return the learner's end of the configured medium."""
-    writer: MediumWriter = _open(MEDIA[type(config)].writer, config, run_folder)
-    return writer
+    return _open(MEDIA[type(config)].writer, config, run_folder)
 
 
 def open_reader(config: MediumConfig, run_folder: Path) -> MediumReader:
     """Return a generator's end of the configured medium."""
-    reader: MediumReader = _open(MEDIA[type(config)].reader, config, run_folder)
-    return reader
+    return _open(MEDIA[type(config)].reader, config, run_folder)
 
 
-def _open(end: Open | None, config: MediumConfig, run_folder: Path) -> Any:  # noqa: ANN401
+def _open(end: Open[End] | None, config: MediumConfig, run_folder: Path) -> End:
     if end is None:
         raise ConfigError(f"broadcast.medium.kind {config.kind!r} {MEDIA[type(config)].refusal}")
     return end(config, run_folder, keys_of_run(run_folder))

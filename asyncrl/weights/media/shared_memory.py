@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import fingerprints_of
+from asyncrl.weights.buckets import fingerprints_of
 from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
 from asyncrl.weights.shm_segments import (
     create_private,

@@ -31,10 +31,9 @@ from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_manifest, check_tensors, make_manifest, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import fingerprints_of, refuse_damaged, version_fingerprint
+from asyncrl.weights.buckets import device_fingerprints, device_of, fingerprints_of, refuse_damaged, version_fingerprint
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.media.cuda_ipc import TICKET_BYTES, open_ticket, write_ticket
-from asyncrl.weights.media.device import device_fingerprints, device_of
 from asyncrl.weights.media.shared_memory import Segment
 from asyncrl.weights.shm_segments import disown, make_segment, remove_leftover_segments
 from asyncrl.weights.tensors import SharedTensors

@@ -16,8 +16,8 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.transport.security import ClientKeys
+from asyncrl.weights.buckets import fingerprints_of
 from asyncrl.weights.delta import blob_fingerprint
-from asyncrl.weights.fingerprint import fingerprints_of
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.zeromq import (
     BLOB,

@@ -10,9 +10,8 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.models.layout import bucket_ends, view_tensors
 from asyncrl.schema.weights import Probe, WeightsAvailable, WeightsManifest
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.buckets import device_fingerprints, fingerprints_of, version_fingerprint
 from asyncrl.weights.media.collective import CollectiveWriter
-from asyncrl.weights.media.device import device_fingerprints
 from asyncrl.weights.media.zeromq import ZeroMQWriter
 from asyncrl.weights.publisher import Publisher
 

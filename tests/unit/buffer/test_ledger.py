@@ -60,7 +60,7 @@ def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
 
 
 def test_forgotten_payloads_are_gone_their_file_too_once_no_row_points_into_it_and_their_rows_stay(path, monkeypatch):
-    monkeypatch.setattr("asyncrl.buffer.ledger.payload_files.FILE_BYTES", 1)
+    monkeypatch.setattr("asyncrl.buffer.ledger.store.FILE_BYTES", 1)
     ledger = SqliteLedger(path)
     for group_id in range(3):
         ledger.write(_ready(group_id))

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.generate.counter_rng import seed_word, uniforms
+from asyncrl.generate.engine import uniforms
 from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
-    over_positions = uniforms(seed_word(7), np.arange(20_000, dtype=np.uint64))
+    over_positions = uniforms(np.uint64(7), np.arange(20_000, dtype=np.uint64))
     over_seeds = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
     for draws in (over_positions, over_seeds):
         assert draws.min() >= 0

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
-from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
+from asyncrl.config.run import PlacementConfig, RunConfig, SupervisionConfig, TransportConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.worker import GeneratorWorker
+from asyncrl.models.layout import make_manifest
 from asyncrl.schema import samples
-from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel
+from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, PhaseReached, SetPhase
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
+from asyncrl.weights.tensors import SharedTensors
 from tests.builders import Controller, until, working
 from tests.contract.engine_cases import make_model, reference_logprobs
 
@@ -50,12 +53,13 @@ NOTHING = noting([])
 
 
 @asynccontextmanager
-async def generator(engine=FAKE, fetch=NOTHING, folder="model", **generate):
+async def generator(engine=FAKE, fetch=NOTHING, folder="model", run_folder=Path(), kind="disaggregated", **generate):
     """A generator that has loaded its model."""
-    config = RunConfig(generate=GenerateConfig(engine=engine, **generate), supervision=SupervisionConfig(heartbeat_s=0.02))
+    supervision, own = SupervisionConfig(heartbeat_s=0.02), GenerateConfig(engine=engine, **generate)
+    config = RunConfig(generate=own, supervision=supervision, placement=PlacementConfig(kind=kind))
 
     def generate(near, _):
-        return GeneratorWorker(config, Path(), near, SystemClock(), fetch, "generator-7").run()
+        return GeneratorWorker(config, run_folder, near, SystemClock(), fetch, "generator-7").run()
 
     async with working("generator", "generator-7", generate, Observer) as controller:
         await controller.order(LoadModel(str(folder)))
@@ -166,6 +170,32 @@ async def test_an_evaluation_group_of_the_same_number_is_not_aborted(is_running)
             await controller.sees_requests_running()
             await controller.order(AbortGroup(1))
         assert all(isinstance(result, samples.Sample) for result in await controller.results(3))
+
+
+async def test_on_a_shared_device_it_takes_weights_as_it_wakes_and_those_that_changed_meanwhile_are_an_error(tmp_path) -> None:
+    """What it holds and when, in a run: tests/integration/placement/test_placement.py."""
+
+    def check() -> None:
+        raise BroadcastError("the learner has made version 2")
+
+    async def fetch(announced):
+        fetched.append(announced.version)
+        manifest = make_manifest({"weight": torch.zeros(16)})
+        return {} if len(fetched) == 1 else SharedTensors(manifest, torch.zeros(64, dtype=torch.uint8), check=check)
+
+    fetched = []
+    async with generator(fetch=fetch, run_folder=tmp_path, kind="colocated") as controller:
+        await controller.order(available(0))
+        await controller.report(VersionLive)
+        for phase, number in (("train", 1), ("inference", 2), ("rollout", 3)):
+            await controller.order(SetPhase(phase, number))
+            reached = await controller.report(PhaseReached, lambda told, number=number: told.number == number)
+            assert reached.phase == phase
+            assert fetched == ([0, 0] if phase == "rollout" else [0])
+        await controller.order(SetPhase("train", 4))
+        error = await asyncio.wait_for(controller.task, 30)
+    assert isinstance(error, BroadcastError)
+    assert "version 2" in str(error)
 
 
 REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.inference.batching import pack, take_batch
+from asyncrl.inference.models import pack, take_batch
 from asyncrl.schema.samples import InferRequest, ids_to_bytes
 
 texts = st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 9), min_size=1, max_size=6))

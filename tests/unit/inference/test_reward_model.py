@@ -9,8 +9,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2C
 
 from asyncrl.config.run import RewardModel
 from asyncrl.errors import ConfigError
-from asyncrl.inference.batching import pack
-from asyncrl.inference.models import RewardScorer
+from asyncrl.inference.models import RewardScorer, pack
 from asyncrl.schema.samples import ids_from_bytes
 
 

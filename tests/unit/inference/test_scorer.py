@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RewardModel
-from asyncrl.inference.scorer import ScoreNormaliser, Scorer
+from asyncrl.inference.worker import ScoreNormaliser, Scorer
 
 
 def opened(folder, **reward_model):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.errors import LearnerError
 from asyncrl.learner.optim import optimizer as optim
 from asyncrl.learner.optim.master_weights import buckets_of, spread
 from asyncrl.learner.step.train_step import train_step
@@ -91,11 +91,6 @@ def test_eight_bit_moments_take_a_byte_each_step_nearly_as_adamw_and_are_not_tak
     for optimizer, other in (("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")):
         with pytest.raises(LearnerError, match="not the optimizer state of this model"):
             states[optimizer].optimizer.load(tmp_path / other)
-
-
-def test_a_paged_optimizer_is_refused_on_a_cpu(kit):
-    with pytest.raises(ConfigError, match=r"pages on CUDA only: on a CPU take 'adamw_8bit'"):
-        kit.train_state(kit.model(), kit.config({}, {"optimizer": "paged_adamw_8bit"}))
 
 
 def optimizer_of(values, **learner):

@@ -98,11 +98,9 @@ async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_
     assert "step 3 came while the learner is at version 1" in str(error)
 
 
-async def test_without_a_model_a_phase_is_reached_at_once_and_the_end_waits_for_the_step_in_hand(kit, tmp_path):
+async def test_without_a_model_the_end_waits_for_the_step_in_hand(kit, tmp_path):
     async with learner(tmp_path, parse_config(WITHOUT_MODEL | {"learner": {"fake_step_s": 0.3}})) as controller:
         await controller.report(LearnerReady)
-        await controller.order(SetPhase("rollout", 3))
-        assert (await controller.report(PhaseReached)).number == 3
         await controller.connection.send(kit.batch(kit.samples()))
         await controller.report(Heartbeat, lambda beat: beat.waiting_for == "")
         await controller.order(Shutdown())

@@ -4,8 +4,8 @@ import pytest
 
 from asyncrl.config.reward import AnswerMatchReward
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.reward.answer_match import build_answer_match
 from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.registry import build_reward
 from asyncrl.schema.samples import Prompt
 
 EXTRACT = {"extract": r"<answer>(.*?)</answer>"}
@@ -14,7 +14,7 @@ REGEX = {"mode": "regex"}
 
 
 def score(text: str, reference: str, **options: object) -> float:
-    reward = build_answer_match(AnswerMatchReward(**options))
+    reward = build_reward(AnswerMatchReward(**options))
     return reward(RewardInput(Prompt("p", answer=reference), text, "stop", 4))
 
 
@@ -42,4 +42,4 @@ def test_a_reference_that_cannot_be_used_is_an_error_and_not_a_reward(reference,
 @pytest.mark.parametrize(("extract", "said"), [("(", "not a regular expression"), ("answer: .*", "has no group")])
 def test_patterns_are_checked_when_built(extract, said):
     with pytest.raises(ConfigError, match=said):
-        build_answer_match(AnswerMatchReward(extract=extract))
+        build_reward(AnswerMatchReward(extract=extract))

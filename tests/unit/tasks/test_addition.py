@@ -2,7 +2,7 @@ import pytest
 
 from asyncrl.config.tasks import AdditionTask
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.addition import build_addition
+from asyncrl.tasks.registry import build_addition
 
 
 @pytest.mark.parametrize(("digits", "total"), [(1, 100), (2, 8100)])

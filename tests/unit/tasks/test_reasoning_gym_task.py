@@ -6,7 +6,7 @@ pytest.importorskip("reasoning_gym")
 
 from asyncrl.config.tasks import ReasoningGymTask
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.reasoning_gym import build_reasoning_gym
+from asyncrl.tasks.registry import build_reasoning_gym
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

@@ -9,7 +9,7 @@ from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.fingerprint import fingerprints_of, version_fingerprint
+from asyncrl.weights.buckets import fingerprints_of, version_fingerprint
 from asyncrl.weights.media.files import FilesReader, FilesWriter
 
 TENSORS = {

@@ -6,7 +6,7 @@ import torch
 
 from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, DeltaConfig, GlooMedium, NCCLMedium, SharedMemoryMedium
 from asyncrl.errors import ConfigError
-from asyncrl.weights.media.device import device_fingerprint, gpu_for
+from asyncrl.weights.buckets import device_fingerprint, gpu_for
 from asyncrl.weights.media.registry import fingerprints_made
 from asyncrl.weights.media.shared_memory import proves_whole_versions
 

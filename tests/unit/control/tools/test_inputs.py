@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl import Run
 from asyncrl.config.load import parse_config
-from asyncrl.control.tools.dry_run import describe
+from asyncrl.control.tools.choices import describe
 from asyncrl.control.tools.inputs import function_faults
 from asyncrl.errors import ConfigError
 from tests.builders import write_jsonl

@@ -211,7 +211,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_own_tokens_and_all_there() -> 
             reply.scores(other)
 
 
-METRICS = """# HELP process_start_time_seconds Start time.
+METRICS = b"""# HELP process_start_time_seconds Start time.
 process_start_time_seconds 1.5e+09
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
@@ -225,4 +225,4 @@ vllm:cache_config_info{block_size="16",effective_attention_block_size="128",num_
 
 def test_gauges_of_several_engines_are_added_up_and_those_that_are_not_there_are_zero() -> None:
     assert read_gauges(METRICS) == (1.5e9, 4, 125, 16)
-    assert read_gauges("python_info 1.0\n") == (0.0, 0, 0, 0)
+    assert read_gauges(b"python_info 1.0\n") == (0.0, 0, 0, 0)

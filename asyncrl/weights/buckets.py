@@ -1,4 +1,7 @@
-"""Buckets of a version on a device: two buffers to receive or send through, and fingerprints that a device can compute.
+"""Buckets of a version: their fingerprints, in host memory and on a device, and two buffers on a device that they pass through.
+
+In host memory a bucket has xxh3-64; xxh3-128 of those of all buckets is the version's name. The learner makes them on the
+publisher's thread, never on its own. A generator makes its own of what arrived and compares: what is verified is what goes live.
 
 xxh3 cannot run on a GPU, and copying everything back to hash it would cost what the media on devices save. So `nccl` and
 `cuda_ipc` announce fingerprints of their own, of the same size: every 8-byte word is mixed with its place by splitmix64, and the
@@ -9,25 +12,67 @@ additions. A changed word always changes it (the mixing is one to one); words th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from asyncrl.errors import BroadcastError, ConfigError
-from asyncrl.models.layout import is_divided
-from asyncrl.weights.fingerprint import DIGEST_BYTES
+from asyncrl.models.layout import COPY_THREADS, bucket_ends, is_divided
+from asyncrl.schema.weights import WeightsAvailable
 
+DIGEST_BYTES = 8
 NUM_BUFFERS = 2
 _PIECE_WORDS = 2 << 20
 """Mixed at once: a bucket of the usual size, which is little over 8 MiB; and bounds the memory that mixing takes to a few times
 16 MiB, whatever the bucket."""
-
-
 # As int64: the 64 bits of splitmix64's constants.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def fingerprints_of(
+    flat: memoryview, ends: Sequence[int], check: Callable[[], None] = lambda: None, buckets: Iterable[int] | None = None
+) -> bytes:
+    """Hash bytes where they lie, several buckets at once.
+
+    Args:
+        flat: The version's bytes.
+        ends: Of the buckets.
+        check: Called before every bucket; raises to stop.
+        buckets: Numbers of those to hash; None: all.
+    """
+
+    def digest(number: int) -> bytes:
+        check()
+        start = ends[number - 1] if number else 0
+        return xxhash.xxh3_64_intdigest(flat[start : ends[number]]).to_bytes(DIGEST_BYTES, "little")
+
+    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-hash") as pool:
+        return b"".join(pool.map(digest, range(len(ends)) if buckets is None else buckets))
+
+
+def version_fingerprint(bucket_fingerprints: bytes) -> str:
+    """Return the version's name: xxh3-128 of its buckets' fingerprints, hex; empty where there are none."""
+    return str(xxhash.xxh3_128_hexdigest(bucket_fingerprints)) if bucket_fingerprints else ""
+
+
+def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
+    """Compare bucket fingerprints with the announced ones.
+
+    Raises:
+        BroadcastError: Some differ, or there are not as many as announced.
+    """
+    announced = available.bucket_fingerprints
+    if len(found) != len(announced):
+        raise BroadcastError(f"{len(found) // DIGEST_BYTES} buckets arrived, {len(announced) // DIGEST_BYTES} were announced")
+    starts = range(0, len(found), DIGEST_BYTES)
+    if damaged := [i // DIGEST_BYTES for i in starts if found[i : i + DIGEST_BYTES] != announced[i : i + DIGEST_BYTES]]:
+        told = f"{len(damaged)} of its {len(bucket_ends(available.manifest))} buckets differ, the first is bucket {damaged[0]}"
+        raise BroadcastError(f"version {available.version} arrived damaged: the fingerprints of {told}")
 
 
 def device_fingerprint(bucket: torch.Tensor) -> bytes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.buffer.selection import choose_by_deadline, choose_oldest
+from asyncrl.buffer.group import choose_by_deadline, choose_oldest
 
 
 def test_oldest_version_first_then_order_of_issue_and_ids_ascend():

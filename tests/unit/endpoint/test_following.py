@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.endpoint.text import TextStream, tool_calls
+from asyncrl.endpoint.following import TextStream, tool_calls
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 

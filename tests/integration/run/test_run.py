@@ -193,6 +193,18 @@ async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_killed_ou
     assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
 
 
+async def test_a_run_whose_last_learner_hangs_is_drained_as_soon_as_it_is_resumed(tiny):
+    """What a dead controller left is ended before anybody can ask the new one for something."""
+    settings = kit.NO_EVALUATION | kit.NO_MODELS | {"num_steps": 10_000}
+    async with asyncrl.Run(tiny(**settings)) as run:
+        await kit.reached(run, 2)
+        psutil.Process(kit.recorded_pids(run.run_folder)["learner"]).suspend()
+        psutil.Process(json.loads((run.run_folder / "api.json").read_text())["pid"]).kill()
+    async with asyncrl.Run(tiny(**settings), resume=run.run_folder) as again:
+        status = await again.drain()
+    assert status.phase == "stopped", status.reason
+
+
 async def paused_with(run: asyncrl.Run, num_ready: int) -> RunStatus:
     """Pause a run at a moment at which so many groups or more wait for a step."""
     while (status := await run.pause()).groups["ready"] < num_ready:

@@ -49,14 +49,17 @@ async def test_a_reward_that_pays_for_the_wrong_text_is_told_in_four_ways_and_me
     })  # fmt: skip
     rules = {"length.grows", "length.truncated", "kl.reference", "reward.hollow"}
     async with asyncrl.Run(config) as run:
-        await reached(run, 12)
+        async for _ in run.steps():
+            if any((one.accuracy or 0.0) > 0.5 for one in await run.evaluations()):
+                break
         wrong.touch()
+        num_before = len(await run.evaluations())
         await all_said(run, rules)
         wrong.unlink()
         await run.change({"algorithm.kl.coefficient": 1.0})
         await none_stands(run, rules)
         accuracies = [one.accuracy for one in await run.evaluations()]
-    assert min(accuracies) < 0.5 < max(accuracies[:5])
+    assert min(accuracies[num_before:]) < 0.5
 
 
 async def test_a_policy_that_says_one_thing_and_one_that_says_anything_are_told_until_the_temperature_is_changed(tiny, tmp_path):

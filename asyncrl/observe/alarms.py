@@ -1,8 +1,8 @@
 """Trouble said before it is too late: rules over the reports of steps, each with a threshold, its source and advice.
 
 Pure. A rule is met in a step, or not; it raises its alarm once it was met in `needed` of its last `of` steps, and ends it once
-it was met in none of them. So one odd step raises nothing, but for a learning rate that is too high, which is no chance; and an
-alarm does not flicker. docs/observability.md has the same table, and a test compares.
+it was met in none of them. So one odd step raises nothing, and an alarm does not flicker. A learning rate that is too high
+is told at once: one step shows it. docs/observability.md has the same table, and a test compares.
 """
 
 from __future__ import annotations

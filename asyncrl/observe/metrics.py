@@ -55,7 +55,7 @@ _ROWS = (
     ("policy/kept_fraction", "fraction", "trained tokens that no correction dropped"),
     ("policy/grad_norm", "1", "global gradient norm before clipping, mean over the updates of the step"),
     ("policy/learning_rate", "1", "of the last update"),
-    ("policy/relative_update", "1", "how far an update moves the weights, over their size, were it at the highest learning rate"),
+    ("policy/relative_update", "1", "how far an update moves the weights, over their size, scaled to the highest learning rate"),
     ("policy/updates", "updates", "optimizer updates in the step"),
     ("policy/skipped_updates", "updates", "left out because float16 gradients overflowed"),
     ("policy/recipe", "1", "what kind = auto picked for the step: 0 near, 1 lagging, 2 far"),

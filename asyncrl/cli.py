@@ -264,7 +264,7 @@ def replay(
     samples: Annotated[int, typer.Option(help="Draw so many samples, and generate them again.", metavar="N", min=0)] = 0,
 ) -> None:
     """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps and samples."""
-    from asyncrl.replay.report import replay_run
+    from asyncrl.replay.decisions import replay_run
 
     same = replay_run(_newest(folder), until, instead, print, samples)
     if not same:
@@ -302,7 +302,7 @@ def serve(
     show_samples: Annotated[bool, typer.Option("--show-samples", help="Every viewer may read samples; else operators.")] = False,
 ) -> None:
     """Serve many runs over HTTP: a page, a queue, events, metrics. Runs outlive the daemon, which finds them again."""
-    from asyncrl.observe.log import set_up_logging
+    from asyncrl.control.launch.process_main import set_up_logging
     from asyncrl.serve.daemon import ServeOptions
     from asyncrl.serve.daemon import serve as serve_runs
 

@@ -59,7 +59,6 @@ from asyncrl.control.launch import process_main as process
 from asyncrl.control.launch.lease import Ownership, own_by_input, own_by_lease
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
-from asyncrl.observe.log import set_up_logging
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.weights import WeightsAvailable
@@ -109,7 +108,7 @@ async def run_controller(
     from asyncrl.control.join import Membership
     from asyncrl.control.launch.local import LocalLauncher
     from asyncrl.control.launch.processes import plan_processes
-    from asyncrl.control.lifecycle.pid_file import end_left
+    from asyncrl.control.lifecycle.supervisor import end_left
     from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes
     from asyncrl.control.placement.limits import usable_cores
     from asyncrl.observe.decisions.journal import Recorder
@@ -312,7 +311,7 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
     with imports_without_gc():
         import_module("asyncrl.generate.worker")
     async with joined(request, os.getpid(), ENDPOINT_FILE) as here:
-        set_up_logging(here.name, here.config.observe.log_level)
+        process.set_up_logging(here.name, here.config.observe.log_level)
         config = as_joined(here.config, on_same_machine=here.is_on_same_machine)
         keep_to_own_cores(config)
         log.info("joined the run %s as %s; Ctrl-C leaves it", config.name, here.name)
@@ -326,7 +325,7 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
     It is a child of rank 0's process and of its process group. The controller does not know it; it has no connection of its own.
     """
     config = load_run_config(run_folder)
-    set_up_logging(f"learner-{rank}", config.observe.log_level)
+    process.set_up_logging(f"learner-{rank}", config.observe.log_level)
     process.ignore_interrupts()
     process.watch_parent()
     try:
@@ -345,7 +344,7 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
 
 async def _main(kind: ProcessKind, name: str, run_folder: Path, *, detached: bool) -> int:
     config = load_run_config(run_folder)
-    set_up_logging(name, config.observe.log_level)
+    process.set_up_logging(name, config.observe.log_level)
     clock = SystemClock()
     if kind == "controller":
         async with contextlib.AsyncExitStack() as stack:

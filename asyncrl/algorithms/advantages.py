@@ -3,27 +3,86 @@
 Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo, opo, reinforce_pp_baseline), of samples alone
 (remax, reward), of tokens (reinforce_pp, gae, vtrace: recursions over rows without gaps, as in returns.py).
 
-Legend: S samples, G groups, T tokens of a sample, L at most T: its trained tokens moved to the left.
+Legend: S samples of one step, in any order; G groups; T the most response tokens of a sample, right-padded; L at most T: its
+trained tokens moved to the left. A trained token is one the policy wrote and the step trains; tool output and padding are not.
 
-Invariants: order of samples and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare
-it with; in verl and OpenRLHF its reward); samples without a trained token still count in their group's
-mean; with `whiten`, all trained tokens of the step influence each other, else only samples of one group do.
+Invariants: whatever stands at an untrained token (NaN too) changes nothing, and its own advantage is exactly 0; order of samples
+and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare it with; in verl and OpenRLHF
+its reward); samples without a trained token still count in their group's mean; with `whiten`, all trained tokens of the step
+influence each other, else only samples of one group do.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import Advantage, AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
 from asyncrl.algorithms.diagnostics import bounded_exp
-from asyncrl.algorithms.returns import backwards, discounted_returns, rewards_on_last_tokens, to_places, to_the_left
+from asyncrl.algorithms.returns import FloatArray, backwards, discounted_returns, rewards_on_last_tokens, to_places, to_the_left
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import load_own, wrong_shape
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """S samples of one step. Only `rewards`, `group_ids` and `mask` are always there."""
+
+    rewards: FloatArray
+    """[S], one number a sample."""
+    group_ids: NDArray[np.int64]
+    """[S]."""
+    mask: NDArray[np.bool_]
+    """[S, T], true on trained tokens."""
+    token_rewards: FloatArray | None = None
+    """[S, T], where a penalty changed them; None: `rewards` on the last trained token of each sample, 0 elsewhere."""
+    values: FloatArray | None = None
+    """[S, T], the critic's estimate in the state before each token."""
+    log_ratios: FloatArray | None = None
+    """[S, T], log of proximal / behaviour (`vtrace`)."""
+    greedy_rewards: FloatArray | None = None
+    """[S], reward of the greedy sample of each sample's group (`remax`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageConfig:
+    """What an advantage is told; each reads what it knows."""
+
+    epsilon: float = 1e-6
+    """Added to a group's standard deviation."""
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    vtrace_rho: float = 1.0
+    """Bound of the importance weight in V-trace's temporal differences."""
+    vtrace_c: float = 1.0
+    """Bound of the importance weight that cuts V-trace's traces."""
+    whiten: bool | Literal["samples"] = False
+    """Over all trained tokens, or over samples."""
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> AdvantageConfig:
+        """Return the part of a run's config that advantages read."""
+        same = {name: getattr(algorithm, name) for name in ("gamma", "gae_lambda", "vtrace_rho", "vtrace_c", "whiten")}
+        return cls(epsilon=algorithm.advantage_epsilon, **same)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    """One number a trained token."""
+
+    advantages: FloatArray
+    """[S, T]."""
+    returns: FloatArray | None = None
+    """[S, T], what the critic is trained towards; only of advantages that need one."""
+
+
+Advantage = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:

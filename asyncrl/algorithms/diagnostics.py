@@ -13,8 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import FloatArray
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
+from asyncrl.algorithms.returns import LOG_RATIO_LIMIT, FloatArray
 from asyncrl.schema.batches import StepBatch
 
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")

@@ -14,8 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import FloatArray
-
+FloatArray = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 LOG_RATIO_LIMIT = 20.0

@@ -26,8 +26,8 @@ _MODULES = {
     "transformers": "asyncrl.generate.transformers.engine",
     "vllm": "asyncrl.generate.vllm.embedded",
     "vllm_server": "asyncrl.generate.vllm.server",
-    "fake": "asyncrl.generate.doubles.fake",
-    "replay": "asyncrl.generate.doubles.fake",
+    "fake": "asyncrl.generate.fake",
+    "replay": "asyncrl.generate.fake",
 }
 
 

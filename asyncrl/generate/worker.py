@@ -33,7 +33,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.factory import start_engine
 from asyncrl.generate.rollout import Rollout
-from asyncrl.observe.memory import MemoryLine, open_memory
+from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.schema.control import (
     AbortGroup,
     ComponentMove,

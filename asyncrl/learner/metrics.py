@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import FloatArray
 from asyncrl.algorithms.diagnostics import (
     RATIO_LEVELS,
     STALENESS_BUCKETS,
@@ -30,6 +29,7 @@ from asyncrl.algorithms.diagnostics import (
     token_figures,
     weight_figures,
 )
+from asyncrl.algorithms.returns import FloatArray
 from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, TruncatedToken
 from asyncrl.learner.ranks.group import Ranks

@@ -36,12 +36,11 @@ from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import compile_now, make_probe
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.offload import needs_offload, open_offload
 from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
-from asyncrl.learner.train_state import Offload, TrainState
+from asyncrl.learner.train_state import Offload, TrainState, needs_offload, open_offload
 from asyncrl.observe.decisions.journal import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines

@@ -2,8 +2,8 @@
 
 Alarms go to a webhook, where there is one.
 
-Invariants: metrics.jsonl is always written; a heavy library (wandb, tensorboard) is imported only when its sink is asked for, in
-that sink's file; a missing one is a ConfigError that names the extra to install, raised before the run starts.
+Invariants: metrics.jsonl is always written; a heavy library (wandb, tensorboard) is imported only when its sink is opened,
+and by no other file; a missing one is a ConfigError that names the extra to install, raised before the run starts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -99,6 +100,73 @@ class MetricSinks:
                 closing.callback(close)
 
 
+class WandbSink:
+    """Logs to one run of Weights & Biases, which goes by the name of ours: online, or into RUN/wandb for a later `wandb sync`."""
+
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        wandb = import_module("wandb")
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=config.observe.wandb_project,
+            name=config.name,
+            dir=str(run_folder),
+            mode="online" if config.observe.wandb == "online" else "offline",
+            config=msgspec.to_builtins(config),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
+        )
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Log one step.
+
+        Charts run over `version`, a value of ours: wandb's own step must not go backwards, and an evaluation of an earlier
+        version may end later.
+        """
+        self._run.log({**values, "version": step, "time_s": time_s})
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - wandb keeps its own
+        """Log a table."""
+        table = self._table(columns=list(rows[0].cells), data=[[*({**row.cells, "reward": row.reward}).values()] for row in rows])
+        self._run.log({"samples": table, "version": step + 1})
+
+    def close(self) -> None:
+        """Hand everything over and end wandb's own process."""
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """Writes scalars and tables of samples to event files. Needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        writer = import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._tensors = import_module("tensorboard.compat.proto.tensor_pb2")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = writer.EventFileWriter(str(folder))
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Queue one event of all values."""
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._events.Event(step=step, wall_time=time_s, summary=self._summaries.Summary(value=scalars)))
+
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
+        """Queue one event of a Markdown table."""
+        table = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row.cells.values()] for row in rows]
+        lines = ["| " + " | ".join(line) + " |" for line in ([*rows[0].cells], ["---"] * len(rows[0].cells), *table)]
+        text = self._tensors.TensorProto(dtype="DT_STRING", string_val=["\n".join(lines).encode()])
+        metadata = self._summaries.SummaryMetadata(plugin_data=self._summaries.SummaryMetadata.PluginData(plugin_name="text"))
+        value = self._summaries.Summary.Value(tag="samples", metadata=metadata, tensor=text)
+        self._writer.add_event(
+            self._events.Event(step=step + 1, wall_time=time_s, summary=self._summaries.Summary(value=[value]))
+        )
+
+    def close(self) -> None:
+        """Write what is queued and end the writer's thread."""
+        self._writer.close()
+
+
 class Webhook:
     """Posts JSON to a URL, on a thread of its own: who does not answer holds nothing up, and what does not fit is dropped."""
 
@@ -152,13 +220,9 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
     extra = "tensorboard"
     try:
         if config.observe.tensorboard:
-            from asyncrl.observe.sink_tensorboard import TensorBoardSink  # noqa: PLC0415 - heavy, and an extra
-
             others.append(TensorBoardSink(run_folder / "tensorboard"))
         extra = "wandb"
         if config.observe.wandb != "off":
-            from asyncrl.observe.sink_wandb import WandbSink  # noqa: PLC0415 - heavy, and an extra
-
             others.append(WandbSink(config, run_folder))
     except ModuleNotFoundError as error:
         MetricSinks(run_folder, others).close()

@@ -1,6 +1,8 @@
 """One line per optimizer step, evaluation, event and second: what steps.jsonl, eval.jsonl, events.jsonl and seconds.jsonl hold.
 
-Written by the controller through `JsonLines`; read by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
+memory/NAME.jsonl says what lay on a shared device when. Every process that moves components writes its own: moves happen within
+a phase too, and only the process itself knows when. All are written through `JsonLines`, the first four by the controller; read
+by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.schema.control import ComponentMove
 
 STEPS_FILE = "steps.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVENTS_FILE = "events.jsonl"
 SECONDS_FILE = "seconds.jsonl"
+MEMORY_FOLDER = "memory"
 MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
 AT_ONCE_BYTES = 64 << 10
@@ -126,6 +130,27 @@ class SecondReport(msgspec.Struct, frozen=True):
     time_s: float
     values: dict[str, float]
     """Named as in observe/metrics.py."""
+
+
+class MemoryLine(msgspec.Struct, frozen=True):
+    """One switch of a process to a phase."""
+
+    process: str
+    phase: str
+    """That begins with it."""
+    number: int
+    """Of the controller's switch; -1: the process's own, within a phase."""
+    started_s: float
+    """Clock seconds."""
+    finished_s: float
+    moves: tuple[ComponentMove, ...] = ()
+    """In order, one after the other."""
+    resident: dict[str, int] = {}
+    """Component to bytes on the device, after the moves."""
+    peak_bytes: int = 0
+    """Most that was on the device since the line before."""
+    ended_phase: str = ""
+    """The phase that the peak is of."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -284,3 +309,16 @@ def read_evals(run_folder: Path) -> list[EvalReport]:
 def read_events(run_folder: Path, after: int = 0) -> Iterator[RunEvent]:
     """Yield the events of a run behind number `after`."""
     return (event for event in read_lines(run_folder / EVENTS_FILE, RunEvent) if event.seq > after)
+
+
+def open_memory(run_folder: Path, process: str) -> JsonLines[MemoryLine]:
+    """Open a process's file for appending."""
+    folder = run_folder / MEMORY_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return JsonLines(folder / f"{process}.jsonl")
+
+
+def read_memory(run_folder: Path) -> list[MemoryLine]:
+    """Return the lines of all processes, by time."""
+    lines = [line for path in (run_folder / MEMORY_FOLDER).glob("*.jsonl") for line in read_lines(path, MemoryLine)]
+    return sorted(lines, key=lambda line: line.finished_s)

@@ -17,8 +17,7 @@ import msgspec
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.observe.memory import MemoryLine, open_memory
-from asyncrl.observe.steps import JsonLines
+from asyncrl.observe.steps import JsonLines, MemoryLine, open_memory
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device
 from asyncrl.residency.plan import GIB, Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch

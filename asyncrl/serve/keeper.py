@@ -30,7 +30,7 @@ from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, is_live, kill_controllers, until_gone
-from asyncrl.control.lifecycle.pid_file import end_left
+from asyncrl.control.lifecycle.supervisor import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, Tail, read_evals, read_events, read_steps
 from asyncrl.schema.samples import ScoreRequest

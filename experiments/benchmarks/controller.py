@@ -36,8 +36,8 @@ from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.control.launch.controller_process import read_endpoint
 from asyncrl.control.launch.lease import own_by_input
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.control.launch.process_main import set_up_logging
 from asyncrl.errors import LaunchError
-from asyncrl.observe.log import set_up_logging
 from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller
 from asyncrl.schema.codec import encode

@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import asyncrl
-from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.control.lifecycle.supervisor import read_pids
 from asyncrl.observe.steps import read_events
 from asyncrl.sweep.statistics import bootstrap_interval
 

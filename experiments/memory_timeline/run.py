@@ -25,8 +25,8 @@ import matplotlib.pyplot as plt
 
 import asyncrl
 from asyncrl.config.load import load_config
-from asyncrl.observe.memory import MemoryLine, read_memory
 from asyncrl.observe.spans import PHASE, Span, read_spans
+from asyncrl.observe.steps import MemoryLine, read_memory
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

@@ -20,9 +20,9 @@ import psutil
 from matplotlib.figure import Figure
 
 import asyncrl
-from asyncrl.control.lifecycle.pid_file import read_pids
-from asyncrl.observe.memory import MemoryLine, read_memory
+from asyncrl.control.lifecycle.supervisor import read_pids
 from asyncrl.observe.spans import PHASE, SWAP, Span, read_spans
+from asyncrl.observe.steps import MemoryLine, read_memory
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"

@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import asyncrl
-from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.control.lifecycle.supervisor import read_pids
 from asyncrl.observe.steps import read_events, read_steps
 
 HERE = Path(__file__).parent

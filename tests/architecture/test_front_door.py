@@ -17,7 +17,7 @@ HEAVY = {
     "asyncrl.cli": (NOBODYS - {"typer", "rich"}) | TORCH | {"aiohttp", "numpy"},
     "asyncrl.pipeline": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.control.controller, asyncrl.buffer.open, asyncrl.observe.sinks": NOBODYS | TORCH,
-    "asyncrl.learner.fake, asyncrl.generate.doubles.fake, asyncrl.algorithms.advantages": NOBODYS | TORCH,
+    "asyncrl.learner.fake, asyncrl.generate.fake, asyncrl.algorithms.advantages": NOBODYS | TORCH,
     "asyncrl.control.tools.inputs, asyncrl.replay.decisions": NOBODYS | TORCH,
     "asyncrl.reward.worker": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.generate.worker": NOBODYS | {"sympy", "transformers", "accelerate", "aiohttp"},

@@ -14,8 +14,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import Engine, EngineRequest, KVPolicy
+from asyncrl.generate.fake import FakeEngine
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.schema.samples import SamplingParams
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
-from asyncrl.algorithms.advantages import ADVANTAGES
+from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInputs
 from asyncrl.algorithms.losses import ValueInputs, value_loss
 from asyncrl.algorithms.returns import discounted_returns, overlong_penalty
 from asyncrl.algorithms.types import Denominators

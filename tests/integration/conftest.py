@@ -19,7 +19,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.lifecycle.pid_file import read_pids
+from asyncrl.control.lifecycle.supervisor import read_pids
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema.status import RunStatus

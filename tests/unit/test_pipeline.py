@@ -22,7 +22,6 @@ async def test_a_controller_that_cannot_begin_leaves_no_socket_thread_or_folder(
     if error is IsADirectoryError:
         (tmp_path / ENDPOINT_FILE).mkdir()
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "asyncrl.observe.sink_wandb", raising=False)
     threads = set(threading.enumerate())
     with pytest.raises(error):
         await run_controller(config, tmp_path, SystemClock(), asyncio.Event(), FakeLauncher())

@@ -1,7 +1,10 @@
-"""How a process of a run begins and ends.
+"""How a process of a run begins, logs and ends.
 
 A stage's process watches its standard input, which its parent holds open. The kernel closes that pipe however the parent ends, so
 end of file means that nobody needs the process any more. A controller learns from lease.py who wants it.
+
+A process logs one line an event, on standard error, which the launcher appends to RUN/logs/NAME.log. INFO is life-cycle and one
+line a step; a WARNING names a knob to turn; DEBUG is for whoever mends asyncrl itself.
 
 Invariant: an error that a restart would meet again, or hide, is a fatal fault and ends the run: a wrong config, a learner that
 cannot go on, a model that was exchanged, a missing package or device, damaged weights.
@@ -39,6 +42,19 @@ _FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "i
 """In the messages of errors whose type says less: a device that is not there, a package that is missing, a limit of the disk."""
 TELL_S = 2.0
 """For the controller to be told."""
+
+
+def set_up_logging(process: str, level: str = "INFO") -> None:
+    """Send every log record of asyncrl to standard error.
+
+    Args:
+        process: Name shown on each line, `generator-0`.
+        level: DEBUG, INFO or WARNING.
+    """
+    escaped = process.replace("%", "%%")
+    line = f"%(asctime)s.%(msecs)03d %(levelname)-7s {escaped} %(name)s | %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, datefmt="%Y-%m-%d %H:%M:%S", force=True)
+    logging.getLogger("asyncrl").setLevel(level)
 
 
 def watch_parent(on_gone: Callable[[], object] | None = None) -> threading.Thread:

@@ -1,8 +1,13 @@
 """Carries out what the lifecycle decides: starts, watches, kills and restarts the processes of a run.
 
+RUN/pids.jsonl says which process of the run has which pid. One line a start, one line an end; whoever reads it adds them up. So a
+start costs the same however many processes there are. It is also read by whoever must end what a dead controller left.
+
 Invariants:
 - Every process has one task here that owns it from its start to its exit; when `run` returns or raises, none is left.
 - Processes are killed by the handle they were started with (recorded in RUN/pids.jsonl), never by name.
+- What pids.jsonl says is true: a line is appended at once and whole, and one that a crash cut short is not read. A controller
+  begins the file anew.
 - Callbacks run on the event loop, inside `post`; they may post further events, which are taken in order.
 
 The controller runs `run()` in its task group, posts what it learns, and answers `on_end` by telling the processes to stop over
@@ -12,7 +17,9 @@ their channels and then awaiting `shutdown(deadline_s)`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,14 +27,15 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import Launcher, ProcessHandle, ProcessSpec
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.pid_file import PidRecord, begin_pids, note_pid
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.errors import LaunchError
+from asyncrl.folders import write_whole
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
@@ -37,6 +45,28 @@ COULD_NOT_START = 127
 """Exit code of a process that never came to be."""
 KILL_GRACE_S = 3.0
 """Between asking a process to end and ending it."""
+PIDS_FILE = "pids.jsonl"
+END_BY_ITSELF_S = 5.0
+"""For a process to see that its controller is gone."""
+
+
+class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process."""
+
+    name: str
+    kind: ProcessKind
+    pid: int
+    incarnation: int
+    started_s: float
+    ended_s: float | None = None
+    """None while it lives."""
+
+
+class PidTable(msgspec.Struct, frozen=True):
+    """All live processes of a run."""
+
+    controller: int
+    processes: dict[str, PidRecord] = {}
 
 
 @dataclass(slots=True)
@@ -229,3 +259,46 @@ class Supervisor:
             gone.cancel()
             late.cancel()
         return self._none_left.is_set()
+
+
+def end_left(run_folder: Path) -> None:
+    """End what a dead controller left. A process that is stopped (SIGSTOP) or hangs does not see that its parent is gone."""
+    left = []
+    with contextlib.suppress(OSError, KeyError, msgspec.DecodeError):
+        for record in read_pids(run_folder).processes.values():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(record.pid)
+                if {record.name, str(run_folder.resolve())} <= set(process.cmdline()):  # and no other program by now
+                    left.append(process)
+    for process in psutil.wait_procs(left, timeout=END_BY_ITSELF_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def begin_pids(run_folder: Path, now: float) -> None:
+    """Begin the file anew with this process, the controller."""
+    first = msgspec.json.encode(PidRecord("controller", "controller", os.getpid(), 0, now)) + b"\n"
+    write_whole(run_folder / PIDS_FILE, first, onto_disk=False)
+
+
+def note_pid(run_folder: Path, record: PidRecord) -> None:
+    """Append a process that started, or ended."""
+    with (run_folder / PIDS_FILE).open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_pids(run_folder: Path) -> PidTable:
+    """Return the table of a run.
+
+    Raises:
+        FileNotFoundError: The run has never started a process.
+    """
+    records: dict[str, PidRecord] = {}
+    *lines, _cut_short = (run_folder / PIDS_FILE).read_bytes().split(b"\n")
+    for line in lines:
+        record = msgspec.json.decode(line, type=PidRecord)
+        if record.ended_s is None:
+            records[record.name] = record
+        else:
+            records.pop(record.name, None)
+    return PidTable(controller=records.pop("controller").pid, processes=records)

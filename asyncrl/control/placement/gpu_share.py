@@ -221,7 +221,7 @@ def _training_parts(config: RunConfig) -> dict[str, int]:
     if config.learner.kind != "builtin":
         return {}
     sizes, reference = memory.training_sizes(config), memory.reference_sizes(config)
-    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/offload.py)
+    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/train_state.py)
         sizes |= {name: size for name, size in reference.items() if name == "reference"}
     elif sum(reference.values()) > sum(sizes.values()):
         sizes = reference

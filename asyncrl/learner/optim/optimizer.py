@@ -1,5 +1,7 @@
 """AdamW with a schedule, clipping and loss scaling, over float32 master weights, with a state that is saved without pickle.
 
+Its moments may be in 8 bits, by bitsandbytes; no other file imports that.
+
 Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; what the optimizer
 changes is at least float32 (optim/master_weights.py); saving and loading changes no bit; a loss scale is a power of two, so that
 scaling and unscaling round nothing.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils import get_total_norm
 
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.errors import LearnerError
-from asyncrl.learner.optim.low_bit import build_lowbit, plain_state, restore_state
+from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
 from asyncrl.learner.ranks.fsdp import divided_like, part_here, whole, whole_tensors
 
 _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
+_LOWBIT_CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}
+_LOWBIT_CONSTANTS = ("qmap1", "qmap2")
+"""Tables of the library that turn 8 bits into numbers. They are not saved."""
 FIRST_SCALE = 2.0**16
 SMALLEST_SCALE = 1.0
 GROWTH_INTERVAL = 2000
@@ -282,3 +287,53 @@ def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tenso
     if values.shape != parameter.shape:
         raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
     return divided_like(values, parameter)
+
+
+def build_lowbit(groups: Sequence[dict[str, Any]], config: LearnerConfig) -> torch.optim.Optimizer:
+    """Return the 8-bit optimizer the config names, over groups that carry their weight decay.
+
+    Raises:
+        ConfigError: The library is missing.
+    """
+    try:
+        module = import_module("bitsandbytes.optim")
+    except ImportError as error:
+        raise ConfigError(
+            f"learner.optimizer = {config.optimizer!r} needs bitsandbytes: pip install 'asyncrl[lowbit]' ({error})"
+        ) from error
+    build = getattr(module, _LOWBIT_CLASSES[config.optimizer])
+    built: torch.optim.Optimizer = build(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
+    return built
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return one parameter's state as tensors to save; the number of updates becomes int64."""
+    kept = {kind: value for kind, value in state.items() if kind not in _LOWBIT_CONSTANTS}
+    return {kind: value if isinstance(value, torch.Tensor) else torch.tensor(value) for kind, value in kept.items()}
+
+
+def restore_state(optimizer: Any, parameter: torch.nn.Parameter, saved: dict[str, torch.Tensor]) -> None:  # noqa: ANN401
+    """Give a parameter the state that `plain_state` returned, in memory of the optimizer's own (paged where it pages).
+
+    Raises:
+        ValueError: The state is of another kind or size.
+    """
+    (place,) = [
+        (group, group_index, index)
+        for group_index, group in enumerate(optimizer.param_groups)
+        for index, candidate in enumerate(group["params"])
+        if candidate is parameter
+    ]
+    group, group_index, index = place
+    optimizer.state.pop(parameter, None)
+    optimizer.init_state(group, parameter, group_index, index)
+    state = optimizer.state[parameter]
+    if saved.keys() != plain_state(state).keys():
+        raise ValueError(f"it has {sorted(saved)}, an 8-bit optimizer has {sorted(plain_state(state))}")
+    for kind, value in saved.items():
+        if not isinstance(state[kind], torch.Tensor):
+            state[kind] = int(value)
+        elif state[kind].shape != value.shape or state[kind].dtype != value.dtype:
+            raise ValueError(f"{kind} is {tuple(value.shape)} {value.dtype}, not {tuple(state[kind].shape)} {state[kind].dtype}")
+        else:
+            state[kind].copy_(value)

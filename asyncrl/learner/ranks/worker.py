@@ -18,13 +18,12 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import make_probe
-from asyncrl.learner.offload import open_offload
 from asyncrl.learner.ranks.group import joined_ranks
 from asyncrl.learner.ranks.launch import Begin, Help, ReachPhase, command_decoder, rank_device
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import division_of, train_step
-from asyncrl.learner.train_state import TrainState
+from asyncrl.learner.train_state import TrainState, open_offload
 from asyncrl.models.layout import help_copy_out
 from asyncrl.schema.batches import StepBatch
 from asyncrl.weights.media.collective_group import join_store

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantage_types import FloatArray
+from asyncrl.algorithms.returns import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
 from asyncrl.errors import LearnerError
 from asyncrl.learner.ranks.group import Ranks

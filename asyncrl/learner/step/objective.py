@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs, AdvantageOutputs, FloatArray
-from asyncrl.algorithms.advantages import load_advantage
+from asyncrl.algorithms.advantages import AdvantageConfig, AdvantageInputs, AdvantageOutputs, load_advantage
 from asyncrl.algorithms.corrections import combined, correct
 from asyncrl.algorithms.diagnostics import explained_variance
 from asyncrl.algorithms.kl import interpolated_proximal, kl_for_rewards
 from asyncrl.algorithms.loss_terms import count_denominators
 from asyncrl.algorithms.losses import Loss, ValueInputs, load_loss, value_loss
-from asyncrl.algorithms.returns import rewards_on_last_tokens
+from asyncrl.algorithms.returns import FloatArray, rewards_on_last_tokens
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import StepTokens

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 import asyncrl
-from asyncrl.observe.memory import read_memory
 from asyncrl.observe.spans import PHASE, SCORE, SWAP, read_spans
+from asyncrl.observe.steps import read_memory
 from asyncrl.residency.plan import SWAP_FOLDER
 
 HELD_IN = {"rollout": "generator-0", "inference": "inference-0", "train": "learner"}

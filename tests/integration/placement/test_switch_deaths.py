@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.observe.memory import MemoryLine, read_memory
-from asyncrl.observe.steps import read_steps
+from asyncrl.observe.steps import MemoryLine, read_memory, read_steps
 from tests.integration.conftest import assert_balanced, kill
 
 CASES = {

@@ -23,11 +23,11 @@ from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.model.lora import publishable_tensors
 from asyncrl.learner.model.policy import Reference, character_tokenizer
-from asyncrl.learner.offload import open_offload
 from asyncrl.learner.ranks.fsdp import Divider, whole_tensors
 from asyncrl.learner.ranks.group import joined_ranks
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.train_state import open_offload
 from asyncrl.models.adapters import adapters_off, add_adapters
 from asyncrl.models.layout import copy_out, help_copy_out, make_manifest, view_tensors
 from asyncrl.weights.media.collective_group import join_store

@@ -15,7 +15,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.ranks.group import LOOPBACK, Ranks
 from asyncrl.learner.ranks.launch import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
-from asyncrl.observe.memory import read_memory
+from asyncrl.observe.steps import read_memory
 from asyncrl.weights.media.collective_group import open_store
 from tests.builders import cancelled_after
 from tests.integration.ranks import rank_cases

@@ -8,9 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import asyncrl
-from asyncrl.control.lifecycle.pid_file import read_pids
-from asyncrl.observe.memory import read_memory
-from asyncrl.observe.steps import read_steps
+from asyncrl.control.lifecycle.supervisor import read_pids
+from asyncrl.observe.steps import read_memory, read_steps
 from tests.integration.conftest import NO_EVALUATION, trained_groups
 
 

@@ -9,10 +9,8 @@ import zstandard
 
 import asyncrl
 from asyncrl.control.batch_feeder import RecordedStep
-from asyncrl.replay.decisions import replay_decisions
-from asyncrl.replay.learner import LearnerReplay, WhatIf
-from asyncrl.replay.report import replay_run
-from asyncrl.replay.samples import SampleReplay
+from asyncrl.replay.decisions import replay_decisions, replay_run
+from asyncrl.replay.learner import LearnerReplay, SampleReplay, WhatIf
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all, trained_groups
 
 

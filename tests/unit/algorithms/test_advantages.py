@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
-from asyncrl.algorithms.advantages import ADVANTAGES, whitened
+from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInputs, whitened
 from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
-from asyncrl.algorithms.advantages import load_advantage
+from asyncrl.algorithms.advantages import AdvantageConfig, AdvantageInputs, load_advantage
 from asyncrl.algorithms.corrections import load_correction
 from asyncrl.algorithms.losses import load_loss
 from asyncrl.algorithms.types import LossConfig
@@ -20,7 +19,7 @@ PRELUDE = """
 import dataclasses
 import numpy as np
 import torch
-from asyncrl.algorithms.advantage_types import AdvantageOutputs
+from asyncrl.algorithms.advantages import AdvantageOutputs
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.algorithms.types import CorrectionOutputs
 

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
-from asyncrl.generate.doubles.fake import FakeEngine
 from asyncrl.generate.engine import EngineRequest
+from asyncrl.generate.fake import FakeEngine
 from asyncrl.generate.rollout import Rollout
 from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer

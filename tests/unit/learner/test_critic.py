@@ -77,7 +77,7 @@ def test_another_critic_s_file_is_refused(kit, tmp_path):
         load_critic(kit.critic("head"), tmp_path / "step-000001" / "trainer" / "critic.safetensors")
 
 
-OWN = """from asyncrl.algorithms.advantage_types import AdvantageOutputs
+OWN = """from asyncrl.algorithms.advantages import AdvantageOutputs
 def plain(inputs, config):
     return AdvantageOutputs(inputs.mask * inputs.rewards[:, None])
 """

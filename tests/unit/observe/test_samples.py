@@ -3,7 +3,7 @@
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from asyncrl.observe.samples import TOKENS_FILE, TokenFile, TokenRow, kept_members, read_tokens, rows_of
-from asyncrl.observe.sink_tensorboard import TensorBoardSink
+from asyncrl.observe.sinks import TensorBoardSink
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 from tests.builders import make_sample
 

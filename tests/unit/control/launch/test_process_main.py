@@ -1,4 +1,4 @@
-"""How a process begins and ends: it ends with its parent, and tells the controller why it cannot go on."""
+"""How a process begins, logs and ends: it ends with its parent, and tells the controller why it cannot go on."""
 
 import asyncio
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.control.launch.process_main import EXIT_FAULT, PARENT_GONE_EXIT_CODE, run_to_exit_code
 from asyncrl.errors import ConfigError, LearnerError, ResidencyError
-from asyncrl.learner.optim.low_bit import build_lowbit
+from asyncrl.learner.optim.optimizer import build_lowbit
 from asyncrl.schema.control import Fault
 from tests.builders import channel_of, receive
 
@@ -53,3 +53,20 @@ def test_end_of_stdin_ends_the_process_after_its_last_act() -> None:
         assert child.stdout.readline() == "up\n"
         assert child.communicate(timeout=20)[0] == "tidied\n"
     assert child.returncode == PARENT_GONE_EXIT_CODE
+
+
+def test_lines_name_process_and_module_and_debug_stays_out() -> None:
+    program = (
+        "import logging\n"
+        "from asyncrl.control.launch.process_main import set_up_logging\n"
+        "set_up_logging('generator-0')\n"
+        "log = logging.getLogger('asyncrl.generate')\n"
+        "log.info('up'); log.debug('detail')\n"
+        "logging.getLogger('other').info('chatter'); logging.getLogger('other').warning('ours too')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("INFO    generator-0 asyncrl.generate | up")
+    assert lines[1].endswith("WARNING generator-0 other | ours too")
+    assert not done.stdout

@@ -1,16 +1,18 @@
-"""The supervisor over the fake launcher and a virtual clock: what it kills."""
+"""The supervisor over the fake launcher and a virtual clock: what it kills; and the file of who has which pid."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.state import Lifecycle
-from asyncrl.control.lifecycle.supervisor import Supervisor
+from asyncrl.control.lifecycle.supervisor import PidRecord, PidTable, Supervisor, begin_pids, note_pid, read_pids
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 from tests.fake_launcher import FakeLauncher
@@ -18,6 +20,9 @@ from tests.virtual_clock import VirtualClock
 
 PLAN = [ev.ProcessPlan("learner", "learner"), ev.ProcessPlan("generator-0", "generator")]
 CONFIG = SupervisionConfig(backoff_s=2.0, max_deaths=2, heartbeat_s=1.0, heartbeat_timeout_s=10.0, start_timeout_s=30.0)
+LEARNER = PidRecord("learner", "learner", 42, 1, 1.5)
+AGAIN = PidRecord("learner", "learner", 43, 2, 3.5)
+GENERATOR = PidRecord("generator-0", "generator", 44, 1, 1.5)
 
 
 class World:
@@ -69,3 +74,16 @@ async def test_error_in_a_callback_kills_every_process_and_is_raised(tmp_path: P
         await world.supervisor.run()
     assert caught.group_contains(RuntimeError, match="bug in the controller")
     assert not world.launcher.alive
+
+
+def test_starts_and_ends_add_up_to_who_lives_and_a_controller_begins_anew(tmp_path):
+    begin_pids(tmp_path, 1.0)
+    ended = [msgspec.structs.replace(record, ended_s=9.0) for record in (LEARNER, GENERATOR)]
+    for record in (LEARNER, GENERATOR, ended[0], AGAIN, ended[1]):
+        note_pid(tmp_path, record)
+    assert read_pids(tmp_path) == PidTable(os.getpid(), {"learner": AGAIN})
+    with (tmp_path / "pids.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(GENERATOR)[:-3])  # cut short by a crash
+    assert read_pids(tmp_path).processes == {"learner": AGAIN}
+    begin_pids(tmp_path, 2.0)
+    assert read_pids(tmp_path).processes == {}

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from asyncrl.algorithms.advantage_types import AdvantageConfig, AdvantageInputs
-from asyncrl.algorithms.advantages import ADVANTAGES
+from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInputs
 from asyncrl.config.algorithm import CriticConfig, KLConfig, TruncatedToken
 from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.step.train_step import train_step

@@ -8,9 +8,9 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError, ResidencyError
-from asyncrl.learner.offload import open_device, open_offload
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.observe.memory import read_memory
+from asyncrl.learner.train_state import open_device, open_offload
+from asyncrl.observe.steps import read_memory
 from asyncrl.residency.plan import GIB
 
 

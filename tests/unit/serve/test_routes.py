@@ -343,21 +343,30 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
     assert told == [float(number) for number in range(65)]
 
 
-@pytest.mark.parametrize("cut", [False, True])
-async def test_a_checkpoint_that_comes_damaged_is_refused(tmp_path, cut):
+MODEL, SUMS = ("step-000001/model.safetensors", b"wrong"), ("step-000001/SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")
+
+
+@pytest.mark.parametrize(("sent", "said"), [
+    ([MODEL, SUMS], r"damaged \(model.safetensors\)"), ([MODEL], r"damaged \(model.safetensors\)"),
+    ([MODEL, ("../outside", b"wrong")], "'../outside' is no file of a checkpoint"),
+    ([MODEL, ("/tmp/outside", b"wrong")], "is no file of a checkpoint"),
+    ([MODEL, ("step-000001/link", None)], "is no file of a checkpoint"), ([], "came damaged"),
+])  # fmt: skip
+async def test_a_checkpoint_that_comes_damaged_or_has_odd_files_is_refused(tmp_path, sent, said):
     async def answer(request):
         return json_response({}) if request.path == "/v1/machine" else web.Response(body=archive.getvalue())
 
     app, archive = web.Application(), io.BytesIO()
     app.router.add_get("/{any:.*}", answer)
     with tarfile.open(fileobj=archive, mode="w") as opened:
-        for name, content in (("model.safetensors", b"wrong"), ("SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")):
-            entry = tarfile.TarInfo(f"step-000001/{name}")
-            entry.size = len(content)
-            if not (cut and name == "SHA256SUMS"):
-                opened.addfile(entry, io.BytesIO(content))
+        for name, content in sent:
+            entry = tarfile.TarInfo(name)
+            if content is None:
+                entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            entry.size = len(content or b"")
+            opened.addfile(entry, io.BytesIO(content or b""))
     async with TestServer(app) as there, Server(str(there.make_url("")), "token") as server:
-        with pytest.raises(RunError, match=r"damaged \(model.safetensors\)"):
+        with pytest.raises(RunError, match=said):
             await server.download("r", tmp_path / "into")
     assert not list((tmp_path / "into").iterdir())
 

@@ -166,14 +166,18 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
     gaps_N = np.where(np.isnan(gaps_N), typical_s, gaps_N)
     seconds_N, weights_N = np.cumsum(gaps_N), np.maximum(gaps_N, 1e-9)
     measured = measure_curve(seconds_N, np.array([report.reward_mean for report in steps]), config.samples_per_step, plan)
-    shown = [(float(seconds_N[report.version - 1]) if report.version else 0.0, report.version, report.accuracy)
-             for report in judged if report.version <= len(steps)]  # fmt: skip
+    # A controller that is killed between a step and its line leaves that line out.
+    num_steps = steps[-1].version
+    seconds_by_version = {0: 0.0} | {report.version: float(second) for report, second in zip(steps, seconds_N, strict=True)}
+    shown = [(seconds_by_version[report.version], report.version, report.accuracy)
+             for report in judged if report.version in seconds_by_version]  # fmt: skip
     values = {}
     for name in (metric for metric in plan.metrics if metric not in OUTCOMES):
         if found := [report.metrics[name] for report in steps if name in report.metrics][-plan.window :]:
             values[name] = round(float(np.mean(found)), 5)
     return msgspec.structs.replace(
-        measured, fault=fault, accuracy_before=before, accuracy=after, values=values,
+        measured, steps=num_steps, samples=num_steps * config.samples_per_step, fault=fault, accuracy_before=before,
+        accuracy=after, values=values,
         learner_idle=round(float(np.average([report.learner_idle for report in steps], weights=weights_N)), 4),
         generators_idle=round(float(np.average([report.generators_idle for report in steps], weights=weights_N)), 4),
         staleness_mean=round(float(np.mean([report.staleness_mean for report in steps])), 4),

@@ -51,6 +51,15 @@ def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
     assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0, 1009.0]).train_s == 8.0  # the last only evaluated
 
 
+def test_a_step_whose_line_was_lost_with_its_controller_counts(tmp_path):
+    run = write_run(tmp_path, [102.0, 104.0, 106.0, 110.0], [0.1, 0.3, 0.7, 0.9], [(0, 100.0, 0.3), (4, 111.0, 0.8)])
+    first, _lost, *rest = (run / "steps.jsonl").read_text().splitlines(keepends=True)
+    (run / "steps.jsonl").write_text("".join((first, *rest)))
+    made = measure_run(run, CONFIG, PLAN, [90.0])
+    assert (made.steps, made.samples, made.accuracy) == (4, 1024, 0.8)
+    assert made.evals == ((0.0, 0, 0.3), (10.0, 1024, 0.8))
+
+
 def test_what_an_external_command_wrote(tmp_path):
     path = tmp_path / "result.json"
     path.write_bytes(msgspec.json.encode({"seconds": [1.0, 2.0, 3.0], "rewards": [0.2, 0.6, 0.8], "accuracy": [0.1, 0.7]}))

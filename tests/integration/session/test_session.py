@@ -89,7 +89,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
             task = asyncio.get_running_loop().create_task(what())
             await asyncio.sleep(0.01)
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):  # a quick machine has done it by then
                 await task
         taken = await session.take()
         assert {member.reward for group in taken for member in group.members} <= {0.0, 1.0}

@@ -219,9 +219,9 @@ def _place_in(folder: Path) -> Iterator[BinaryIO]:
 
 
 def _extract(archive: tarfile.TarFile, place: Path) -> None:
-    """Write the files of an archive into a new folder, by nothing that Python 3.11.0 lacks. Raises ValueError at all else."""
+    """Write an archive's files into a new folder. Raises ValueError where it has links or paths that lead out of the folder."""
     place.mkdir()
-    for member in archive:
+    for member in archive:  # `extractall` has no filter before Python 3.11.4
         path, content = Path(member.name), archive.extractfile(member) if member.isfile() else None
         if path.is_absolute() or ".." in path.parts or (content is None and not member.isdir()):
             raise ValueError(f"{member.name!r} is no file of a checkpoint")

@@ -235,8 +235,8 @@ def report() -> str:
     lines = [
         "# Seconds to a reward",
         "",
-        "`python experiments/time_to_reward/run.py --work quickstart long_tail smollm2` on 2 cores;",
-        "[run.py](run.py) says what counts.",
+        "On 2 cores, by `python experiments/time_to_reward/run.py --work quickstart long_tail`, and for smollm2 by",
+        "`run.py --work smollm2 --until-bar --set num_steps=40 --set eval.every_steps=0`. [run.py](run.py) says what counts.",
         "",
         "| work | seed | side | steps/s | seconds to the bars | held out | date, commit |",
         "|---|---|---|---|---|---|---|",

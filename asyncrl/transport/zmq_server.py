@@ -259,8 +259,11 @@ class ZmqListener:
             self._by_route.pop(peer.route, None)
             peer.route, peer.heard_s = route, self._loop.time()
         else:
-            if peer:
-                self._forget(peer, f"replaced by incarnation {hello.incarnation}")
+            if peer:  # it may live on, and would greet again and replace its successor
+                reason = f"replaced by incarnation {hello.incarnation}"
+                self._dismissed[hello.name] = peer.token
+                self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
+                self._forget(peer, reason)
             session = Connection(hello, self.limits.window, self.limits.max_message_bytes, self._dismiss, self.refused)
             peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
             self._by_name[hello.name] = peer

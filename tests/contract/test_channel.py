@@ -200,6 +200,8 @@ async def test_a_new_incarnation_closes_the_connection_of_the_old(channel):
     far_again, near_again = await open_pair(channel)
     with pytest.raises(ConnectionClosed, match=near_again.peer.incarnation):
         await asyncio.wait_for(near.receive(), WAIT_S)
+    with pytest.raises(ConnectionClosed):  # and is told, so that it does not come back
+        await asyncio.wait_for(far.receive(), WAIT_S)
     await far_again.send(failure(2))
     assert (await take(near_again)).group_id == 2
 

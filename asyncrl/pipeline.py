@@ -27,8 +27,8 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
 Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` after
-that. The controller starts all others, but for a learner's further ranks (`rank`), which rank 0 starts. This file changes in the
-same commit as any hop.
+that. The controller starts all others, but for a learner's further ranks (`rank`), which rank 0 starts. Those that compute on
+a CPU are forks of one process, `fork-server`. This file changes in the same commit as any hop.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ async def run_controller(
     from asyncrl.control.api import RunApi, serve_api
     from asyncrl.control.controller import Controller
     from asyncrl.control.join import Membership
+    from asyncrl.control.launch.fork_server import ForkLauncher
     from asyncrl.control.launch.local import LocalLauncher
-    from asyncrl.control.launch.processes import plan_processes
+    from asyncrl.control.launch.processes import forked_modules, plan_processes
     from asyncrl.control.lifecycle.supervisor import end_left
     from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes
     from asyncrl.control.placement.limits import usable_cores
@@ -139,6 +140,9 @@ async def run_controller(
             from asyncrl.control.launch.ray import open_launcher
 
             launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
+        elif launcher is None and (modules := forked_modules(config)):
+            launcher = ForkLauncher(run_folder, modules, sum(modules.values(), ()))
+            leaving.push_async_callback(launcher.close)
         launcher = launcher or LocalLauncher()
         await asyncio.to_thread(end_left, run_folder)  # before anybody can ask this run for something
         controller = Controller(config, run_folder, buffer, task, listener, launcher, membership, clock, recorder)
@@ -267,20 +271,18 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     Everything that the stage needs is imported before it connects: an event loop that imports for long, as on a busy machine,
     looks dead to its peer. An error of the outside world is told to the controller as a Fault before the process ends.
     """
-    module = f"asyncrl.{'generate' if kind == 'generator' else kind}.worker"
-    if kind == "learner" and config.learner.fake_step_s is not None:
-        module = "asyncrl.learner.fake"
+    from asyncrl.control.launch.processes import stage_modules
+
     if kind == "generator":
         from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
 
         config = with_own_memory(config)
         keep_to_own_cores(config)
     with imports_without_gc():
-        import_module(module)
-        if kind == "generator":
-            from asyncrl.generate.factory import import_engine
-
-            import_engine(config)
+        for module in stage_modules(config, kind):
+            import_module(module)
+        if kind == "generator" and config.generate.engine.kind == "vllm":
+            import_module("asyncrl.generate.vllm.launch").import_vllm()
     address = (run_folder / ENDPOINT_FILE).read_text(encoding="utf-8")
     connection = await open_connection(address, new_hello(kind, name), config.transport, run_folder)
     work: Awaitable[None]
@@ -361,6 +363,10 @@ async def _main(kind: ProcessKind, name: str, run_folder: Path, *, detached: boo
 def main() -> None:
     """Run one process: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, or a generator that joins a run."""
     kind, *rest = sys.argv[1:]
+    if kind == process.FORK_SERVER:
+        from asyncrl.control.launch.fork_server import serve_forks
+
+        kind, *rest = serve_forks(int(rest[1]), rest[2:])
     wrong = EXIT_WRONG_INPUT if kind == JOIN else EXIT_FAILED
     try:
         if kind == JOIN:

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.tokenizer import ByteCodec, PromptCodec, TokenizerCodec
 
-_MODULES = {
+ENGINE_MODULES = {
     "transformers": "asyncrl.generate.transformers.engine",
     "vllm": "asyncrl.generate.vllm.embedded",
     "vllm_server": "asyncrl.generate.vllm.server",
@@ -40,7 +40,7 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
             f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
             "(generate.model_folder; `asyncrl join --model FOLDER`)"
         )
-    module: Any = import_module(_MODULES[settings.kind])
+    module: Any = import_module(ENGINE_MODULES[settings.kind])
     engine: Engine
     match settings:
         case FakeEngineConfig() | ReplayEngineConfig():
@@ -53,13 +53,6 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
             made = import_module("asyncrl.generate.vllm.engine").VLLMEngine
             engine = made(backend, folder, trust_remote_code=trusts, lora=None if is_server else lora)
     return engine
-
-
-def import_engine(config: RunConfig) -> None:
-    """Import what the configured engine needs, while the learner makes the model: starting the engine later does not."""
-    import_module(_MODULES[config.generate.engine.kind])
-    if config.generate.engine.kind == "vllm":
-        import_module("asyncrl.generate.vllm.launch").import_vllm()
 
 
 async def start_engine(

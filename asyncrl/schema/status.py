@@ -20,6 +20,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     name: str
     kind: str
     pid: int
+    """0 until it has one."""
     state: str
     """starting, ready, restarting or dead."""
     deaths: int = 0

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -87,8 +87,8 @@ class LocalLauncher:
         """Give children this environment; None: this process's own, as it is at their start."""
         self._environment = environment
 
-    async def start(self, spec: ProcessSpec) -> LocalProcess:
-        """Start one process; see `Launcher.start`."""
+    async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = ()) -> LocalProcess:
+        """Start one process, which gets these file descriptors too; see `Launcher.start`."""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         log_fd = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -99,6 +99,7 @@ class LocalLauncher:
                 stderr=log_fd,
                 env=child_environment(os.environ if self._environment is None else self._environment, spec),
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error.strerror}") from error
@@ -118,7 +119,7 @@ class LocalProcess:
     async def wait(self) -> int:
         """Return its exit code once it is gone and the rest of its group was killed."""
         code = await self._process.wait()
-        self._kill_group()
+        kill_group(self.pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
         return code
@@ -131,11 +132,13 @@ class LocalProcess:
     def kill(self) -> None:
         """Send SIGKILL to the whole group."""
         if self._process.returncode is None:
-            self._kill_group()
+            kill_group(self.pid)
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies alone
-            os.killpg(self.pid, signal.SIGKILL)
+
+def kill_group(pid: int) -> None:
+    """Send SIGKILL to the process group that this process leads, or led."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies alone
+        os.killpg(pid, signal.SIGKILL)
 
 
 def child_environment(base: Mapping[str, str], spec: ProcessSpec) -> dict[str, str]:

@@ -34,6 +34,8 @@ EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 PARENT_GONE_EXIT_CODE = 113
 PID_FILE = "controller.pid"
 """In the folder of a detached run."""
+FORK_SERVER = "fork-server"
+"""Kind of the process that others are forked from (fork_server.py): the run folder, a socket's descriptor, and what to import."""
 _FATAL = (ConfigError, ImportError, LearnerError)
 _FATAL_NAMES = {"SafetensorError"}
 """Types of libraries that are not imported here: damaged weights."""

@@ -1,4 +1,4 @@
-"""Which processes a run wants, what each one is started with, and how the learner's ranks share its steps.
+"""Which processes a run wants, what each one imports and is started with, and how the learner's ranks share its steps.
 
 All of it follows from the config. The learner is one process here: its rank 0, which starts the others.
 """
@@ -14,6 +14,7 @@ from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.placement.gpu_share import generator_environment
 from asyncrl.control.tools.memory import number_of_model
+from asyncrl.generate.factory import ENGINE_MODULES
 from asyncrl.packing.pack import CostModel, RankPlan
 from asyncrl.schema.control import ProcessKind
 
@@ -43,6 +44,26 @@ def plan_ranks(config: RunConfig) -> RankPlan:
         return RankPlan(config.learner.ranks, CostModel.of_model(config.model.hidden_size))
     hidden_size = number_of_model(config.model.path, "hidden_size")  # the learner says what is wrong with the folder
     return RankPlan(config.learner.ranks, CostModel.of_model(hidden_size) if hidden_size else CostModel())
+
+
+def stage_modules(config: RunConfig, kind: ProcessKind) -> tuple[str, ...]:
+    """Return what a process of this kind imports before it connects to the controller."""
+    if kind == "generator":
+        return "asyncrl.generate.worker", ENGINE_MODULES[config.generate.engine.kind]
+    return ("asyncrl.learner.fake" if kind == "learner" and config.learner.fake_step_s is not None else f"asyncrl.{kind}.worker",)
+
+
+def forked_modules(config: RunConfig) -> dict[ProcessKind, tuple[str, ...]]:
+    """Return which kinds of processes are forked (fork_server.py), those that compute on a CPU, and what each imports."""
+    devices: dict[ProcessKind, str] = {}
+    if config.learner.kind == "builtin" and config.learner.fake_step_s is None:
+        devices["learner"] = config.learner.device
+    if config.generate.engine.kind == "transformers":
+        devices["generator"] = config.generate.engine.device_name
+    if config.needs_inference:
+        devices["inference"] = config.inference.device
+    is_safe = sys.platform == "linux"  # elsewhere the system's libraries start threads of their own
+    return {kind: stage_modules(config, kind) for kind, device in devices.items() if is_safe and device == "cpu"}
 
 
 def num_threads(config: RunConfig, kind: ProcessKind) -> int:

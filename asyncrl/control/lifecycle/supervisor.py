@@ -268,7 +268,7 @@ def end_left(run_folder: Path) -> None:
         for record in read_pids(run_folder).processes.values():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(record.pid)
-                if {record.name, str(run_folder.resolve())} <= set(process.cmdline()):  # and no other program by now
+                if f" {record.name} {run_folder.resolve()} " in " ".join(process.cmdline()):  # and no other program by now
                     left.append(process)
     for process in psutil.wait_procs(left, timeout=END_BY_ITSELF_S)[1]:
         with contextlib.suppress(psutil.Error):

@@ -131,8 +131,12 @@ async def test_tokens_of_a_stream_are_those_that_are_trained_across_a_swap_of_we
 
 
 async def generator_of(session):
-    (pid,) = [one.pid for one in (await session.run.status()).processes if one.kind == "generator"]
-    return pid
+    """Return the generator's pid, once it has one."""
+    while True:
+        (pid,) = [one.pid for one in (await session.run.status()).processes if one.kind == "generator"]
+        if pid:
+            return pid
+        await asyncio.sleep(0.01)
 
 
 async def asking(http, url, said):

@@ -1,0 +1,181 @@
+"""Real processes: forked with what was imported, in a session of their own, gone with their server.
+
+The fork server imports a module that puts a small program in place of a stage. What a child says arrives in a named pipe, and
+however it ends, that is end of file.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+import pytest
+
+from asyncrl.control.launch.fork_server import ForkedProcess, ForkLauncher
+from asyncrl.control.launch.local import ProcessSpec
+from asyncrl.errors import LaunchError
+
+STAGE = """
+import json, os, subprocess, sys, time
+
+async def stage(kind, name, folder, *, detached):
+    with open(folder / "life", "w") as life:
+        if name == "leaves-one-behind":
+            os.set_inheritable(life.fileno(), True)
+            subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], close_fds=False)
+        said = {"pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "kind": kind, "extra": os.getenv("EXTRA"),
+                "threads": os.environ["OMP_NUM_THREADS"], "has_heavy": "heavy" in sys.modules}
+        print(json.dumps(said), file=life, flush=True)
+        print("this is", name)
+        if name.startswith("code-"):
+            return int(name.removeprefix("code-"))
+        time.sleep(600)
+
+sys.modules["__main__"]._main = stage
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a space in its name, from which modules are imported."""
+    site = tmp_path / "a run"
+    site.mkdir()
+    (site / "stage.py").write_text(STAGE)
+    (site / "heavy.py").write_text("")
+    (site / "broken.py").write_text("import nothing_of_that_name")
+    (site / "slow.py").write_text(f"import time\nopen({str(site / 'begun')!r}, 'w').close()\ntime.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
+    os.mkfifo(site / "life")
+    return site
+
+
+@contextlib.asynccontextmanager
+async def launching(folder: Path, *modules: str) -> AsyncIterator[ForkLauncher]:
+    launcher = ForkLauncher(folder, {"learner"}, modules)
+    try:
+        yield launcher
+    finally:
+        await launcher.close()
+
+
+def spec(folder: Path, name: str) -> ProcessSpec:
+    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "learner", name, str(folder), "1")
+    return ProcessSpec(name, "learner", 1, command, folder / "logs" / f"{name}.log", 2, {"EXTRA": "here"})
+
+
+async def start(launcher: ForkLauncher, folder: Path, name: str) -> tuple[ForkedProcess, dict[str, object], TextIO]:
+    process = await launcher.start(spec(folder, name))
+    assert isinstance(process, ForkedProcess)
+    async with asyncio.timeout(20):
+        pipe = await asyncio.to_thread(open, folder / "life")
+        said = await asyncio.to_thread(pipe.readline)
+    return process, json.loads(said), pipe
+
+
+async def end_of(pipe: TextIO) -> None:
+    """Return once every process that held the pipe is gone."""
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(pipe.read)
+    pipe.close()
+
+
+async def test_a_child_is_what_a_process_of_its_own_would_be(folder: Path) -> None:
+    async with launching(folder, "stage", "heavy") as launcher:
+        process, said, pipe = await start(launcher, folder, "code-3")
+        assert said["pid"] == said["session"] == process.pid
+        assert said["parent"] not in {os.getpid(), process.pid}
+        assert (said["kind"], said["threads"], said["extra"], said["has_heavy"]) == ("learner", "2", "here", True)
+        assert [await process.wait(), await process.wait()] == [3, 3]
+        assert (folder / "logs" / "code-3.log").read_text() == "this is code-3\n"
+        await end_of(pipe)
+        process.kill()
+
+
+async def test_a_child_is_listed_by_its_command(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        process, _, pipe = await start(launcher, folder, "sleeps")
+        assert f" -m asyncrl.pipeline learner sleeps {folder} 1" in " ".join(psutil.Process(process.pid).cmdline())
+        process.terminate()
+        assert await process.wait() == -signal.SIGTERM
+        await end_of(pipe)
+
+
+async def test_kill_takes_the_whole_process_group(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        process, _, pipe = await start(launcher, folder, "leaves-one-behind")
+        process.kill()
+        assert await process.wait() == -signal.SIGKILL
+        await end_of(pipe)
+
+
+async def test_children_go_with_their_server_and_the_next_start_has_a_new_one(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        process, said, pipe = await start(launcher, folder, "leaves-one-behind")
+        os.kill(int(str(said["parent"])), signal.SIGKILL)
+        async with asyncio.timeout(20):
+            assert await process.wait() == -signal.SIGKILL
+        await end_of(pipe)
+        process, again, pipe = await start(launcher, folder, "code-0")
+        assert again["parent"] != said["parent"]
+        assert await process.wait() == 0
+        await end_of(pipe)
+
+
+async def test_closing_ends_what_is_left(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        process, said, pipe = await start(launcher, folder, "sleeps")
+    await end_of(pipe)
+    assert not psutil.pid_exists(int(str(said["parent"])))
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_a_module_that_cannot_be_imported_is_left_to_the_child(folder: Path) -> None:
+    async with launching(folder, "broken", "stage") as launcher:
+        process, _, pipe = await start(launcher, folder, "code-0")
+        assert await process.wait() == 0
+        await end_of(pipe)
+
+
+async def test_a_start_that_is_given_up_while_the_server_imports_leaves_nothing(folder: Path) -> None:
+    async with launching(folder, "slow") as launcher, asyncio.TaskGroup() as group:
+        starting = group.create_task(launcher.start(spec(folder, "sleeps")))
+        async with asyncio.timeout(20):
+            while not (folder / "begun").exists():
+                await asyncio.sleep(0.01)
+        starting.cancel()
+    assert not (folder / "logs" / "sleeps.log").exists()
+
+
+async def test_a_start_that_is_given_up_once_it_was_asked_for_is_killed(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        first, _, pipe = await start(launcher, folder, "code-0")
+        await first.wait()
+        await end_of(pipe)
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(launcher.start(spec(folder, "sleeps")))
+            await asyncio.sleep(0)
+            starting.cancel()
+        again, _, pipe = await start(launcher, folder, "code-4")  # the fifo is the first child's no more
+        assert await again.wait() == 4
+        await end_of(pipe)
+
+
+async def test_a_server_that_cannot_be_started_is_an_error_that_names_the_process(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        missing = spec(folder, "sleeps")
+        wrong = ProcessSpec("learner", "learner", 1, ("/nowhere/python", *missing.command[1:]), missing.log_path)
+        with pytest.raises(LaunchError, match="/nowhere/python"):
+            await launcher.start(wrong)
+
+
+async def test_other_kinds_are_started_by_their_command(folder: Path) -> None:
+    async with launching(folder, "stage") as launcher:
+        command = (sys.executable, "-S", "-c", "import sys; sys.exit(5)")
+        process = await launcher.start(ProcessSpec("reward-0", "reward", 1, command, folder / "logs" / "reward-0.log"))
+        assert await process.wait() == 5

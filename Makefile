@@ -56,7 +56,7 @@ tools:
 
 # First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
 # folders and mostly wait, over two. `make test PYTEST_ARGS="-k name"` passes on to both.
-PYTEST_JOBS ?= 3
+PYTEST_JOBS ?= 4
 PYTEST_ARGS ?=
 # Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -1,7 +1,7 @@
 """What all tests share: how they are spread over processes, and a Hypothesis that does not measure the machine (no deadline, no
 check of how long it takes to draw) and does not draw anew on each (`pytest --hypothesis-profile explore` does).
 
-`make test` runs first, over three processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
+`make test` runs first, over four processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
 in one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
 tests begin first, so that no process is left with one at the end. Then those that are, over two: they wait most of the time.
 

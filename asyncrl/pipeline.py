@@ -141,7 +141,7 @@ async def run_controller(
 
             launcher = await open_launcher(config.launch, run_folder, partial(needs_of, config), planned)
         elif launcher is None and (modules := forked_modules(config)):
-            launcher = ForkLauncher(run_folder, modules, sum(modules.values(), ()))
+            launcher = ForkLauncher(run_folder, modules, sum(modules.values(), ()), config.supervision.start_timeout_s)
             leaving.push_async_callback(launcher.close)
         launcher = launcher or LocalLauncher()
         await asyncio.to_thread(end_left, run_folder)  # before anybody can ask this run for something

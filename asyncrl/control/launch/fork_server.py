@@ -11,7 +11,8 @@ controller's main module in every child.
 
 Invariants:
 - Answers come in the order of the requests, and a child's pid before its exit code.
-- When the server is gone, so are its children: the controller kills them. The next start begins a new server.
+- When the server is gone, so are its children: the controller kills them. The next start begins a new server. One that does not
+  answer is taken for gone.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
+import traceback
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 
 import msgspec
-from setproctitle import getproctitle, setproctitle
+from setproctitle import setproctitle
 
 from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessHandle, ProcessSpec, child_environment, kill_group
 from asyncrl.control.launch.process_main import EXIT_OK, FORK_SERVER, imports_without_gc, leave
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
+
+TOLD_S = 3.0
+"""From a process's SIGKILL until its end is told."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -62,17 +66,19 @@ class ForkAnswer(msgspec.Struct, frozen=True):
 class ForkLauncher:
     """Forks processes of some kinds, and starts the others by their command."""
 
-    def __init__(self, run_folder: Path, kinds: Collection[ProcessKind], modules: Sequence[str]) -> None:
+    def __init__(self, run_folder: Path, kinds: Collection[ProcessKind], modules: Sequence[str], timeout_s: float) -> None:
         """Start nothing yet.
 
         Args:
             run_folder: Of the run.
             kinds: Which are forked.
             modules: What they import.
+            timeout_s: For a start, the import included.
         """
         self._run_folder = run_folder
         self._kinds = kinds
         self._modules = modules
+        self._timeout_s = timeout_s
         self._local = LocalLauncher()
         self._server: _Server | None = None
         self._process: LocalProcess | None = None
@@ -86,7 +92,7 @@ class ForkLauncher:
             if self._server is None or self._server.is_gone:
                 await self.close()
                 self._server = await self._start_server(spec)
-        return await self._server.fork(spec)
+        return await self._server.fork(spec, self._timeout_s)
 
     async def close(self) -> None:
         """End the server, and its children where any are left."""
@@ -113,10 +119,11 @@ class ForkLauncher:
 class ForkedProcess:
     """A child of the fork server and everything in its process group."""
 
-    def __init__(self, pid: int, code: asyncio.Future[int]) -> None:
+    def __init__(self, pid: int, code: asyncio.Future[int], give_up: Callable[[], None]) -> None:
         self.pid = pid
         """Also the id of its group."""
         self._code = code
+        self._give_up_server = give_up
 
     async def wait(self) -> int:
         """Return its exit code once it is gone and the rest of its group was killed."""
@@ -133,6 +140,11 @@ class ForkedProcess:
         self._send(signal.SIGKILL)  # one that was forked just now may not lead its group yet
         if not self._code.done():
             kill_group(self.pid)
+            asyncio.get_running_loop().call_later(TOLD_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._code.done():
+            self._give_up_server()
 
     def _send(self, number: signal.Signals) -> None:
         if not self._code.done():
@@ -150,23 +162,29 @@ class _Server(asyncio.Protocol):
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._codes: dict[int, asyncio.Future[int]] = {}
 
-    async def fork(self, spec: ProcessSpec) -> ForkedProcess:
+    async def fork(self, spec: ProcessSpec, timeout_s: float) -> ForkedProcess:
         """Start one child.
 
         Raises:
-            LaunchError: It could not be forked, or the server is gone.
+            LaunchError: It could not be forked, or the server is gone or does not answer.
         """
         assert self._transport is not None
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        request = ForkRequest(list(spec.command), str(spec.log_path), spec.num_threads, child_environment({}, spec))
+        environment = child_environment({"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "")}, spec)
+        request = msgspec.json.encode(ForkRequest(list(spec.command), str(spec.log_path), spec.num_threads, environment))
         child: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._asked.append(child)
-        self._transport.write(msgspec.json.encode(request) + b"\n")
+        self._transport.write(request + b"\n")
         try:
-            return await asyncio.shield(child)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(child)
         except asyncio.CancelledError:
             child.add_done_callback(_kill_unwanted)
             raise
+        except TimeoutError:
+            child.add_done_callback(_kill_unwanted)
+            self.give_up()
+            reason = f"the fork server did not answer within {timeout_s:g} s (supervision.start_timeout_s)"
+            raise LaunchError(f"cannot start {spec.name}: {reason}; see controller.log") from None
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error}") from error
 
@@ -174,6 +192,12 @@ class _Server(asyncio.Protocol):
         """Close the socket, which ends the server."""
         assert self._transport is not None
         self._transport.close()
+
+    def give_up(self) -> None:
+        """Take it for gone."""
+        assert self._transport is not None
+        self.is_gone = True
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep it."""
@@ -186,12 +210,13 @@ class _Server(asyncio.Protocol):
         for line in lines:
             answer = msgspec.json.decode(line, type=ForkAnswer)
             if answer.code is not None:
-                self._codes.pop(answer.pid).set_result(answer.code)
+                if (code := self._codes.pop(answer.pid, None)) is not None:  # else an import started it
+                    code.set_result(answer.code)
             elif answer.error:
                 self._asked.popleft().set_exception(OSError(answer.error))
             else:
                 code = self._codes[answer.pid] = asyncio.get_running_loop().create_future()
-                self._asked.popleft().set_result(ForkedProcess(answer.pid, code))
+                self._asked.popleft().set_result(ForkedProcess(answer.pid, code, self.give_up))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """End what it forked."""
@@ -220,50 +245,89 @@ def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
         descriptor: Of the server's end of the socket.
         modules: To import first.
     """
-    getproctitle()  # finds the room for titles, which is behind the arguments as long as the environment was not changed
+    _set_title(sys.orig_argv)  # before the environment changes: a title has the room of the arguments and of what is behind them
     with imports_without_gc():
         for module in modules:
-            with contextlib.suppress(Exception):  # a child meets it again, and tells the controller
-                import_module(module)
-    channel = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGCHLD, partial(_tell_ended, channel))
-    with channel, channel.makefile("rb") as requests:
-        for line in requests:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # a child's end is told after its start
             try:
+                import_module(module)
+            except Exception:  # noqa: BLE001 - a child meets it again, and tells the controller
+                traceback.print_exc()
+    channel = socket.socket(fileno=descriptor)
+    with channel, _ends_of_children() as ended:
+        for line in _requests(channel, ended):
+            request = msgspec.json.decode(line, type=ForkRequest)
+            try:
+                Path(request.log_path).parent.mkdir(parents=True, exist_ok=True)
+                log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 pid = os.fork()
             except OSError as error:
-                _tell(channel, ForkAnswer(error=error.strerror or str(error)))
-            else:
-                if not pid:
-                    return _become(msgspec.json.decode(line, type=ForkRequest))
-                _tell(channel, ForkAnswer(pid))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                _tell(channel, ForkAnswer(error=str(error)))
+                continue
+            if not pid:
+                return _become(request, log)
+            os.close(log)
+            _tell(channel, ForkAnswer(pid))
     return leave(EXIT_OK)
 
 
-def _become(request: ForkRequest) -> list[str]:
+@contextlib.contextmanager
+def _ends_of_children() -> Iterator[int]:
+    """Give a descriptor that can be read once a child has ended: a signal handler could run just before a read begins."""
+    ended, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    try:
+        yield ended
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(ended)
+        os.close(told)
+
+
+def _requests(channel: socket.socket, ended: int) -> Iterator[bytes]:
+    """Yield requests until the controller is gone; meanwhile tell it of every child that ends."""
+    pending, waiting = b"", select.poll()
+    for descriptor in (channel.fileno(), ended):
+        waiting.register(descriptor, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in waiting.poll()}
+        if ended in ready:
+            os.read(ended, 4096)
+            with contextlib.suppress(ChildProcessError):
+                while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                    _tell(channel, ForkAnswer(child[0], os.waitstatus_to_exitcode(child[1])))
+        if channel.fileno() in ready:
+            try:
+                data = channel.recv(1 << 16)
+            except ConnectionResetError:
+                return
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            yield from lines
+
+
+def _become(request: ForkRequest, log: int) -> list[str]:
     """Make this child what a process would be that was started by the command."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     os.environ.update(request.env)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(request.num_threads)
-    setproctitle(" ".join(request.command))
+    _set_title(request.command)
     return request.command[4:]
 
 
-def _tell_ended(channel: socket.socket, _signal: int, _frame: FrameType | None) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _tell(channel, ForkAnswer(ended[0], os.waitstatus_to_exitcode(ended[1])))
+def _set_title(command: Sequence[str]) -> None:
+    """Show this command, its program without the folder."""
+    setproctitle(" ".join([Path(command[0]).name, *command[1:]]))
 
 
 def _tell(channel: socket.socket, answer: ForkAnswer) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the controller is gone, as the next read says
+    with contextlib.suppress(ConnectionError):  # the controller is gone, as the next read says
         channel.sendall(msgspec.json.encode(answer) + b"\n")

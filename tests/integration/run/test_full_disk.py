@@ -39,7 +39,7 @@ def filler_of(disk: Path) -> Path:
 
 def fill(disk: Path) -> None:
     """Take all the room that is left."""
-    with filler_of(disk).open("wb", buffering=0) as file:
+    with filler_of(disk).open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
             with contextlib.suppress(OSError):
                 while True:
@@ -51,10 +51,10 @@ def config_of(folder: Path, **settings) -> dict:
 
 
 async def until_it_fails(config: dict, *, full: Path, once: Callable[[], bool]) -> None:
-    """Run, and leave no room on a disk as soon as it is so."""
+    """Run, and leave no room on a disk as soon as it is so; nor where an old checkpoint is removed after that."""
     async with asyncrl.Run(config) as run:
         async for _ in run.steps():
-            if not filler_of(full).exists() and once():
+            if filler_of(full).exists() or once():
                 fill(full)
 
 

@@ -318,7 +318,12 @@ async def test_a_live_run_is_changed_from_a_named_step_on_and_repeats_earlier_st
     beside = {"buffer.max_staleness": 1, "generate.num_workers": 2}
     async with asyncrl.Run(tiny(**settings)) as run:
         await kit.reached(run, 6)
+        learner = psutil.Process(kit.recorded_pids(run.run_folder)["learner"])
+        learner.suspend()
+        while (await run.status()).groups["ready"] < 2 * 4:  # two steps' groups are of before the change
+            await asyncio.sleep(0.02)
         cooled = await run.change({"generate.sampling.temperature": 0.5}, who="a test")
+        learner.resume()
         await kit.reached(run, cooled.step + 6)
         done = await run.change(AT_ONCE | beside, who="a test")
         await kit.reached(run, done.step + 4)

@@ -17,6 +17,7 @@ from typing import TextIO
 import psutil
 import pytest
 
+from asyncrl.control.launch import fork_server
 from asyncrl.control.launch.fork_server import ForkedProcess, ForkLauncher
 from asyncrl.control.launch.local import ProcessSpec
 from asyncrl.errors import LaunchError
@@ -56,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def launching(folder: Path, *modules: str) -> AsyncIterator[ForkLauncher]:
-    launcher = ForkLauncher(folder, {"learner"}, modules)
+async def launching(folder: Path, *modules: str, timeout_s: float = 60.0) -> AsyncIterator[ForkLauncher]:
+    launcher = ForkLauncher(folder, {"learner"}, modules, timeout_s)
     try:
         yield launcher
     finally:
@@ -164,6 +165,48 @@ async def test_a_start_that_is_given_up_once_it_was_asked_for_is_killed(folder: 
         again, _, pipe = await start(launcher, folder, "code-4")  # the fifo is the first child's no more
         assert await again.wait() == 4
         await end_of(pipe)
+
+
+async def test_a_server_that_does_not_answer_a_start_is_replaced(folder: Path) -> None:
+    async with launching(folder, "slow", timeout_s=0.5) as launcher:
+        with pytest.raises(LaunchError, match=r"cannot start sleeps: .* within 0.5 s \(supervision.start_timeout_s\)"):
+            await launcher.start(spec(folder, "sleeps"))
+        with pytest.raises(LaunchError, match="within"):
+            await launcher.start(spec(folder, "sleeps"))
+    assert not (folder / "logs" / "sleeps.log").exists()
+
+
+async def test_a_server_that_does_not_tell_of_a_kill_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "TOLD_S", 0.2)
+    async with launching(folder, "stage") as launcher:
+        process, said, pipe = await start(launcher, folder, "sleeps")
+        os.kill(int(str(said["parent"])), signal.SIGSTOP)
+        process.kill()
+        async with asyncio.timeout(20):
+            assert await process.wait() == -signal.SIGKILL
+        await end_of(pipe)
+        again, _, pipe = await start(launcher, folder, "code-0")
+        assert await again.wait() == 0
+        await end_of(pipe)
+    assert not psutil.pid_exists(int(str(said["parent"])))
+
+
+async def test_a_log_that_cannot_be_opened_is_an_error_that_names_it(folder: Path) -> None:
+    (folder / "logs" / "sleeps.log").mkdir(parents=True)
+    async with launching(folder, "stage") as launcher:
+        with pytest.raises(LaunchError, match=r"Is a directory: .*sleeps\.log"):
+            await launcher.start(spec(folder, "sleeps"))
+        process, _, pipe = await start(launcher, folder, "code-0")
+        assert await process.wait() == 0
+        await end_of(pipe)
+
+
+async def test_every_end_is_told_also_of_a_child_that_ends_at_once(folder: Path) -> None:
+    (folder / "quick.py").write_text("import os, sys\nsys.modules['__main__']._main = lambda *_, **__: os._exit(7)\n")
+    async with launching(folder, "quick") as launcher:
+        children = [await launcher.start(spec(folder, "quick")) for _ in range(100)]
+        async with asyncio.timeout(60):
+            assert {await child.wait() for child in children} == {7}
 
 
 async def test_a_server_that_cannot_be_started_is_an_error_that_names_the_process(folder: Path) -> None:

@@ -258,14 +258,14 @@ def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
             request = msgspec.json.decode(line, type=ForkRequest)
             try:
                 Path(request.log_path).parent.mkdir(parents=True, exist_ok=True)
-                log = Path(request.log_path).open("ab", buffering=0)
+                log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 pid = os.fork()
             except OSError as error:
                 _tell(channel, ForkAnswer(error=str(error)))
                 continue
-            with log:
-                if not pid:
-                    return _become(request, log.fileno())
+            if not pid:
+                return _become(request, log)
+            os.close(log)
             _tell(channel, ForkAnswer(pid))
     return leave(EXIT_OK)
 
@@ -315,6 +315,7 @@ def _become(request: ForkRequest, log: int) -> list[str]:
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.close(log)
     os.environ.update(request.env)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(request.num_threads)

@@ -46,6 +46,7 @@ LONGEST = (
     "adversarial/test_failures_seen.py",
     "integration/experiments/test_tinker.py",
     "integration/machines/test_networks.py",
+    "integration/run/test_sweep.py",
     "integration/run/test_cli.py",
     "integration/run/test_alarms.py",
     "integration/reward/test_reward_pool.py",

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
@@ -17,7 +19,7 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import read_results
 from asyncrl.sweep.runner import run_sweep
-from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups, written
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, python_reward, trained_groups, written
 
 COPY = '["python", "-c", "import shutil, sys; shutil.copy(*sys.argv[1:])", "given-{seed}.json", "{out}/result.json"]'
 ANOTHER = f'[[external]]\nname = "another"\ncommand = {COPY}\n'
@@ -66,3 +68,28 @@ def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
     assert (lines["sync"].attempts, lines["sync"].outcome.steps, lines["sync"].outcome.fault) == (2, 40, "")
     assert lines["sync"].outcome.staleness_max == 0
     assert len(trained_groups(folder)) == 40 * 4
+
+
+@pytest.mark.parametrize(
+    ("seeds", "change", "verdict"), [(2, "", "not told apart"), (6, '"learner.learning_rate" = 1e-9', "lower")]
+)
+def test_a_null_control_is_not_told_apart_and_a_learner_that_stands_still_is(tiny, tmp_path, seeds, change, verdict):
+    """With models. Runs without staleness are the same bit for bit, so the null control is exact."""
+    pays = python_reward(tmp_path, "def score(prompt, text):\n    return text.count('7') / 6\n")
+    settings = NO_EVALUATION | {
+        "num_steps": 10, "buffer__max_staleness": 0, "checkpoint__every_steps": 0, "reward__functions": pays,
+        "learner__learning_rate": 1e-2,
+    }  # fmt: skip
+    written(tiny(**settings), tmp_path / "base.toml")
+    (tmp_path / "sweep.toml").write_text(
+        f'base = "base.toml"\nseeds = {seeds}\nsame_settings = true\nmetrics = ["reward"]\n[[axes]]\nname = "control"\n'
+        f"[axes.choices]\nfirst = {{}}\nother = {{ {change} }}\n"
+    )
+    asyncio.run(run_sweep(load_sweep(tmp_path), SystemClock(), print, jobs=2))
+    printed = CliRunner().invoke(app, ["sweep", "report", str(tmp_path)]).output
+    (compared,) = re.findall(r"^\| other \| reward.*$", printed, re.MULTILINE)
+    assert compared.endswith(f"| {verdict} |"), printed
+    rewards = {arm: {} for arm in ("first", "other")}
+    for line in read_results(tmp_path / "results.jsonl"):
+        rewards[line.arm][line.seed] = line.outcome.reward
+    assert (rewards["first"] == rewards["other"]) == (not change), printed

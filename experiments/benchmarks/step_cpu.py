@@ -39,9 +39,8 @@ def wait_for(step: int, run: subprocess.Popen[bytes], folder: Path) -> tuple[int
         time.sleep(0.05)
     seconds, root = Counter[str](), psutil.Process(run.pid)
     for process in (root, *root.children(recursive=True)):
-        names = [
-            part for part in process.cmdline() if part.rstrip("0123456789-") in {"controller", "learner", "generator", "reward"}
-        ]
+        words = " ".join(process.cmdline()).split()  # a forked process shows its command as one
+        names = [word for word in words if word.rstrip("0123456789-") in {"controller", "learner", "generator", "reward"}]
         times = process.cpu_times()
         seconds[names[-1] if names else "owner and children"] += times.user + times.system
     return newest, seconds

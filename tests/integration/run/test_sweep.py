@@ -71,7 +71,7 @@ def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "change", "verdict"), [(2, "", "not told apart"), (6, '"learner.learning_rate" = 1e-9', "lower")]
+    ("seeds", "change", "verdict"), [(1, "", "not told apart"), (6, '"learner.learning_rate" = 1e-9', "lower")]
 )
 def test_a_null_control_is_not_told_apart_and_a_learner_that_stands_still_is(tiny, tmp_path, seeds, change, verdict):
     """With models. Runs without staleness are the same bit for bit, so the null control is exact."""

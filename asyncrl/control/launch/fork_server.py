@@ -40,7 +40,7 @@ from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
 
 TOLD_S = 3.0
-"""From a process's SIGKILL until its end is told."""
+"""For the server to tell the end of a process that was killed; one that does not is replaced."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -272,7 +272,7 @@ def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _ends_of_children() -> Iterator[int]:
-    """Give a descriptor that can be read once a child has ended: a signal handler could run just before a read begins."""
+    """Give a descriptor that can be read once a child has ended: a signal that comes just before a wait does not end it."""
     ended, told = os.pipe()
     os.set_blocking(told, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

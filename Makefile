@@ -83,7 +83,7 @@ format: install
 # The learner's benchmark measures TRL beside us: the extra `bench`.
 bench: install
 	$(BIN)/pip install -q -e '.[bench]' -c requirements.lock
-	for name in transport ledger broadcast engine pipeline packing learner controller residency rewards service; do $(BIN)/asyncrl bench $$name || exit 1; done
+	for name in transport ledger broadcast engine pipeline packing learner controller residency rewards; do $(BIN)/asyncrl bench $$name || exit 1; done
 
 gpu: install
 	$(BIN)/pip install -q -e '.[dev]' -c requirements.lock

@@ -33,8 +33,6 @@ OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
 """Exit statuses: docs/running.md."""
 SAY = functools.partial(print, flush=True)
 """What is said while a command goes on is seen at once, in a pipe or a log too."""
-LEAVE_S = 2.0
-"""After which a terminal that leaves a run does not wait for its connection to close."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
     errno.EDQUOT: "; make room, or have the quota raised",
@@ -133,21 +131,13 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
     folder = _newest(folder)
 
     async def follow() -> RunStatus | None:
-        loop, own = asyncio.get_running_loop(), asyncio.current_task()
-        assert own is not None
-
-        def leave() -> None:
-            again, end = f"`asyncrl attach {folder}` follows it again", f"`asyncrl drain {folder}` ends it"
-            print(f"\nleft; {again}, {end}", file=sys.stderr, flush=True)
-            own.cancel()
-            loop.call_later(LEAVE_S, os._exit, 0)  # nothing here is worth waiting for a connection to close
-
-        loop.add_signal_handler(signal.SIGINT, leave)
         async with connect(folder) as live:
             return await follow_run(live, plain=plain or not sys.stdout.isatty())
 
-    with contextlib.suppress(asyncio.CancelledError):
+    try:
         _exit_by(asyncio.run(follow()), folder)
+    except KeyboardInterrupt:
+        print(f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it", file=sys.stderr)
 
 
 @app.command()
@@ -266,8 +256,7 @@ def replay(
     """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps and samples."""
     from asyncrl.replay.decisions import replay_run
 
-    same = replay_run(_newest(folder), until, instead, print, samples)
-    if not same:
+    if not replay_run(_newest(folder), until, instead, print, samples):
         sys.exit(FAILED)
 
 
@@ -341,16 +330,28 @@ def token_add(
         print(new_token(records, name, role, SystemClock()))
 
 
-@sweep_app.command("run")
-def sweep_run(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
-    """Run every cell, seed by seed; a line of results as each ends. Ctrl-C stops; `resume` goes on."""
-    _run_sweep(sweep, results, jobs, resumed=False)
+def _run_sweep(*, resumed: bool) -> Callable[[Path, Path | None, int], None]:
+    """Return the command that runs a sweep, from its beginning or from where it was left."""
+
+    def command(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
+        from asyncrl.clock import SystemClock
+        from asyncrl.sweep.grid import load_sweep
+        from asyncrl.sweep.runner import run_sweep
+
+        try:
+            asyncio.run(run_sweep(load_sweep(sweep, results), SystemClock(), SAY, jobs=jobs, resumed=resumed))
+        except KeyboardInterrupt:
+            print(f"\nstopped; `asyncrl sweep resume {sweep}` goes on", file=sys.stderr)
+            sys.exit(NOT_FINISHED)
+
+    return command
 
 
-@sweep_app.command("resume")
-def sweep_resume(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
-    """Go on with a sweep that was stopped or killed: done cells stay as they are, one that was begun is resumed."""
-    _run_sweep(sweep, results, jobs, resumed=True)
+for _name, _help, _resumed in (
+    ("run", "Run every cell, seed by seed; a line of results as each ends. Ctrl-C stops; `resume` goes on.", False),
+    ("resume", "Go on with a sweep that was stopped: done cells stay as they are, one that was begun is resumed.", True),
+):
+    sweep_app.command(_name, help=_help)(_run_sweep(resumed=_resumed))
 
 
 @sweep_app.command("status")
@@ -378,25 +379,12 @@ def sweep_plot(results: Annotated[Path, typer.Argument(help="A file of results, 
     print(write_picture(results))
 
 
-def _run_sweep(given: Path, results: Path | None, jobs: int, *, resumed: bool) -> None:
-    from asyncrl.clock import SystemClock
-    from asyncrl.sweep.grid import load_sweep
-    from asyncrl.sweep.runner import run_sweep
-
-    sweep = load_sweep(given, results)
-    try:
-        asyncio.run(run_sweep(sweep, SystemClock(), SAY, jobs=jobs, resumed=resumed))
-    except KeyboardInterrupt:
-        print(f"\nstopped; `asyncrl sweep resume {given}` goes on", file=sys.stderr)
-        sys.exit(NOT_FINISHED)
-
-
 @app.command()
 def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="broadcast, controller, engine, learner, ledger, packing, pipeline, residency, rewards, service or transport."
+            help="broadcast, controller, engine, learner, ledger, packing, pipeline, residency, rewards or transport."
         ),
     ],
     as_json: JsonOption = False,
@@ -522,12 +510,6 @@ def doctor(as_json: JsonOption = False) -> None:
             print(f"{'ok  ' if finding.ok else 'MISS'} {finding.name:24} {finding.detail}")
             if not finding.ok and finding.advice:
                 print(f"     {'':24} -> {finding.advice}")
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(__version__)
 
 
 @model_app.command("import")

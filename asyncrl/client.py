@@ -34,13 +34,13 @@ from asyncrl.control.launch.controller_process import (
     kill_controllers,
     read_endpoint,
 )
-from asyncrl.control.launch.lease import take_lease
+from asyncrl.control.launch.process_main import take_lease
 from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import start_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.folders import lock_folder, write_whole
 from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
-from asyncrl.reward.caller import Reward, judge_for
+from asyncrl.reward.registry import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Progress, ScoreRequest
 from asyncrl.schema.status import (
@@ -352,6 +352,15 @@ def connect(run: str | Path, token: str = "") -> RunClient:
     return RunClient(run, token)
 
 
+def given_config(
+    config: RunConfig | Mapping[str, Any] | str | Path | None, resume: str | Path | None, overrides: Overrides
+) -> RunConfig:
+    """Return the config that is given, or that of the run that is resumed, with `overrides` laid over it."""
+    if config is None and resume is None:
+        raise ConfigError("give a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
+    return resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
+
+
 class Run(RunClient):
     """A run that this program starts and owns.
 
@@ -383,12 +392,9 @@ class Run(RunClient):
         environment: Mapping[str, str] | None = None,
         reward: Reward | None = None,
     ) -> None:
-        if config is None and resume is None:
-            raise ConfigError("Run takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
         if reward is not None and not callable(reward):
             raise ConfigError(f"reward must be a function of (prompt, text), got {reward!r}")
-        given = config if config is not None else Path(resume or "") / "config.toml"
-        resolved = resolve_config(given, overrides)
+        resolved = given_config(config, resume, overrides)
         if reward is not None:
             resolved = resolve_config(resolved, {"reward.functions": [{"kind": "caller"}]})
         elif resolved.reward.is_caller and not detached:
@@ -415,11 +421,14 @@ class Run(RunClient):
                 await self._controller.start(self._environment if self._detached else None)
                 async with asyncio.timeout(START_TIMEOUT_S):
                     endpoint = await self._controller.endpoint()
+                if endpoint is not None:
+                    await self._open(endpoint)
             except TimeoutError as error:
                 await self._controller.end(late=True)
                 late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
                 raise LaunchError(late) from error
             except BaseException:
+                await self._close()
                 await self._controller.end()
                 raise
         if endpoint is None:
@@ -427,12 +436,6 @@ class Run(RunClient):
             # A controller that ended itself has said why; one that was killed may well start the next time.
             words, are_its_own = _last_words(self.run_folder, said_before)
             raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
-        try:
-            await self._open(endpoint)
-        except BaseException:
-            await self._close()
-            await self._controller.end()
-            raise
         if self._reward is not None:
             self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
         return self

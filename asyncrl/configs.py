@@ -20,7 +20,6 @@ from asyncrl.config.learner import *
 from asyncrl.config.reward import *
 from asyncrl.config.run import *
 from asyncrl.config.run import RunConfig
-from asyncrl.config.tasks import *
 
 
 def json_schema() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from asyncrl.client import RunClient
-from asyncrl.control.stall_detector import CALLER_HOLDS
+from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS
 from asyncrl.errors import ConfigError, LearnerError, RunError
 from asyncrl.schema.samples import Progress, Prompt, ScoredGroup
 from asyncrl.schema.status import GroupAsked, GroupGiven, GroupsAsked, Released
@@ -89,14 +89,12 @@ class GroupStream:
         while True:
             if self._is_over():
                 raise StopAsyncIteration
-            given = await self._next()
-            if given is None:
+            if (following := await self._next()) is None:
                 raise StopAsyncIteration
+            number, given = following
             if given.group is not None:
-                self._pass()
                 return given.group
-            log.warning("the group of prompt %d of a stream is left out: %s", self._waiting[0].number, given.why_over)
-            self._pass()
+            log.warning("the group of prompt %d of a stream is left out: %s", number, given.why_over)
 
     async def all(self) -> list[ScoredGroup]:
         """Return every group.
@@ -105,11 +103,11 @@ class GroupStream:
             RunError: One failed.
         """
         groups, self.wanted = list[ScoredGroup](), self._window
-        while (given := await self._next()) is not None:
+        while (following := await self._next()) is not None:
+            number, given = following
             if given.group is None:
-                raise RunError(f"there is no group of prompt {self._waiting[0].number}: {given.why_over}")
+                raise RunError(f"there is no group of prompt {number}: {given.why_over}")
             groups.append(given.group)
-            self._pass()
         return groups
 
     async def progress(self) -> AsyncGenerator[Progress, None]:
@@ -130,8 +128,8 @@ class GroupStream:
         except RunError as error:
             log.debug("a stream's groups are not released: %s", error)  # the run is over, and all of them with it
 
-    async def _next(self) -> GroupGiven | None:
-        """Return what became of the next group, waiting for it; None: there are no more prompts."""
+    async def _next(self) -> tuple[int, GroupGiven] | None:
+        """Return the number of the next prompt and what became of its group, waiting for it; None: there are no more prompts."""
         if not self._given:
             if (asked := self._asked()) is None:
                 return None
@@ -142,7 +140,7 @@ class GroupStream:
                 saying.cancel()
                 await asyncio.wait([saying])
             self._unsaid.clear()
-        return self._given[0]
+        return self._waiting.popleft().number, self._given.popleft()
 
     def _asked(self) -> GroupsAsked | None:
         """Return what is not given yet, with new prompts as far as the window goes; None: there is nothing."""
@@ -164,10 +162,6 @@ class GroupStream:
                     "buffer.max_staleness; train some, or `release` them",
                     status.groups["ready"],
                 )
-
-    def _pass(self) -> None:
-        self._given.popleft()
-        self._waiting.popleft()
 
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:

@@ -56,7 +56,6 @@ from asyncrl.config.load import load_run_config
 from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
-from asyncrl.control.launch.lease import Ownership, own_by_input, own_by_lease
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
 from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.residency.plan import SWAP_FOLDER
@@ -69,7 +68,7 @@ from asyncrl.transport.zmq_server import open_listener
 
 if TYPE_CHECKING:
     from asyncrl.control.join import JoinRequest
-    from asyncrl.control.launch.local import Launcher
+    from asyncrl.control.launch.processes import Launcher
 
 log = logging.getLogger("asyncrl")
 
@@ -91,7 +90,7 @@ JOIN = "join"
 
 
 async def run_controller(
-    config: RunConfig, run_folder: Path, clock: Clock, owner: Ownership, launcher: Launcher | None = None
+    config: RunConfig, run_folder: Path, clock: Clock, owner: process.Ownership, launcher: Launcher | None = None
 ) -> bool:
     """Wire and run the controller of one run; return whether the run ended well.
 
@@ -107,16 +106,14 @@ async def run_controller(
     from asyncrl.control.controller import Controller
     from asyncrl.control.join import Membership
     from asyncrl.control.launch.fork_server import ForkLauncher
-    from asyncrl.control.launch.local import LocalLauncher
-    from asyncrl.control.launch.processes import forked_modules, plan_processes
+    from asyncrl.control.launch.processes import LocalLauncher, forked_modules, plan_processes
     from asyncrl.control.lifecycle.supervisor import end_left
-    from asyncrl.control.placement.gpu_share import check_shares, gpu_memory_bytes
-    from asyncrl.control.placement.limits import usable_cores
-    from asyncrl.observe.decisions.journal import Recorder
+    from asyncrl.control.placement.memory import check_shares
+    from asyncrl.observe.decisions import Recorder
     from asyncrl.reward.sandbox.code_exec import check_tests
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
-    check_shares(config, usable_cores(), gpu_memory_bytes(config))
+    check_shares(config)
     task, planned = build_task(config.task, config.seed), plan_processes(config)
     check_tests(config.reward, task.train)
     check_tests(config.reward, task.held_out)
@@ -169,8 +166,8 @@ async def _generator(config: RunConfig, run_folder: Path, connection: Connection
     if config.learner.fake_step_s is not None or config.generate.engine.replays:  # it holds no weights
         await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
         return
+    from asyncrl.weights.media.learner_memory import HybridSubscriber
     from asyncrl.weights.media.registry import receiver_of
-    from asyncrl.weights.media.shared_params import HybridSubscriber
     from asyncrl.weights.subscriber import Subscriber
     from asyncrl.weights.tensors import DeferredTensors
 
@@ -203,7 +200,8 @@ async def _no_weights(_: WeightsAvailable) -> Mapping[str, Any]:
 
 def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
     """Where generation goes on beside training on a GPU, hold this process's own tensors to its part of the memory."""
-    from asyncrl.control.placement.gpu_share import memory_bounds, shares_device
+    from asyncrl.control.placement.limits import shares_device
+    from asyncrl.control.placement.memory import memory_bounds
     from asyncrl.residency.device import hold_to_share
 
     in_process = of_learner or config.generate.engine.adopts
@@ -238,9 +236,9 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         async with _announcements(connection) as announce:
             await FakeLearner(config, run_folder, connection, clock, announce).run()
         return
-    from asyncrl.learner.ranks.launch import RankLauncher
+    from asyncrl.learner.ranks.group import RankLauncher
     from asyncrl.learner.worker import LearnerWorker
-    from asyncrl.weights.media.shared_params import HybridPublisher
+    from asyncrl.weights.media.learner_memory import HybridPublisher
     from asyncrl.weights.publisher import Publisher
 
     _hold_to_share(config, config.learner.device, of_learner=True)
@@ -274,7 +272,8 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
     from asyncrl.control.launch.processes import stage_modules
 
     if kind == "generator":
-        from asyncrl.control.placement.gpu_share import keep_to_own_cores, with_own_memory
+        from asyncrl.control.placement.limits import keep_to_own_cores
+        from asyncrl.control.placement.memory import with_own_memory
 
         config = with_own_memory(config)
         keep_to_own_cores(config)
@@ -308,7 +307,7 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 async def join_run(request: JoinRequest, clock: Clock) -> int:
     """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
     from asyncrl.control.join import joined, serve_until_told
-    from asyncrl.control.placement.gpu_share import as_joined, keep_to_own_cores
+    from asyncrl.control.placement.limits import as_joined, keep_to_own_cores
 
     with imports_without_gc():
         import_module("asyncrl.generate.worker")
@@ -350,8 +349,8 @@ async def _main(kind: ProcessKind, name: str, run_folder: Path, *, detached: boo
     clock = SystemClock()
     if kind == "controller":
         async with contextlib.AsyncExitStack() as stack:
-            lease = own_by_lease(run_folder, config.owner)
-            owner = await stack.enter_async_context(lease) if detached else await own_by_input()
+            lease = process.own_by_lease(run_folder, config.owner)
+            owner = await stack.enter_async_context(lease) if detached else await process.own_by_input()
             return EXIT_OK if await run_controller(config, run_folder, clock, owner) else EXIT_FAILED
     from asyncrl.weights.shm_segments import remove_leftover_segments
 

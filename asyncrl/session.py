@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -22,14 +21,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 import torch
 
 from asyncrl.algorithms.losses import Loss, fault_in
 from asyncrl.algorithms.screening import Screen
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
-from asyncrl.client import Run
+from asyncrl.client import Run, given_config
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import Overrides, resolve_config
 from asyncrl.config.run import RunConfig
@@ -37,8 +36,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
-from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import make_probe
+from asyncrl.learner.model.policy import make_probe, publishable_tensors
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
@@ -46,12 +44,12 @@ from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import TokenFile
 from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
-from asyncrl.reward.caller import Reward
+from asyncrl.reward.registry import Reward
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 from asyncrl.schema.status import Released
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 from asyncrl.user_code import checked
 from asyncrl.weights.publisher import Publisher
 
@@ -66,29 +64,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def _whole(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Have a call done whole, also where its caller is cancelled."""
+def _whole(
+    method: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]:
+    """Have a call of an open session done whole, also where its caller is cancelled, and alone: after those before it."""
 
     @functools.wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await to_its_end(method(*args, **kwargs))
+    async def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def in_turn() -> T:
+            async with self._training:
+                _ = self._ready
+                return await method(self, *args, **kwargs)
+
+        return await to_its_end(in_turn())
 
     return call
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Packed:
-    """A step's groups, packed while the step before was trained."""
-
-    step: int
-    groups: list[ScoredGroup]
-    mask_below: int
-    prepared: PreparedBatch
-
-    def is_of(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> bool:
-        """Return whether these very groups are packed, for this step."""
-        are_same = len(groups) == len(self.groups) and all(one is other for one, other in zip(groups, self.groups, strict=True))
-        return are_same and (step, mask_below) == (self.step, self.mask_below)
 
 
 class Session:
@@ -122,11 +112,9 @@ class Session:
         reward: Reward | None = None,
         sync: Literal["auto", "manual"] = "auto",
     ) -> None:
-        if config is None and resume is None:
-            raise ConfigError("Session takes a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
         if sync not in {"auto", "manual"}:
             raise ConfigError(f"sync must be 'auto' or 'manual', got {sync!r}")
-        resolved = resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
+        resolved = given_config(config, resume, overrides)
         if resolved.learner.ranks > 1 or resolved.placement.kind != "disaggregated":
             advice = "set learner.ranks = 1, placement.kind = 'disaggregated'"
             raise ConfigError(f"a session drives one learner on a device of its own: {advice}")
@@ -165,8 +153,8 @@ class Session:
         """Gathers them; from the beginning of a step on, for the one after it."""
         self._taken: tuple[int, ...] = ()
         """What `take` gave last."""
-        self._packed: _Packed | None = None
-        """The groups that came last, packed for the step they are meant for."""
+        self._packed: tuple[int, list[ScoredGroup], PreparedBatch] | None = None
+        """A step, its groups as they came, and what they are packed to while the step before is trained."""
 
     async def __aenter__(self) -> Self:
         await self.run.__aenter__()
@@ -212,11 +200,8 @@ class Session:
                 f"the newest whole checkpoint of {folder} is of version {policy.version} and its ledger goes on at {waiting}: a "
                 "session that was killed after its last `save` cannot be resumed"
             )
-
-        def available(one: WeightsAvailable) -> None:
-            loop.call_soon_threadsafe(self._published.put_nowait, one)
-
-        self._publisher = Publisher(self.run.config.broadcast, folder, available, SystemClock())
+        put, clock = self._published.put_nowait, SystemClock()
+        self._publisher = Publisher(config.broadcast, folder, lambda one: loop.call_soon_threadsafe(put, one), clock)
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         self._policy, self.version, self._is_open = policy, policy.version, True
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
@@ -326,10 +311,10 @@ class Session:
         groups, self._gathered = self._gathered, []
         if self.config.buffer.policy != "mask":  # there the run says what is masked once they are trained
             with contextlib.suppress(AsyncRLError):  # said by the step that trains them
-                self._packed = await asyncio.to_thread(self._pack, step, groups, 0)
+                self._packed = step, list(groups), await asyncio.to_thread(self._pack, step, groups, 0)
         return groups
 
-    def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> _Packed:
+    def _pack(self, step: int, groups: Sequence[ScoredGroup], mask_below: int) -> PreparedBatch:
         config = self.config
         batch = pack_step(
             step, sorted(groups, key=lambda group: group.group_id),
@@ -337,7 +322,7 @@ class Session:
             mask_below=mask_below, ranks=RankPlan(minibatches=config.learner.minibatches),
             screen=Screen.of(config.algorithm),
         )  # fmt: skip
-        return _Packed(step, list(groups), mask_below, prepare(batch, division_of(self._ready.train_state, config)))
+        return prepare(batch, division_of(self._ready.train_state, config))
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
         """Yield each step's groups of the config's task until `num_steps` are trained; train some before asking for more."""
@@ -375,13 +360,12 @@ class Session:
             RunError: A group is too old or over (the message names it), there are not as many as a step trains, or the run has
                 ended.
         """
-        async with self._turn():
-            group_ids = _ids_of(groups)
-            if learning_rate is not None:
-                self._with_rate(learning_rate)  # a wrong one before anything is done
-            if self._last is None or self._open is not None or self._group_ids != group_ids:
-                await self._backward(groups, loss, rewards, advantages)
-            return await self._optimize(learning_rate)
+        group_ids = _ids_of(groups)
+        if learning_rate is not None:
+            resolve_config(self.config, {"learner.learning_rate": learning_rate})  # a wrong one before anything is done
+        if self._last is None or self._open is not None or self._group_ids != group_ids:
+            await self._backward(groups, loss, rewards, advantages)
+        return await self._optimize(learning_rate)
 
     @_whole
     async def forward_backward(
@@ -399,10 +383,9 @@ class Session:
         Returns:
             The loss.
         """
-        async with self._turn():
-            if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
-                return self._last.metrics["policy/loss"]
-            return (await self._backward(groups, loss, rewards, advantages)).loss
+        if self._open is None and self._last is not None and self._group_ids == _ids_of(groups):
+            return self._last.metrics["policy/loss"]
+        return (await self._backward(groups, loss, rewards, advantages)).loss
 
     @_whole
     async def optim_step(self, *, learning_rate: float | None = None) -> StepResult:
@@ -411,21 +394,19 @@ class Session:
         Raises:
             LearnerError: There are no gradients, or they are not finite; the weights are those of before.
         """
-        async with self._turn():
-            return await self._optimize(learning_rate)
+        return await self._optimize(learning_rate)
 
     @_whole
     async def sync_weights(self) -> None:
         """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only."""
-        async with self._turn():
-            await self._publish()
+        await self._publish()
 
+    @_whole
     async def save(self) -> Path:
         """Write a checkpoint of the policy as it is now, and return its folder."""
-        async with self._turn() as policy:
-            folder, keep_last = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last
-            saved = TrainerState(self.version, "", memory=policy.train_state.memory)
-            return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
+        folder, keep_last, policy = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last, self._ready
+        saved = TrainerState(self.version, "", memory=policy.train_state.memory)
+        return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -447,15 +428,6 @@ class Session:
         if self._policy is None or not self._is_open:
             raise RunError(NOT_OPEN)
         return self._policy
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[InitialState]:
-        """Have the policy for oneself: calls of several tasks are made one after the other."""
-        async with self._training:
-            yield self._ready
-
-    def _with_rate(self, learning_rate: float) -> RunConfig:
-        return resolve_config(self.config, {"learner.learning_rate": learning_rate})
 
     async def _backward(
         self,
@@ -491,8 +463,10 @@ class Session:
             self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
 
         def gradients() -> OpenStep:
-            own = packed if packed is not None and packed.is_of(self.version, trained, mask_below) else None
-            prepared = (own or self._pack(self.version, trained, mask_below)).prepared
+            if packed is not None and packed[:2] == (self.version, trained) and not mask_below:
+                prepared = packed[2]
+            else:
+                prepared = self._pack(self.version, trained, mask_below)
             state, failed = self._ready.train_state, self.run.run_folder / "failed"
             step = OpenStep(state, prepared, config, failed_folder=failed, loss=own_loss, advantages=given)
             try:
@@ -510,7 +484,7 @@ class Session:
         """Change the weights, and have run and generators know of it; the caller holds the lock."""
         if (step := self._open) is not None:
             if learning_rate is not None:
-                self.config = self._with_rate(learning_rate)
+                self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
                 self._ready.train_state.optimizer.follow(self.config.learner, self.config.num_steps)
             self._open, group_ids, self._group_ids = None, self._group_ids, ()
 

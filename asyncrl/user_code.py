@@ -143,10 +143,6 @@ def _load_module(name: str, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the boundary: whatever a user's module raises
         said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        if is_file:
-            raise ConfigError(f"{where}: {file} cannot be imported: {said}") from error
-        raise ConfigError(
-            f"{where}: cannot import {name!r} ({said}); it must be importable from the working directory, PYTHONPATH or the "
-            "environment's packages"
-        ) from error
+        places = "" if is_file else "; looked for in the working directory, PYTHONPATH and the environment's packages"
+        raise ConfigError(f"{where}: {name} cannot be imported: {said}{places}") from error
     return module

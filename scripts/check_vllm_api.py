@@ -23,9 +23,8 @@ from pathlib import Path
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.generate.engine import EngineRequest, RequestRules
-from asyncrl.generate.vllm.backend import sampling_arguments
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import engine_arguments, environment, installed_version, parse_version
+from asyncrl.generate.vllm.launch import engine_arguments, environment, installed_version, parse_version, sampling_arguments
 from asyncrl.generate.vllm.server import GenerateBody
 from asyncrl.schema.samples import SamplingParams
 
@@ -89,7 +88,6 @@ USES: dict[str, dict[str, str]] = {
     "vllm/config/model.py": {
         "ModelConfig.max_model_len": "",
         "ModelConfig.head_dtype": "",
-        "ModelConfig.enable_sleep_mode": "",
         "'processed_logprobs'": "",
     },
     "vllm/config/scheduler.py": {"SchedulerConfig.max_num_seqs": ""},
@@ -136,8 +134,6 @@ USES: dict[str, dict[str, str]] = {
         "/server_info": "config_format",
         "/pause": "mode clear_cache",
         "/resume": "",
-        "/sleep": "level mode",
-        "/wake_up": "tags",
         "/collective_rpc": "method args",
         "/inference/v1/generate": "request",
     },

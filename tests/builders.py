@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from asyncrl.buffer.payloads import Receipt
+from asyncrl.buffer.buffer import Receipt
 from asyncrl.errors import AsyncRLError
 from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.codec import Message

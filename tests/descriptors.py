@@ -15,7 +15,8 @@ def open_descriptors() -> set[int]:
 def descriptors_left(free: int) -> Iterator[None]:
     """Let this process open so many more."""
     before, used = resource.getrlimit(resource.RLIMIT_NOFILE), open_descriptors()
-    limit = next(limit for limit in range(before[0]) if limit - sum(number < limit for number in used) >= free)
+    # From 3 on: below, poll(2) refuses what libzmq asks it, which then aborts the process.
+    limit = next(limit for limit in range(3, before[0]) if limit - sum(number < limit for number in used) >= free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         yield

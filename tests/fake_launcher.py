@@ -3,26 +3,18 @@
 import asyncio
 import itertools
 
-from asyncrl.control.launch.local import ProcessSpec
-from asyncrl.errors import LaunchError
+from asyncrl.control.launch.processes import ProcessSpec
 
 
 class FakeProcess:
     """A process that exits when told to; `terminate` and `kill` end it unless it is stubborn."""
 
     def __init__(self, spec: ProcessSpec, pid: int, *, ignores_terminate: bool) -> None:
-        self.spec = spec
+        self.spec, self.pid = spec, pid
         self.terminated = 0
-        self.killed = 0
-        self._pid = pid
         self._ignores_terminate = ignores_terminate
         self._code: int | None = None
         self._gone = asyncio.Event()
-
-    @property
-    def pid(self) -> int:
-        """Return a made-up process id."""
-        return self._pid
 
     @property
     def alive(self) -> bool:
@@ -43,7 +35,6 @@ class FakeProcess:
 
     def kill(self) -> None:
         """Exit with -9."""
-        self.killed += 1
         self.exit(-9)
 
     def exit(self, code: int) -> None:
@@ -58,16 +49,12 @@ class FakeLauncher:
 
     def __init__(self, *, ignores_terminate: bool = False) -> None:
         self.history: list[FakeProcess] = []
-        self.failures: list[str] = []
-        """Reasons for which the next starts fail, first one first."""
         self._ignores_terminate = ignores_terminate
         self._pids = itertools.count(1_000_001)
         self._changed = asyncio.Condition()
 
     async def start(self, spec: ProcessSpec) -> FakeProcess:
         """Start nothing and remember it; see `Launcher.start`."""
-        if self.failures:
-            raise LaunchError(self.failures.pop(0))
         process = FakeProcess(spec, next(self._pids), ignores_terminate=self._ignores_terminate)
         async with self._changed:
             self.history.append(process)
@@ -76,9 +63,13 @@ class FakeLauncher:
 
     async def started(self, name: str, incarnation: int = 1) -> FakeProcess:
         """Return that incarnation of `name`, waiting until it has been started."""
+
+        def find() -> FakeProcess | None:
+            matches = (item for item in self.history if item.spec.name == name and item.spec.incarnation == incarnation)
+            return next(matches, None)
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self._find(name, incarnation) is not None)
-        found = self._find(name, incarnation)
+            found = await self._changed.wait_for(find)
         assert found is not None
         return found
 
@@ -86,7 +77,3 @@ class FakeLauncher:
     def alive(self) -> list[str]:
         """Return the names of processes that have not exited."""
         return [process.spec.name for process in self.history if process.alive]
-
-    def _find(self, name: str, incarnation: int) -> FakeProcess | None:
-        matches = (item for item in self.history if item.spec.name == name and item.spec.incarnation == incarnation)
-        return next(matches, None)

@@ -9,7 +9,7 @@ from collections import deque
 from asyncrl.errors import ConnectionClosed, TransportError
 from asyncrl.schema.codec import MAX_MESSAGE_BYTES
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport.protocol import GOODBYE, Connection, RefusalCounts
+from asyncrl.transport.protocol import GOODBYE, Connection, Refused
 
 
 class InProcessListener:
@@ -24,7 +24,7 @@ class InProcessListener:
             max_message_bytes: Limit of one encoded message.
         """
         self.address = f"inproc://{hello.name}"
-        self.refused = RefusalCounts()
+        self.refused = Refused()
         self._hello = hello
         self._sizes = window, max_message_bytes
         self._by_name: dict[str, tuple[Connection, Connection]] = {}
@@ -41,7 +41,7 @@ class InProcessListener:
         if self._is_closed:
             raise TransportError(f"{self.address} is closed")
         if hello.protocol != PROTOCOL:
-            self.refused.wrong_protocol += 1
+            self.refused["wrong protocol"] += 1
             raise TransportError(f"{self.address} speaks protocol {PROTOCOL}, {hello.name} speaks {hello.protocol}")
         for old in self._by_name.get(hello.name, ()):
             old.end(f"replaced by incarnation {hello.incarnation}")
@@ -53,7 +53,7 @@ class InProcessListener:
             far.end(reason or GOODBYE)
 
         near = Connection(hello, *self._sizes, goodbye, self.refused)
-        far = Connection(self._hello, *self._sizes, goodbye, RefusalCounts())
+        far = Connection(self._hello, *self._sizes, goodbye, Refused())
         near.wire, far.wire = far.deliver, near.deliver
         self._by_name[hello.name] = near, far
         self._accepted.append(near)

@@ -26,7 +26,6 @@ from asyncrl.algorithms.diagnostics import bounded_exp
 from asyncrl.algorithms.returns import FloatArray, backwards, discounted_returns, rewards_on_last_tokens, to_places, to_the_left
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
-from asyncrl.errors import ConfigError
 from asyncrl.user_code import load_own, wrong_shape
 
 
@@ -225,13 +224,10 @@ def load_advantage(name: str) -> Advantage:
         name: A name in ADVANTAGES, `module:function` or `file.py:function`.
 
     Raises:
-        ConfigError: No such name (the known ones are listed), or the user's function cannot be imported.
+        ConfigError: The user's function cannot be imported.
     """
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    if ":" not in name:
-        known = ", ".join(ADVANTAGES)
-        raise ConfigError(f"algorithm.advantage must be one of {known}, or your own function as module:function, got {name!r}")
     return load_own(name, "algorithm.advantage", AdvantageOutputs, _fault_in)
 
 

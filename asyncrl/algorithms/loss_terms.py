@@ -96,31 +96,20 @@ def finish(
 
 
 def count_denominators(
-    mask: torch.Tensor,
-    kept: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    num_sequences: int,
-    *,
-    constant: float = 1.0,
-    denominator: str = "all",
+    counted: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, constant: float = 1.0
 ) -> Denominators:
     """Count what the loss of these tokens divides by; counts of micro-batches and ranks add up.
 
     Args:
-        mask: bool [N], trained tokens.
-        kept: bool [N], of `CorrectionOutputs`; read only where `denominator` is `kept`.
-        sequence_ids: int64 [N], in [0, S).
+        counted: bool [N], trained tokens; under `denominator = "kept"` without those that a correction dropped.
+        sequence_ids: int64 [N], in [0, S); a sequence without a counted token does not count.
         num_sequences: S.
         constant: Handed on.
-        denominator: `all`: rejected tokens count; `kept`: they do not, nor does a sequence without a kept token.
 
-    Source: `all`: AReaL, OpenRLHF and NeMo-RL; `kept`: verl's rejection mask and M2PO as AReaL has it.
+    Source: all trained tokens: AReaL, OpenRLHF and NeMo-RL; kept ones: verl's rejection mask and M2PO as AReaL has it.
     """
-    counted = mask & kept if denominator == "kept" else mask
     tokens_S = segment_sum(counted.to(torch.float64), sequence_ids, num_sequences)
-    return Denominators(
-        num_tokens=float(tokens_S.sum().item()), num_sequences=float((tokens_S > 0).sum().item()), constant=constant
-    )
+    return Denominators(float(tokens_S.sum().item()), float((tokens_S > 0).sum().item()), constant)
 
 
 AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {

@@ -35,7 +35,6 @@ from asyncrl.algorithms.types import (
 )
 from asyncrl.config.algorithm import PythonCorrection, is_importance_weight
 from asyncrl.config.algorithm_table import LOSS_RULES
-from asyncrl.errors import ConfigError
 from asyncrl.user_code import load_own, wrong_shape
 
 
@@ -350,14 +349,10 @@ def load_loss(name: str) -> Loss:
         name: A key of LOSSES, `module:function` or `file.py:function`.
 
     Raises:
-        ConfigError: There is no such loss.
+        ConfigError: The user's function cannot be imported.
     """
     if name in LOSSES:
         return LOSSES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"algorithm.loss must be one of {', '.join(LOSSES)}, or your own function as module:function, got {name!r}"
-        )
     return load_own(name, "algorithm.loss", LossOutputs, fault_in)
 
 

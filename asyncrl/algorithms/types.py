@@ -112,11 +112,9 @@ class LossConfig:
     """The coefficient in force (adaptive or fixed)."""
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, kl_coefficient: float | None = None) -> LossConfig:
-        """Return the part of a run's config that losses read; the KL coefficient is the config's own where none is given."""
+    def of(cls, algorithm: AlgorithmConfig, kl_coefficient: float) -> LossConfig:
+        """Return the part of a run's config that losses read, with the KL coefficient in force."""
         kl = algorithm.kl if algorithm.kl is not None and algorithm.kl.where == "loss" else None
-        if kl_coefficient is None:
-            kl_coefficient = kl.coefficient if kl is not None else 0.0
         same = {field.name for field in fields(cls)} & set(algorithm.__struct_fields__) - {"kl"}
         return cls(**{name: getattr(algorithm, name) for name in same}, kl=kl, kl_coefficient=kl_coefficient)
 

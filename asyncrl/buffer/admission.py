@@ -6,19 +6,18 @@ oldest token will carry it, and only so does the staleness proof in docs/buffer.
 is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts, and so the rule itself, are the buffer's
 state machine's (state.py); nothing is counted twice.
 
-The pool keeps one heap for each live version, of (load, name), with stale entries left in until they come up or are too many. A
-change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of generators a scan
-would cost the controller more than its sockets do.
+The pool keeps one heap for each live version, of (load, name); what is another load by now stays in it until it comes up or there
+is too much of it. A change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of
+generators a scan would cost the controller more than its sockets do.
 
-Invariants: a generator whose room shrinks below what it holds keeps that and gets no more until there is room again; one that
-holds nothing always has room for one group, unless it is leaving. Room never enters the staleness rule. Pure.
+Invariants: a generator gets one group beyond its slots, so that no slot waits for the controller. One whose room shrinks below
+what it holds keeps that and gets no more until there is room again. Room never enters the staleness rule. Pure.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.buffer.group import BufferLimits
 
@@ -79,8 +78,6 @@ class Generator:
     """That it holds, in slots or queued."""
     is_leaving: bool = False
     """It finishes what it holds and gets nothing more."""
-    stamp: int = -1
-    """Another with every change, never given twice: heap entries of an older one are stale."""
 
     @property
     def load(self) -> float:
@@ -88,23 +85,21 @@ class Generator:
         return self.members / self.num_slots
 
 
+@dataclass(eq=False)
 class GeneratorPool:
     """Generators by name, and which of them is next.
 
     Example:
-        >>> pool = GeneratorPool(BufferLimits(groups_per_step=1, max_staleness=0))
+        >>> pool = GeneratorPool()
         >>> pool.put(Generator("a", num_slots=2, version=0, members=1))
         >>> pool.put(Generator("b", num_slots=4, version=0, members=1))
         >>> pool.best(0).name
         'b'
     """
 
-    def __init__(self, limits: BufferLimits) -> None:
-        self._limits = limits
-        self._by_name: dict[str, Generator] = {}
-        self._heaps: dict[int, list[tuple[float, str, int]]] = {}
-        self._num_at: dict[int, int] = {}
-        self._stamps = itertools.count()
+    _by_name: dict[str, Generator] = field(default_factory=dict)
+    _heaps: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
+    _num_at: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of generators."""
@@ -134,14 +129,10 @@ class GeneratorPool:
         if generator is not None:
             self._one_less_at(generator.version)
 
-    def leave(self, name: str) -> None:
-        """Give a generator nothing more; unknown ones are ignored."""
-        if generator := self._by_name.get(name):
-            generator.is_leaving = True
-            self._offer(generator)
-
-    def change(self, name: str, *, add_members: int = 0, num_slots: int = 0, version: int | None = None) -> None:
-        """Change what is given; unknown generators are ignored.
+    def change(
+        self, name: str, *, add_members: int = 0, num_slots: int = 0, version: int | None = None, is_leaving: bool = False
+    ) -> None:
+        """Change what is given; unknown generators are ignored. One that is leaving gets nothing more.
 
         A late sample of the process that bore this name before must not make the count of members negative.
         """
@@ -154,36 +145,31 @@ class GeneratorPool:
             generator.version = version
         generator.members = max(0, generator.members + add_members)
         generator.num_slots = num_slots or generator.num_slots
+        generator.is_leaving = generator.is_leaving or is_leaving
         self._offer(generator)
 
     def best(self, min_version: int) -> Generator | None:
         """Return the least loaded generator at `min_version` or above that has room; of equals the newest, then by name."""
-        tops = [top for version in self._num_at if version >= min_version and (top := self._top(version)) is not None]
-        return min(tops, key=lambda generator: (generator.load, -generator.version, generator.name)) if tops else None
+        tops = []
+        for version in self._num_at:
+            heap = self._heaps.get(version, []) if version >= min_version else []
+            while heap and self._is_stale(version, *heap[0]):
+                heapq.heappop(heap)
+            if heap:
+                tops.append(self._by_name[heap[0][1]])
+        return min(tops, key=lambda generator: (generator.load, -generator.version, generator.name), default=None)
 
-    def _has_room(self, generator: Generator) -> bool:
-        size = self._limits.group_size
-        most = generator.num_slots + self._limits.queue_ahead_groups * size
-        return not generator.is_leaving and (generator.members == 0 or generator.members + size <= most)
-
-    def _top(self, version: int) -> Generator | None:
-        heap = self._heaps.get(version, [])
-        while heap:
-            _, name, stamp = heap[0]
-            generator = self._by_name.get(name)
-            if generator is not None and generator.stamp == stamp:
-                return generator
-            heapq.heappop(heap)
-        return None
+    def _is_stale(self, version: int, load: float, name: str) -> bool:
+        known = self._by_name.get(name)
+        return known is None or known.is_leaving or (known.version, known.load) != (version, load)
 
     def _offer(self, generator: Generator) -> None:
-        generator.stamp = next(self._stamps)
-        if not self._has_room(generator):
+        if generator.load > 1:
             return
         heap = self._heaps.setdefault(generator.version, [])
-        heapq.heappush(heap, (generator.load, generator.name, generator.stamp))
+        heapq.heappush(heap, (generator.load, generator.name))
         if len(heap) > _STALE_SHARE * self._num_at[generator.version] + _STALE_SHARE:
-            heap[:] = [entry for entry in heap if (known := self._by_name.get(entry[1])) is not None and known.stamp == entry[2]]
+            heap[:] = [entry for entry in set(heap) if not self._is_stale(generator.version, *entry)]
             heapq.heapify(heap)
 
     def _one_less_at(self, version: int) -> None:

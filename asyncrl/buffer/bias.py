@@ -66,6 +66,7 @@ class IssuedGroup:
         return [index for index in range(self.size) if index not in self.lengths and index not in self.gone]
 
 
+@dataclass(eq=False)
 class SelectionBias:
     """The monitor of one run; groups that were issued before it began are unknown to it and left out.
 
@@ -75,16 +76,15 @@ class SelectionBias:
         >>> bias.note("buffer", ev.SamplesFinished(0, (0,), (((0, 12),),)), 1.0, [])
     """
 
-    def __init__(self) -> None:
-        self._cohorts: dict[int, list[IssuedGroup]] = {}
-        """Open ones, by version of issue."""
-        self._groups: dict[int, IssuedGroup] = {}
-        """Of open cohorts, those that have not ended."""
-        self._closed: deque[list[IssuedGroup]] = deque(maxlen=WINDOW_COHORTS)
-        self._paces: deque[float] = deque(maxlen=PACES)
-        """Tokens a second of members that ended."""
-        self._looked_s = -math.inf
-        self._figures: dict[str, float] = {}
+    _cohorts: dict[int, list[IssuedGroup]] = field(default_factory=dict)
+    """Open ones, by version of issue."""
+    _groups: dict[int, IssuedGroup] = field(default_factory=dict)
+    """Of open cohorts, those that have not ended."""
+    _closed: deque[list[IssuedGroup]] = field(default_factory=lambda: deque(maxlen=WINDOW_COHORTS))
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))
+    """Tokens a second of members that ended."""
+    _looked_s: float = -math.inf
+    _figures: dict[str, float] = field(default_factory=dict)
 
     def note(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
         """Take in what the buffer decided: a `Watch`."""

@@ -5,13 +5,18 @@ unit; only once that is on disk is it acknowledged (`when_committed`) or a batch
 live groups. A prompt waits here to be issued again exactly where the state says that it returns. Samples that are not what they
 say are refused with a reason and never raise into the run.
 
+Payloads of live groups are held until their step is taken, at most (eta + 1) x B groups by admission. Those of a taken step are
+held until it is trained; a repeat after that reads them from the ledger again. The parameters that a step was packed with are
+held as long as it may be repeated, so that a repeat is the very same batch.
+
 Nothing here waits, except `write` of a ledger that falls behind.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,16 +25,46 @@ from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.events import BufferInstruction, GroupMoved
 from asyncrl.buffer.group import Counts, Group
-from asyncrl.buffer.ledger.records import Ledger, OnCommitted, Record, StepParams
-from asyncrl.buffer.ledger.restore import Restored
-from asyncrl.buffer.payloads import HeldGroup, Receipt, TakenStep, Waiting, without_reference
-from asyncrl.buffer.staleness import VersionCounts, staleness_figures
+from asyncrl.buffer.ledger.records import HeldGroup, OnCommitted, Record, Restored, StepParams
+from asyncrl.buffer.ledger.store import Ledger
+from asyncrl.buffer.staleness import StalenessFigures, VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, ScoreRequest, Scores
+from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, Scores
+
+
+class Receipt(msgspec.Struct, frozen=True, gc=False):
+    """What became of something that came in; of a repeat, nothing."""
+
+    stored: tuple[int, ...] = ()
+    """Members of the group that it changed."""
+    refused: tuple[str, ...] = ()
+    """Why others could not be taken, one a member; the member of an invalid sample has failed."""
+    instructions: Sequence[BufferInstruction] = ()
+    group_id: int = -1
+    """With `submit_group`: the id the group was given."""
+
+
+class TakenStep(msgspec.Struct, frozen=True):
+    """One step's groups, by group id, to be packed with these very parameters."""
+
+    step: int
+    groups: tuple[ScoredGroup, ...]
+    params: StepParams
+    replay: bool
+    staleness: StalenessFigures
+    instructions: Sequence[BufferInstruction] = ()
+    """Groups dropped on the way."""
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Why there is no step yet; ask again when a group became ready or failed."""
+
+    reason: str
+    instructions: Sequence[BufferInstruction] = ()
 
 
 @dataclass(eq=False)
@@ -50,19 +85,14 @@ class Buffer:
     """Recorded with each step; samples longer than its row budget are refused."""
     needs_reference: bool = False
     """Scores must bring reference log-probabilities: the reference is on inference workers."""
-    restored: InitVar[Restored | None] = None
+    restored: Restored = field(default_factory=Restored)
     """What the ledger held besides the state."""
 
-    def __post_init__(self, restored: Restored | None) -> None:
-        restored = restored or Restored()
-        self._held: dict[int, HeldGroup] = restored.held
-        self._returned: dict[int, Prompt] = restored.returned
-        """Prompts that wait to be issued again, by the group that was dropped or failed."""
-        self._step_params = restored.step_params
-        """Of steps that may be repeated."""
+    def __post_init__(self) -> None:
+        restored = self.restored
+        self.held, self._returned, self._step_params = restored.held, restored.returned, restored.step_params
         self._step_groups: dict[int, tuple[ScoredGroup, ...]] = {}
         """Of steps taken and not yet trained."""
-        self._steps_without_reference = restored.steps_without_reference
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
@@ -105,7 +135,7 @@ class Buffer:
         self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, group_size, generator, version, replaces), now)
         if replaces is not None:
             self._returned.pop(replaces, None)
-        self._held[group_id] = HeldGroup(prompt)
+        self.held[group_id] = HeldGroup(prompt)
         record = rec.IssuedRecord(group_id, prompt, generator, version, group_size, now, retries, replaces, self.cursor)
         self.ledger.write((record,))
         return self.state.groups[group_id]
@@ -121,15 +151,13 @@ class Buffer:
         """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
         held = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
         pending = {group.group_id: (group.pending, group.attempt) for group in held}
-        instructions = self.state.handle(ev.GeneratorGone(name), now)
-        reason = f"generator {name} died once too often"
-        failures: list[Record] = [
-            rec.FailureRecord(group.group_id, index, pending[group.group_id][1], "generate", reason, now)
-            for group in held
-            if not group.pending
-            for index in pending[group.group_id][0]
-        ]
-        self._write(failures, now, instructions)
+        reason, records = f"generator {name} died once too often", list[Record]()
+        instructions = self._handle(ev.GeneratorGone(name), records, now)
+        for group in held:
+            indices, attempt = pending[group.group_id]
+            lost = indices if not group.pending else ()
+            records += [rec.FailureRecord(group.group_id, index, attempt, "generate", reason, now) for index in lost]
+        self._write(records)
         return instructions
 
     def version_published(self, version: int) -> None:
@@ -174,16 +202,16 @@ class Buffer:
                 refused += (reason,)
                 if samples.attempt >= group.attempt:
                     instructions += self._fail(SampleFailure(group_id, index, samples.attempt, "generate", reason), now, records)
-            if valid and group_id in self._held:
+            if valid and group_id in self.held:
                 if len(valid) < len(samples.indices):
                     samples = Samples.of([sample for sample in samples.members() if sample.index in valid])
-                self._held[group_id].samples.update((sample.index, sample) for sample in samples.members())
+                self.held[group_id].samples.update((sample.index, sample) for sample in samples.members())
                 records.append(rec.SamplesRecord(samples, tuple(valid.values()), now))
                 cut_off = tuple([i for i, why in zip(samples.indices, samples.finish_reasons, strict=True) if why == "length"])
                 event = ev.SamplesFinished(group_id, samples.indices, tuple(valid.values()), cut_off)
                 instructions += self._handle(event, records, now)
             receipts.append(Receipt(tuple(valid), refused, instructions))
-        self._write(records, now)
+        self._write(records)
         return receipts
 
     def add_scores(self, arrived: Sequence[Scores], now: float) -> list[Receipt]:
@@ -193,7 +221,7 @@ class Buffer:
             group_id, instructions, valid = scores.group_id, list[BufferInstruction](), list[Score]()
             indices = [score.index for score in scores.scores]
             standing = [self.state.member_state(group_id, index) for index in indices]
-            held = self._held.get(group_id)
+            held = self.held.get(group_id)
             for score, state in zip(scores.scores, standing, strict=True):
                 if state != "generated" or held is None:
                     continue
@@ -214,7 +242,7 @@ class Buffer:
                 instructions += self._handle(event, records, now)
             settled = tuple([index for index, state in zip(indices, standing, strict=True) if state == "generated"])
             receipts.append(Receipt(settled, _unknown(group_id, indices, standing), instructions))
-        self._write(records, now)
+        self._write(records)
         return receipts
 
     def add_failure(self, failure: SampleFailure, now: float) -> Receipt:
@@ -226,7 +254,7 @@ class Buffer:
             return Receipt((), _unknown(failure.group_id, [failure.index], [standing]))
         records: list[Record] = []
         instructions = self._fail(failure, now, records)
-        self._write(records, now)
+        self._write(records)
         return Receipt((failure.index,), (), instructions)
 
     def when_committed(self, callback: OnCommitted) -> None:
@@ -253,47 +281,24 @@ class Buffer:
             return Receipt((), (reason,))
         group_id = self.state.next_group_id
         truncated = tuple(index for index, sample in enumerate(samples) if sample.finish_reason == "length")
-        self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, size, submitter, oldest, external=True), now)
-        event = ev.SamplesFinished(group_id, tuple(range(size)), tuple(counts), truncated)
-        instructions = self.state.handle(event, now)
         whole = msgspec.structs.replace(
             Samples.of(samples), group_id=group_id, attempt=0, indices=tuple(range(size)), generator=submitter, purpose="train"
         )
-        self._held[group_id] = HeldGroup(prompt, {sample.index: sample for sample in whole.members()})
+        self.held[group_id] = HeldGroup(prompt, {sample.index: sample for sample in whole.members()})
         issued = rec.IssuedRecord(group_id, prompt, submitter, oldest, size, now, cursor=self.cursor, external=True)
-        self._write([issued, rec.SamplesRecord(whole, tuple(counts), now)], now, instructions)
+        records: list[Record] = [issued, rec.SamplesRecord(whole, tuple(counts), now)]
+        self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, size, submitter, oldest, external=True), now)
+        instructions = self._handle(ev.SamplesFinished(group_id, whole.indices, tuple(counts), truncated), records, now)
+        self._write(records)
         return Receipt(whole.indices, (), instructions, group_id)
-
-    def prompt(self, group_id: int) -> Prompt:
-        """Return a live group's prompt."""
-        return self._held[group_id].prompt
-
-    def samples(self, group_id: int, indices: Sequence[int]) -> list[Sample]:
-        """Return held members that are generated and not taken yet."""
-        samples = self._held[group_id].samples
-        return [samples[index] for index in indices]
-
-    def scored_group(self, group_id: int) -> ScoredGroup:
-        """Return a group that is ready."""
-        return self._held[group_id].as_scored(group_id)
-
-    def score_request(self, group_id: int, indices: Sequence[int]) -> ScoreRequest:
-        """Return the message that asks a reward worker for members' scores."""
-        return ScoreRequest.of(self._held[group_id].prompt, self.samples(group_id, indices))
-
-    def prompt_ids(self, group_id: int) -> tuple[bytes, str]:
-        """Return the token ids of a live group's prompt, as far as the task or the generator that is named says."""
-        held = self._held[group_id]
-        if held.prompt.token_ids or not held.samples:
-            return held.prompt.token_ids, ""
-        first = next(iter(held.samples.values()))
-        return first.prompt_ids, first.generator
 
     def know_vocabulary(self, size: int, now: float) -> list[int]:
         """Refuse token ids from `size` on; return the held groups that have such, which are dropped."""
         self.vocab_size = size
         wrong = [
-            group_id for group_id, held in self._held.items() if held.samples and largest_id([*held.samples.values()]) >= size
+            group_id
+            for group_id, held in self.held.items()
+            if any(largest_id(sample.prompt_ids + sample.token_ids) >= size for sample in held.samples.values())
         ]
         for group_id in wrong:
             self.drop_group(group_id, "token ids beyond the vocabulary", now)
@@ -330,20 +335,21 @@ class Buffer:
         Raises:
             LedgerError: A step to be repeated has lost its payloads.
         """
-        *dropped, decision = self.state.handle(ev.TakeStep(step, group_ids), now)
+        records: list[Record] = []
+        *dropped, decision = self._handle(ev.TakeStep(step, group_ids), records, now)
         if isinstance(decision, ev.TakeGroups):
             if decision.repeat:
                 taken = self._repeated(decision)
                 self.ledger.write((), on_committed)
                 return taken
             assert decision.staleness is not None, "a repeat is no first take"
-            groups = tuple(self._held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
+            groups = tuple(self.held.pop(group_id).as_scored(group_id) for group_id in decision.group_ids)
             params = msgspec.structs.replace(self.params, mask_below=decision.mask_below)
             self._step_groups[step], self._step_params[step] = groups, params
-            record = rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now)
-            self._write([record], now, dropped, on_committed)
+            records.append(rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now))
+            self.ledger.write(records, on_committed)
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
-        self._write([], now, dropped)
+        self._write(records)
         assert isinstance(decision, ev.Wait)
         return Waiting(decision.reason, dropped)
 
@@ -364,8 +370,8 @@ class Buffer:
         """Note that the optimizer step is done; harmless when repeated."""
         instructions = self.state.handle(ev.StepTrained(step), now)
         self._step_groups.pop(step, None)
-        group_ids = tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved))
-        self._write([rec.TrainedRecord(step, group_ids, now)] if group_ids else [], now)
+        if group_ids := tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved)):
+            self.ledger.write((rec.TrainedRecord(step, group_ids, now),))
         return instructions
 
     def learner_restarted(self, version: int, now: float) -> tuple[int, ...]:
@@ -389,14 +395,15 @@ class Buffer:
             self.ledger.write((rec.RestartedRecord(version, now),))
         self.newest_version = max(self.newest_version, version)
         to_repeat = self.state.steps_to_repeat()
-        if self.needs_reference and (reason := without_reference(self._steps_without_reference, to_repeat)):
+        if self.needs_reference and (reason := self.restored.why_not_repeated(to_repeat)):
             raise LedgerError(reason)
         return to_repeat
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
         """Drop a live group on somebody's decision; the reason goes into the books."""
-        instructions = self.state.handle(ev.GroupDropped(group_id, reason), now)
-        self._write([], now, instructions)
+        records: list[Record] = []
+        instructions = self._handle(ev.GroupDropped(group_id, reason), records, now)
+        self._write(records)
         return instructions
 
     def set_aside(self, step: int, reason: str, now: float) -> tuple[ScoredGroup, ...]:
@@ -434,10 +441,12 @@ class Buffer:
             AssertionError: They do not say the same: something was lost or counted twice.
         """
         self.state.check_invariants()
-        assert self._held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
+        assert self.held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
         self.ledger.sync()
-        expected, on_disk = self.counts().by_state, self.ledger.state_counts()
-        assert on_disk is None or on_disk == expected, f"ledger has {on_disk}, state {expected}"
+        expected, on_disk = msgspec.to_builtins(self.counts()), self.ledger.state_counts()
+        del expected["issued"]
+        expected |= {ended: sum(expected[ended].values()) for ended in ("dropped", "failed")}
+        assert on_disk is None or Counter(on_disk) == Counter(expected), f"ledger has {on_disk}, state {expected}"
 
     def close(self) -> None:
         """Commit everything and release the ledger."""
@@ -450,35 +459,28 @@ class Buffer:
         records.append(rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now))
         event = ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason)
         instructions = self._handle(event, records, now)
-        if held := self._held.get(failure.group_id):
+        if held := self.held.get(failure.group_id):
             held.samples.pop(failure.index, None)
         return instructions
 
     def _handle(self, event: ev.BufferEvent, records: list[Record], now: float) -> list[BufferInstruction]:
+        """Have the state decide; add the moves that follow to `records`, and let go of what belongs to ended groups."""
         instructions = self.state.handle(event, now)
-        self._note_moves(instructions, records, now)
+        for moved in instructions:
+            if type(moved) is GroupMoved:
+                returns = -1
+                if moved.after in {"dropped", "failed"}:
+                    prompt = self.held.pop(moved.group_id).prompt
+                    returns = self.state.returned.get(moved.group_id, -1)
+                    if returns >= 0:
+                        self._returned[moved.group_id] = prompt
+                records.append(rec.MovedRecord(moved.group_id, moved.after, moved.reason, now, returns))
         return instructions
 
-    def _note_moves(self, moves: Sequence[BufferInstruction], records: list[Record], now: float) -> None:
-        """Add the moves among these instructions to `records`, and let go of what belongs to ended groups."""
-        for moved in moves:
-            if type(moved) is not GroupMoved:
-                continue
-            returns = -1
-            if moved.after in {"dropped", "failed"}:
-                prompt = self._held.pop(moved.group_id).prompt
-                returns = self.state.returned.get(moved.group_id, -1)
-                if returns >= 0:
-                    self._returned[moved.group_id] = prompt
-            records.append(rec.MovedRecord(moved.group_id, moved.before, moved.after, moved.reason, now, returns))
-
-    def _write(
-        self, records: list[Record], now: float, moves: Sequence[BufferInstruction] = (), on_committed: OnCommitted | None = None
-    ) -> None:
+    def _write(self, records: list[Record]) -> None:
         """Write what happened and the moves that follow from it as one unit."""
-        self._note_moves(moves, records, now)
-        if records or on_committed is not None:
-            self.ledger.write(records, on_committed)
+        if records:
+            self.ledger.write(records)
 
 
 def _unknown(group_id: int, indices: Sequence[int], standing: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
-from asyncrl.observe.decisions.machine import Value
+from asyncrl.observe.decisions import Value
 
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
@@ -221,13 +221,6 @@ class ReissueGroup(Value, frozen=True):
     version: int
 
 
-class ReturnPrompt(Value, frozen=True):
-    """Issue the prompt of this dropped or failed group again, as a new group."""
-
-    group_id: int
-    prompt_id: str
-
-
 class TakeGroups(Value, frozen=True):
     """Train exactly these, in this order."""
 
@@ -247,8 +240,6 @@ class Wait(Value, frozen=True):
     """The step cannot be taken yet."""
 
     step: int
-    group_ids: tuple[int, ...]
-    """Those that must be finished first: it is their last chance, or the places left run out. None: too few are ready."""
     reason: str
 
 
@@ -271,4 +262,4 @@ class ScreenStands(Value, frozen=True):
     """Groups dropped one after the other, this one included."""
 
 
-BufferInstruction = ScoreMembers | GroupMoved | ReturnPrompt | TakeGroups | Wait | ScreenLifted | ScreenStands
+BufferInstruction = ScoreMembers | GroupMoved | TakeGroups | Wait | ScreenLifted | ScreenStands

@@ -47,12 +47,8 @@ class BufferLimits:
     """Which groups are worth a step."""
     max_resamples: int = 20
     """Groups the screen may drop one after the other, in multiples of B; then it lets pass what comes."""
-    group_size: int = 1
-    """G, of groups that are issued."""
     max_running_groups: int = 0
     """Most groups issued and not yet ready; 0: no limit but the slots."""
-    queue_ahead_groups: int = 1
-    """Groups a generator may hold beyond its slots, so that no slot waits for the controller."""
     max_groups: int | None = None
     """Most groups that may ever hold a place (num_steps x B); None: no end."""
     as_needed: bool = False
@@ -113,13 +109,6 @@ class Counts:
     def total(self) -> int:
         """Return the sum over all states, which must equal `issued`."""
         return self.held + sum(self.dropped.values()) + sum(self.failed.values())
-
-    @property
-    def by_state(self) -> dict[str, int]:
-        """Return the groups of each state that has any, whatever the reason."""
-        plain = {state: getattr(self, state) for state in ("running", "scoring", "ready", "taken", "trained")}
-        ended = {"dropped": sum(self.dropped.values()), "failed": sum(self.failed.values())}
-        return {state: count for state, count in (plain | ended).items() if count}
 
 
 def count_reason(counts: Counter[str], reason: str, num_groups: int = 1) -> None:
@@ -190,19 +179,6 @@ class Group:
         """Return the scored members as screening sees them."""
         return tuple(Member(index, self.rewards.get(index, 0.0), index in self.truncated) for index in self.scored)
 
-    def shortage(self, min_members: int, greedy: int) -> str:
-        """Return why too few members can be trained, or nothing.
-
-        Args:
-            min_members: That must be scored; at most the size counts, the greedy baseline left out.
-            greedy: Index of that baseline; under 0: there is none.
-        """
-        has_baseline, num_scored = greedy >= 0, self.members.count("scored")
-        if has_baseline and greedy not in self.scored:
-            return f"no greedy baseline: {self.last_failure or 'it has no such member'}"
-        needed = max(1, min(min_members, self.size - has_baseline))
-        return (self.last_failure or "no reason given") if num_scored - has_baseline < needed else ""
-
     def settle(self, judged: Sequence[Member], screen: Screen) -> None:
         """Note which of the scored members are trained, and how old those are."""
         self.trained = trained_members(judged, screen)
@@ -228,55 +204,11 @@ class Group:
         """Raise AssertionError, with the group's recent story, where its state is not that of its members."""
         told = f"{self}\n{story}"
         assert len(self.members) == len(self.version_counts) == self.size, told
-        if self.state == "running":
-            assert self.pending, told
-        elif self.state == "scoring":
-            assert self.unscored, told
-            assert not self.pending, told
-        else:
-            assert self.state == "ready", told
+        assert self.state == ("running" if self.pending else "scoring" if self.unscored else "ready"), told
+        if self.state == "ready":
             assert self.scored, told
-            assert not self.pending, told
-            assert not self.unscored, told
             assert self.trained is not None, told
             assert set(self.trained) <= set(self.scored), told
-
-
-Aged = tuple[int, int]
-"""(oldest version, group id): sorts by deadline, then by order of issue."""
-
-
-def choose_oldest(ready: Sequence[Aged], groups_per_step: int) -> tuple[int, ...]:
-    """Take the oldest B groups (policies `drop` and `mask`), of at least as many; return their ids, ascending."""
-    return tuple(sorted(group_id for _, group_id in sorted(ready)[:groups_per_step]))
-
-
-def choose_by_deadline(
-    step: int, ready: Sequence[Aged], unfinished: Sequence[Aged], *, max_staleness: int, groups_per_step: int
-) -> tuple[int, ...] | Wait:
-    """Take B groups so that every group left can still be trained in time (policy `wait`).
-
-    Args:
-        step: The step to take; every pair of `ready` has a deadline of at least `step`.
-        ready: Groups that can be taken, at least B.
-        unfinished: Groups being generated or scored, with the oldest version they may turn out to have.
-        max_staleness: Eta.
-        groups_per_step: B.
-    """
-    # Steps left until the deadline, to groups. Those past it are left out: nobody can wait for them.
-    due_ready, due_unfinished = (
-        Counter(slack for oldest, _ in groups if (slack := oldest + max_staleness - step) >= 0) for groups in (ready, unfinished)
-    )
-    num_ready = num_unfinished = 0
-    for slack in sorted(due_ready.keys() | due_unfinished.keys()):  # of the others none asks for more than the one before it
-        num_ready += due_ready[slack]
-        num_unfinished += due_unfinished[slack]
-        if num_ready < min(num_ready + num_unfinished - slack * groups_per_step, groups_per_step):
-            due = sorted(group_id for oldest, group_id in unfinished if 0 <= oldest + max_staleness - step <= slack)
-            groups = f"{len(due)} group{'s' * (len(due) > 1)} not finished yet"
-            reason = f"step {step} must leave room for {groups} that must be trained by step {step + slack}"
-            return Wait(step, tuple(due), reason if slack else f"step {step} is the last chance of {groups}")
-    return choose_oldest(ready, groups_per_step)
 
 
 def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | Wait:
@@ -290,13 +222,25 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
     """
     size = limits.groups_per_step
     if num_ready < size:
-        return Wait(step, (), f"{num_ready} of {size} groups are ready for step {step}")
-    ready, unfinished = list[Aged](), list[Aged]()
-    for group in live:
+        return Wait(step, f"{num_ready} of {size} groups are ready for step {step}")
+    ready, unfinished = list[tuple[int, int]](), list[tuple[int, int]]()
+    for group in live:  # oldest version first, which is the earliest deadline, then in order of issue
         (ready if group.state == "ready" else unfinished).append((group.oldest, group.group_id))
-    if limits.policy != "wait":
-        return choose_oldest(ready, size)
-    return choose_by_deadline(step, ready, unfinished, max_staleness=limits.max_staleness, groups_per_step=size)
+    if limits.policy == "wait":
+        # Steps left until the deadline, to groups. Those past it are left out: nobody can wait for them.
+        last_step = limits.max_staleness - step
+        due_ready, due_unfinished = (
+            Counter(slack for oldest, _ in groups if (slack := oldest + last_step) >= 0) for groups in (ready, unfinished)
+        )
+        num_due = num_unfinished = 0
+        for slack in sorted(due_ready.keys() | due_unfinished.keys()):  # of the others none asks for more than the one before it
+            num_due += due_ready[slack]
+            num_unfinished += due_unfinished[slack]
+            if num_due < min(num_due + num_unfinished - slack * size, size):
+                groups = f"{num_unfinished} group{'s' * (num_unfinished > 1)} not finished yet"
+                reason = f"step {step} must leave room for {groups} that must be trained by step {step + slack}"
+                return Wait(step, reason if slack else f"step {step} is the last chance of {groups}")
+    return tuple(sorted(group_id for _, group_id in sorted(ready)[:size]))
 
 
 class Screening:

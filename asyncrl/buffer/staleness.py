@@ -10,38 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from msgspec import field
 
 VersionCounts = tuple[tuple[int, int], ...]
 """(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Of the trained tokens of one step; masked ones are counted apart. All zero for no sample. Encoded by metrics' names."""
+    """Of the trained tokens of one step, and of the samples that have some."""
 
-    num_samples: int = 0
-    num_tokens: int = 0
-    masked_tokens: int = field(default=0, name="staleness/masked_tokens")
-    """Older than eta, weight 0 (policy `mask`)."""
-    token_mean: float = field(default=0.0, name="staleness/token_mean")
-    token_max: int = field(default=0, name="staleness/token_max")
-    sample_mean: float = field(default=0.0, name="staleness/mean")
-    sample_max: int = field(default=0, name="staleness/max")
-    in_flight_mean: float = field(default=0.0, name="staleness/in_flight_mean")
-    in_flight_max: int = field(default=0, name="staleness/in_flight_max")
-    in_queue_mean: float = field(default=0.0, name="staleness/in_queue_mean")
-    in_queue_max: int = field(default=0, name="staleness/in_queue_max")
-    queue_mean_s: float = field(default=0.0, name="queue/wait_mean_s")
-    """From `ready` to `taken`, over groups."""
-    queue_max_s: float = field(default=0.0, name="queue/wait_max_s")
-    token_histogram: dict[int, int] = {}
-    """Staleness to number of trained tokens."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return those that are metrics, by name."""
-        shares = {f"staleness/histogram/{age}": count / self.num_tokens for age, count in self.token_histogram.items()}
-        return {name: float(value) for name, value in msgspec.to_builtins(self).items() if "/" in name} | shares
+    num_samples: int
+    num_tokens: int
+    token_max: int
+    """Versions; 0 for no token."""
+    metrics: dict[str, float]
+    """By name. Tokens that are masked for being older than eta are counted apart; all others are 0 for no sample."""
 
 
 def staleness_figures(
@@ -73,20 +55,19 @@ def staleness_figures(
         oldest.append(step - first)
         in_flight.append(last - first)
         in_queue.append(step - last)
-    num_tokens, num_samples = sum(tokens.values()), len(in_flight)
-    return StalenessFigures(
-        num_samples=num_samples,
-        num_tokens=num_tokens,
-        masked_tokens=masked,
-        token_mean=sum(age * count for age, count in tokens.items()) / max(num_tokens, 1),
-        token_max=max(tokens, default=0),
-        sample_mean=sum(oldest) / max(num_samples, 1),
-        sample_max=max(oldest, default=0),
-        in_flight_mean=sum(in_flight) / max(num_samples, 1),
-        in_flight_max=max(in_flight, default=0),
-        in_queue_mean=sum(in_queue) / max(num_samples, 1),
-        in_queue_max=max(in_queue, default=0),
-        queue_mean_s=sum(queue_s) / max(len(queue_s), 1),
-        queue_max_s=max(queue_s, default=0.0),
-        token_histogram=dict(sorted(tokens.items())),
-    )
+    num_tokens, num_samples = sum(tokens.values()), max(len(in_flight), 1)
+    metrics = {
+        "staleness/masked_tokens": float(masked),
+        "staleness/token_mean": sum(age * count for age, count in tokens.items()) / max(num_tokens, 1),
+        "staleness/token_max": float(max(tokens, default=0)),
+        "staleness/mean": sum(oldest) / num_samples,
+        "staleness/max": float(max(oldest, default=0)),
+        "staleness/in_flight_mean": sum(in_flight) / num_samples,
+        "staleness/in_flight_max": float(max(in_flight, default=0)),
+        "staleness/in_queue_mean": sum(in_queue) / num_samples,
+        "staleness/in_queue_max": float(max(in_queue, default=0)),
+        "queue/wait_mean_s": sum(queue_s) / max(len(queue_s), 1),
+        "queue/wait_max_s": max(queue_s, default=0.0),
+    }
+    metrics |= {f"staleness/histogram/{age}": count / num_tokens for age, count in sorted(tokens.items())}
+    return StalenessFigures(len(in_flight), num_tokens, max(tokens, default=0), metrics)

@@ -27,14 +27,14 @@ from asyncrl.buffer.admission import Generator, GeneratorPool, Lead
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
 from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Screening, StepRecord, choose, count_reason
 from asyncrl.buffer.staleness import staleness_figures
-from asyncrl.observe.decisions.machine import Machine
+from asyncrl.observe.decisions import Machine
 
 
 class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     """The state machine.
 
     Args:
-        limits: B, G, eta, policy and the rest.
+        limits: B, eta, policy and the rest.
 
     Example:
         >>> state = BufferState(BufferLimits(groups_per_step=1, max_staleness=0))
@@ -52,7 +52,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
 
     def __init__(self, limits: BufferLimits) -> None:
         self.limits = limits
-        self.pool = GeneratorPool(limits)
+        self.pool = GeneratorPool()
         self.lead = Lead(limits)
         self.paused = False
         self.groups: dict[int, Group] = {}
@@ -99,7 +99,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             case ev.GeneratorReady(name, num_slots, version):
                 self.pool.put(Generator(name, num_slots, version))
             case ev.GeneratorLeaving(name):
-                self.pool.leave(name)
+                self.pool.change(name, is_leaving=True)
             case ev.RoomChanged(name, num_slots):
                 self.pool.change(name, num_slots=num_slots)
             case ev.VersionIsLive(name, version):
@@ -304,7 +304,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     def _group_dropped(self, event: ev.GroupDropped, _: float) -> list[BufferInstruction]:
         group = self.groups.get(event.group_id)
         assert group is not None, f"group {event.group_id} is not live\n{self.story(event.group_id)}"
-        return self._end(group, "dropped", event.reason)
+        return [self._end(group, "dropped", event.reason)]
 
     # -- members ---------------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         if not fresh:
             return []
         if self._is_past_saving(group):
-            return self._end(group, "dropped", STALE)
+            return [self._end(group, "dropped", STALE)]
         is_done = "pending" not in group.members and "generated" not in group.members
         return self._settle(group, now) if is_done else []
 
@@ -353,11 +353,15 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
 
     def _settle(self, group: Group, now: float) -> list[BufferInstruction]:
         """Decide what becomes of a group none of whose members is waited for."""
-        if reason := group.shortage(self.limits.min_group_members, self.limits.screen.greedy_index):
-            return self._end(group, "failed", reason)
+        scored, greedy = group.scored, self.limits.screen.greedy_index
+        has_baseline = greedy >= 0
+        if has_baseline and greedy not in scored:
+            return [self._end(group, "failed", f"no greedy baseline: {group.last_failure or 'it has no such member'}")]
+        if len(scored) - has_baseline < max(1, min(self.limits.min_group_members, group.size - has_baseline)):
+            return [self._end(group, "failed", group.last_failure or "no reason given")]
         reason, said = self._screening.judge(group)
         if reason:
-            return [*said, *self._end(group, "dropped", reason, returns=False)]
+            return [*said, self._end(group, "dropped", reason, returns=False)]
         return [*said, self._move(group, "ready", now)]
 
     def _is_past_saving(self, group: Group) -> bool:
@@ -375,20 +379,16 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             self._ready[group.group_id] = group
         return GroupMoved(group.group_id, before, after)
 
-    def _end(
-        self, group: Group, after: Literal["dropped", "failed"], reason: str, *, returns: bool = True
-    ) -> list[BufferInstruction]:
+    def _end(self, group: Group, after: Literal["dropped", "failed"], reason: str, *, returns: bool = True) -> GroupMoved:
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
         self._ready.pop(group.group_id, None)
         count_reason(self._dropped if after == "dropped" else self._failed, reason)
-        at_work = group.generator if group.pending else ""
-        instructions: list[BufferInstruction] = [GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)]
         retries = group.retries + (after == "failed")
         if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
             self.returned[group.group_id] = retries
-            instructions.append(ev.ReturnPrompt(group.group_id, group.prompt_id))
-        return instructions
+        at_work = group.generator if group.pending else ""
+        return GroupMoved(group.group_id, group.state, after, reason, at_work, group.prompt_id)
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -401,11 +401,11 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             return [ev.TakeGroups(step, record.group_ids, record.mask_below, replay=record.trained_before, repeat=True)]
         assert step == self.next_step, f"step {self.next_step} is next, not {step}"
         if event.group_ids and (refusal := self.why_not(step, event.group_ids)):
-            return [ev.Wait(step, event.group_ids, refusal)]
+            return [ev.Wait(step, refusal)]
         instructions: list[BufferInstruction] = []
         for group in [group for group in self._ready.values() if not group.is_fit(step, self.limits)]:
             returns = bool(group.trained)
-            instructions += self._end(group, "dropped", STALE if returns else NO_PAIR, returns=returns)
+            instructions.append(self._end(group, "dropped", STALE if returns else NO_PAIR, returns=returns))
         chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
@@ -426,8 +426,8 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         self._taken_s = now
         self.steps[step] = StepRecord(step, chosen, mask_below, figures.token_max)
         self.next_step += 1
-        for group in [group for group in self.groups.values() if self._is_past_saving(group)]:
-            instructions += self._end(group, "dropped", STALE)
+        late = [group for group in self.groups.values() if self._is_past_saving(group)]
+        instructions += [self._end(group, "dropped", STALE) for group in late]
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
 
     def why_not(self, step: int, group_ids: tuple[int, ...]) -> str:

@@ -49,7 +49,7 @@ def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab
         and (not max_tokens or max(lengths) <= room)
         and 0 <= first <= newest_version
         and versions == versions[:4] * (len(versions) // 4)
-        and _largest_id(samples.prompt_ids + samples.token_ids) < (vocab_size or MAX_ID)
+        and largest_id(samples.prompt_ids + samples.token_ids) < (vocab_size or MAX_ID)
         and _are_logprobs(samples.logprobs)
     ):
         return [((first, length),) for length in lengths]
@@ -85,7 +85,7 @@ def progress_fault(piece: Progress, most_tokens: int) -> str:
         return f"{len(piece.token_ids) / 4:g} tokens and {len(piece.logprobs) / 4:g} logprobs; there is one of each or more"
     if piece.start < 0 or piece.start + num > most_tokens:
         return f"tokens {piece.start} to {piece.start + num} of a sample that has {most_tokens} at most"
-    if _largest_id(piece.token_ids) >= MAX_ID or not _are_logprobs(piece.logprobs):
+    if largest_id(piece.token_ids) >= MAX_ID or not _are_logprobs(piece.logprobs):
         return "a token id is negative, or a logprob not finite and at most 0"
     return ""
 
@@ -96,7 +96,7 @@ def _examine(sample: Sample, newest_version: int, room: int, vocab_size: int) ->
         total = sample.num_tokens + len(sample.prompt_ids) // 4
         most = room + len(sample.prompt_ids) // 4
         return f"{total} tokens with its prompt; at most {most} fit into a row (packing.tokens_per_row)"
-    largest = largest_id([sample])
+    largest = largest_id(sample.prompt_ids + sample.token_ids)
     if largest >= MAX_ID:
         return f"token id {largest - 2 * MAX_ID} is negative"
     if vocab_size and largest >= vocab_size:
@@ -125,12 +125,8 @@ def version_counts(sample: Sample) -> VersionCounts:
     return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def largest_id(samples: Iterable[Sample]) -> int:
-    """Return the largest token id of these samples; read without a sign, so that a negative one is MAX_ID or more."""
-    return _largest_id(b"".join([ids for sample in samples for ids in (sample.prompt_ids, sample.token_ids)]))
-
-
-def _largest_id(ids: bytes) -> int:
+def largest_id(ids: bytes) -> int:
+    """Return the largest token id; read without a sign, so that a negative one is MAX_ID or more."""
     return int(np.maximum.reduce(np.frombuffer(ids, "<u4")))
 
 

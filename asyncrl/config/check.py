@@ -22,8 +22,7 @@ from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineCo
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import CallerReward, OverlongPenalty, PreferenceReward, reward_names
-from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.config.tasks import PreferencesTask
+from asyncrl.config.run import PreferencesTask, RayLaunch, RunConfig
 from asyncrl.schema.control import ProcessKind
 
 MOST_NAME_BYTES = 200

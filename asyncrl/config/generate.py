@@ -108,7 +108,7 @@ class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
     enforce_eager: bool = False
     """No CUDA graphs and no compilation."""
     sleep: bool = False
-    """Make sleep levels available (GPU only); placements that share a device need it."""
+    """Let it sleep (GPU only); placements that share a device need it."""
     num_threads: Processes = 1
     """On a CPU."""
     arguments: dict[str, str | int | float | bool] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.load import dump_config, resolve_config
+from asyncrl.config.load import dump_config, resolve_config, value_in
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.folders import write_whole
@@ -134,10 +134,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
     raw = msgspec.to_builtins(config)
     for field, value in values.items():
         *parents, last = _steps(field)
-        table = raw
-        for name in parents:
-            table = table[name]
-        table[last] = value
+        value_in(raw, parents)[last] = value
     new = resolve_config(raw, source="the change")
     pairs = [(field, value_at(config, field), value_at(new, field)) for field in values]
     return new, tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])

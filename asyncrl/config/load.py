@@ -5,12 +5,13 @@ Every error is a `ConfigError` that names the field, what was given and what is 
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
+import operator
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def resolve_config(
         return load_config(config, overrides)
     if not isinstance(config, (RunConfig, Mapping)):
         raise ConfigError(f"{source} must be a RunConfig, nested dicts, or the path of a TOML file, got {config!r}")
-    raw = copy.deepcopy(dict(msgspec.to_builtins(config)))
+    raw = dict(msgspec.to_builtins(config))  # a copy of all of it
     pairs = pairs_of(overrides)
     for key, value, given in pairs:
         set_value(raw, key, value, given)
@@ -103,12 +104,15 @@ def take_values(raw: dict[str, Any]) -> tuple[RunConfig | None, list[Fault], set
         try:
             return msgspec.convert(raw, RunConfig), wrong, gone
         except msgspec.ValidationError as error:
-            place, given, said = fault_of(error, raw)
+            place, given, said = _fault_of(error, raw)
             given_at = _place_before(place, gone)
             field, missing = ".".join(map(str, given_at)), _MISSING_FIELD.search(said)
             if missing is None or f"{field}.{missing['field']}" not in gone:
                 wrong.append(Fault(field, given, said.replace(_shown(place), _shown(given_at))))
-            if not place or not _remove(raw, place):
+            try:
+                *parents, last = place
+                del value_in(raw, parents)[last]
+            except (KeyError, IndexError, TypeError, ValueError):  # there is nothing that could be removed
                 break
             gone.add(field)
         except UnicodeEncodeError as error:
@@ -128,6 +132,11 @@ def faults_beside(config: RunConfig, gone: Collection[str]) -> list[Fault]:
         if isinstance(value, str) and "\0" in f"{field}{value}":
             faults.append(Fault(field, value, f"{field} has a null character: {value!r}"))
     return faults
+
+
+def value_in(tables: Any, place: Iterable[str | int]) -> Any:  # noqa: ANN401 - plain nested values
+    """Return what is at a place in nested tables and lists."""
+    return functools.reduce(operator.getitem, place, tables)
 
 
 def leaves_of(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - plain nested values
@@ -159,18 +168,6 @@ def _shown(place: Sequence[str | int]) -> str:
     """Return a place as msgspec says it, up to the last number: that of what is unknown there it does not say."""
     numbers = [number for number, step in enumerate(place, 1) if isinstance(step, int)]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[: max(numbers, default=0)])
-
-
-def _remove(raw: Any, place: Sequence[str | int]) -> bool:  # noqa: ANN401 - plain nested values
-    """Take out what lies at a place; return whether anything was."""
-    *parents, last = place
-    try:
-        for step in parents:
-            raw = raw[step]
-        del raw[last]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
@@ -208,17 +205,19 @@ def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  #
     raw[last] = value
 
 
-def fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int], Any, str]:  # noqa: ANN401 - plain values
+def _fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int], Any, str]:  # noqa: ANN401 - plain values
     """Return where a value is that cannot be taken, the value, and what is wrong with it."""
-    known, unknown = _known(error, raw), _UNKNOWN_FIELD.search(str(error))
-    place = [*_steps(error), *([unknown["field"]] if unknown else [])]
-    given = raw
-    for step in place:
-        try:
-            given = given[step]
-        except (KeyError, IndexError, TypeError):
-            given = None
-    return place, given, f"{error}; known are {', '.join(known)}" if known else str(error)
+    said = str(error)
+    path, unknown = _PATH.search(said), _UNKNOWN_FIELD.search(said)
+    place = [int(index) if index else name for index, name in _STEP.findall(path["path"])] if path else []
+    if known := _known(place, raw, is_field=unknown is not None):
+        said += f"; known are {', '.join(known)}"
+    if unknown is not None:
+        place.append(unknown["field"])
+    try:
+        return place, value_in(raw, place), said
+    except (KeyError, IndexError, TypeError):
+        return place, None, said
 
 
 def load_run_config(run_folder: Path) -> RunConfig:
@@ -308,22 +307,15 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - plain nested TOML values
 
 
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_STEP = re.compile(r"\[(\d+)\]|\.([A-Za-z_]\w*)")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
 _MISSING_FIELD = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
 
-def _steps(error: msgspec.ValidationError) -> list[str | int]:
-    """Return the keys and indices that lead to what an error is about."""
-    found = _PATH.search(str(error))
-    keys = re.findall(r"\[(\d+)\]|\.([A-Za-z_]\w*)", found["path"]) if found else []
-    return [int(index) if index else name for index, name in keys]
-
-
-def _known(error: msgspec.ValidationError, raw: Any) -> list[str]:  # noqa: ANN401 - plain nested TOML values
+def _known(steps: Sequence[str | int], raw: Any, *, is_field: bool) -> list[str]:  # noqa: ANN401 - plain nested TOML values
     """Return the fields, kinds or values that are allowed where an error is about a name; else none."""
     place: msgspec.inspect.Type = msgspec.inspect.type_info(RunConfig)
-    is_field = _UNKNOWN_FIELD.search(str(error)) is not None
-    for step in (*_steps(error), None):
+    for step in (*steps, None):
         place = place.type if isinstance(place, msgspec.inspect.Metadata) else place
         members = place.types if isinstance(place, msgspec.inspect.UnionType) else (place,)
         structs = {member.tag: member for member in members if isinstance(member, msgspec.inspect.StructType)}

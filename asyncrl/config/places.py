@@ -96,17 +96,6 @@ def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
     return chosen, f"broadcast.medium auto is {medium.kind}: {reason}"
 
 
-def doubts_about_medium(config: RunConfig) -> list[str]:
-    """Return what works but is hardly meant, each with what to do."""
-    broadcast, dtype = config.broadcast, config.learner.dtype
-    if broadcast.delta is not None and "float32" in {broadcast.dtype, dtype} and broadcast.dtype != "bfloat16":
-        return [
-            f"broadcast.delta with broadcast.dtype {broadcast.dtype!r} and learner.dtype {dtype!r} sends nearly everything: an "
-            'optimizer step changes almost every float32; set broadcast.dtype = "bfloat16"'
-        ]
-    return []
-
-
 def is_loopback(url: str) -> bool:
     """Return whether an address, with or without its scheme, is this machine's alone."""
     name = urlsplit(url if "://" in url else f"tcp://{url}").hostname or url.rpartition("://")[2]

@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from asyncrl.config.live import ChangeResult
 from asyncrl.control.controller import Controller
 from asyncrl.control.edge import odd_value
 from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequested, ResumeRequested, StopRequested
-from asyncrl.control.stall_detector import wait_chain
+from asyncrl.control.lifecycle.failure_watch import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
@@ -68,7 +69,6 @@ class StepAsked(msgspec.Struct, frozen=True):
     """Body of /lease."""
 
     groups: tuple[int, ...]
-    """To be trained by the next step."""
 
 
 class ExternalWeights(msgspec.Struct, frozen=True):
@@ -84,7 +84,6 @@ class ConfigChange(msgspec.Struct, frozen=True):
     values: dict[str, Any]
     """By field, `buffer.max_staleness`."""
     who: str = "a client"
-    """For the ledger."""
 
     def __post_init__(self) -> None:
         msgspec.json.encode(self.values)  # what only msgpack has is no value of a config: a TypeError, and so no such message
@@ -213,11 +212,11 @@ LOOK_AGAIN_S = 0.5
 """Several requests share one event; none waits longer than this for a change that another has seen first."""
 
 
+@dataclass(eq=False)
 class RunApi:
     """What may be asked of a live run, one method a route."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._run = controller
+    _run: Controller
 
     def status(self) -> RunStatus:
         """Return the run as it is now."""
@@ -249,7 +248,7 @@ class RunApi:
             accuracy_before=accuracies[0] if accuracies else None,
             accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
             checkpoint=run.checkpoints.folder,
-            refused_messages=run.listener.refused.total + run.edge.refused.total(),
+            refused_messages=run.listener.refused.total() + run.edge.refused.total(),
             refused_samples=run.dispatcher.refused_samples,
             uptime_s=now - run.started_s,
             guests=run.membership.counts(),
@@ -383,7 +382,7 @@ class RunApi:
         finally:
             source.num_waiting -= 1
         return [
-            GroupGiven(None, one.why_over) if one.why_over else GroupGiven(run.buffer.scored_group(one.group_id))
+            GroupGiven(None, one.why_over) if one.why_over else GroupGiven(run.buffer.held[one.group_id].as_scored(one.group_id))
             for one in settled
         ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.join import Membership
 from asyncrl.control.lifecycle.events import Event, ProcessUnwanted, ProcessWanted
 from asyncrl.control.peers import Peers
-from asyncrl.observe.decisions.machine import Machine, Value
+from asyncrl.observe.decisions import Machine, Value
 from asyncrl.schema.control import Shutdown
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class Window(Value, frozen=True):
     slots_used: float
     """Share of the generators' slots that were in use."""
     num_ready: int
-    """Generators that are ready."""
 
 
 class Told(Value, frozen=True):
@@ -96,9 +95,7 @@ class Autoscaler:
     dispatcher: Dispatcher
     peers: Peers
     membership: Membership
-    """Whose names are let in."""
     post: Callable[[Event], None]
-    """Tells the lifecycle."""
     terminate: Callable[[str], None]
     """Ends a process that has no connection yet."""
 
@@ -109,7 +106,6 @@ class Autoscaler:
         self._looks: list[tuple[bool, float]] = []
         """Of the window that is being measured: whether the learner was idle, and the share of slots in use."""
         self.leaving: dict[str, float] = {}
-        """Since when."""
 
     def tick(self, now: float, *, running: bool, learner_idle: bool) -> None:
         """See off those that leave; take one look, and decide once a window is full.

@@ -13,14 +13,14 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import zstandard
 
+from asyncrl.buffer.buffer import TakenStep, Waiting
 from asyncrl.buffer.ledger.records import StepParams
-from asyncrl.buffer.payloads import TakenStep, Waiting
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
@@ -28,7 +28,7 @@ from asyncrl.control.launch.processes import plan_ranks
 from asyncrl.control.peers import Peers
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.folders import write_whole
-from asyncrl.observe.decisions.journal import STEPS_FOLDER
+from asyncrl.observe.decisions import STEPS_FOLDER
 from asyncrl.packing.pack import RankPlan
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
@@ -49,7 +49,6 @@ class BatchFeeder:
 
     def __init__(self, config: RunConfig, dispatcher: Dispatcher, clock: Clock) -> None:
         self.version = -1
-        """The newest version that exists."""
         self.next_step = 0
         """The learner may report as done what is before it: steps that were sent to it, or to one before it."""
         self.learner: Connection | None = None
@@ -62,7 +61,7 @@ class BatchFeeder:
         """Keeps a step, on a thread, before it is sent; None: none is kept."""
         self.woken = asyncio.Event()
         """Set when a step may be possible now."""
-        self._config = config
+        self.config = config
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
         self._clock = clock
@@ -90,11 +89,6 @@ class BatchFeeder:
     def idle(self) -> bool:
         """Return whether every step that was sent, or is still to be sent while draining, is done."""
         return not self._sending and self.next_step <= max(self.version, 0) and not self._has_rest_to_send
-
-    def follow(self, config: RunConfig) -> None:
-        """Go on by a config that was changed while the run goes on."""
-        self._config = config
-        self.woken.set()
 
     def hold(self, held: bool, *, finish_taken: bool = False) -> None:
         """Take no new step while held; with `finish_taken`, steps that are taken are still sent."""
@@ -145,7 +139,7 @@ class BatchFeeder:
         self._sending = True
         try:
             while (learner := self.learner) is not None and (not self._held or self._has_rest_to_send):
-                if self.next_step >= min(self.version + (AHEAD if self._has_turn else 1), self._config.num_steps):
+                if self.next_step >= min(self.version + (AHEAD if self._has_turn else 1), self.config.num_steps):
                     return
                 incarnation, taken = self._incarnation, await self._take(self.next_step)
                 if taken is None:
@@ -203,8 +197,8 @@ class BatchFeeder:
                     self._buffer.set_aside(self.version, "another batch was trained in its place", self._clock.now())
             elif self.next_step > self.version:
                 raise RunError(f"step {self.next_step - 1} is taken and not trained yet; report it with `trained` first")
-            if self.next_step >= self._config.num_steps:
-                raise RunError(f"all {self._config.num_steps} steps are trained")
+            if self.next_step >= self.config.num_steps:
+                raise RunError(f"all {self.config.num_steps} steps are trained")
             while not ending.is_set():
                 if not self._held and (taken := await self._take(self.next_step, group_ids)) is not None:
                     self.next_step = taken.step + 1
@@ -263,24 +257,24 @@ class RecordedStep(msgspec.Struct, frozen=True):
             log.error("step %d is not recorded, and the run goes on: %s", self.step, error)  # noqa: TRY400
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The newest checkpoint, and who waits for the next."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.folder = ""
-        """Of the newest complete one."""
-        self.version = -1
-        self._peers = peers
-        self._waiters: list[asyncio.Future[str]] = []
-        self._asked: tuple[Connection, int] | None = None
-        """Which learner was asked last, and for which version."""
+    peers: Peers
+    folder: str = ""
+    """Of the newest complete one."""
+    version: int = -1
+    _waiters: list[asyncio.Future[str]] = field(default_factory=list)
+    _asked: tuple[Connection, int] | None = None
+    """Which learner was asked last, and for which version."""
 
     def ask(self, version: int, *, again: bool = True) -> bool:
         """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none.
 
         Without `again` a learner that was asked for this very version last is not asked twice.
         """
-        learner = self._peers.get("learner")
+        learner = self.peers.get("learner")
         if learner is None:
             return False
         if again or self._asked != (learner.connection, version):

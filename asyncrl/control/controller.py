@@ -42,29 +42,28 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.edge import Edge
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.join import Membership
-from asyncrl.control.launch.lease import Ownership
-from asyncrl.control.launch.local import Launcher
-from asyncrl.control.launch.processes import plan_processes, spec_of
+from asyncrl.control.launch.process_main import Ownership
+from asyncrl.control.launch.processes import Launcher, plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
+from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
+from asyncrl.control.placement.memory import number_of_model
 from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
-from asyncrl.control.stall_detector import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
-from asyncrl.control.tools.memory import number_of_model
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
-from asyncrl.observe.decisions.journal import Beginning, Recorder
+from asyncrl.observe.decisions import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.spans import IDLE, span, spans_of
 from asyncrl.schema import control as msg
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
 from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores
 from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
-from asyncrl.tasks.sampler import PromptSequence
-from asyncrl.tasks.task import TaskData
+from asyncrl.tasks.task import PromptSequence, TaskData
 from asyncrl.transport.protocol import GOODBYE, Lane, Listener
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ class Controller:
     listener: Listener
     launcher: Launcher
     membership: Membership
-    """The one that the listener asks."""
     clock: Clock
     recorder: Recorder | None = None
     """Where observe.record is on; it has been told what the ledger held."""
@@ -101,13 +99,11 @@ class Controller:
         self.checkpoints = Checkpoints(self.peers)
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
-        """Where a program judges in place of reward workers."""
         self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
         self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
         self._step_open_s = self.started_s
         self._is_resumed = self.buffer.counts().issued > 0
         self.resumed = ""
-        """As `RunStatus.resumed`."""
         self.lifecycle = Lifecycle(
             plan_processes(config),
             config.supervision,
@@ -135,7 +131,6 @@ class Controller:
             config, self.dispatcher, self.peers, self.membership, self.post, self.supervisor.terminate
         )  # fmt: skip
         self.switching: Switching | None = None
-        """Where processes take turns on a device."""
         if config.placement.takes_turns:
             self.switching = Switching(
                 self.peers, self.dispatcher, self.feeder, self.reporter, self.stall_detector, clock,
@@ -225,7 +220,8 @@ class Controller:
             before = self.peers.get(connection.peer.name)
             peer = self.peers.add(connection)
             if before is not None and peer.name in self.membership.joined:
-                self._hand_out_again(peer.name)
+                self.reporter.forget(peer.name)
+                self.dispatcher.generator_dead(peer.name)
             elif before is not None:
                 self.post(ev.ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
             group.create_task(self._receive_all(peer), name=f"receive-{peer.name}")
@@ -249,14 +245,14 @@ class Controller:
         async with asyncio.TaskGroup() as lanes:
             for lane in Lane:
                 lanes.create_task(self.receive(peer, lane), name=f"receive-{peer.name}-{lane.name}")
-        self.edge.forget(peer)
         if peer.name in self.membership.joined and self.peers.remove(peer):
             why = peer.connection.closed_reason
             self.membership.gone(peer.name, said_goodbye=why == GOODBYE or self.ending.is_set())
             log.info("%s has left: %s", peer.name, why)
             self.reporter.note_event("left", peer.name, why, self.feeder.version)
             if not self.ending.is_set():
-                self._hand_out_again(peer.name)
+                self.reporter.forget(peer.name)
+                self.dispatcher.generator_dead(peer.name)
 
     async def receive(self, peer: Peer, lane: Lane) -> None:
         """Handle what one peer says, until its connection ends.
@@ -407,7 +403,7 @@ class Controller:
         now = self.clock.now()
         if kind is Samples:
             awaited = self.dispatcher.take_samples(messages, peer.name)
-            self.reporter.note_samples(awaited)
+            self.reporter.spans.write(*(one for samples in awaited for one in spans_of(samples)))
             for purpose in {samples.purpose for samples in awaited}:
                 self.stall_detector.moved("evaluated" if purpose == "eval" else "generated", now)
         elif kind is Scores or kind is InferResult:
@@ -464,7 +460,7 @@ class Controller:
                 if message.version > peer.live_version and peer.name not in self.membership.joined:
                     self.stall_detector.moved("live", now)
                 peer.live_version = message.version
-                self.reporter.note_live(message, self.weights, self.peers)
+                self.reporter.note_live(message, self.peers)
                 self.dispatcher.tell(buffer_events.VersionIsLive(peer.name, message.version))
             case StepDone():
                 self.step_done(message)
@@ -482,7 +478,8 @@ class Controller:
 
     def _note_start(self, name: str) -> None:
         if name in self.supervisor.live:
-            self.reporter.note_start(name, self.supervisor.live[name].pid.started_s)
+            since_s = self.supervisor.live[name].pid.started_s
+            self.reporter.spans.write(span(IDLE, since_s, self.clock.now(), name, why="its start"))
 
     def _learner_ready(self, peer: Peer, ready: msg.LearnerReady) -> None:
         peer.is_ready = True
@@ -518,10 +515,6 @@ class Controller:
         if not is_guest:
             self.stall_detector.moved("ready", self.clock.now())
             self.post(ev.ProcessReady(peer.name))
-
-    def _hand_out_again(self, generator: str) -> None:
-        self.reporter.forget(generator)
-        self.dispatcher.generator_dead(generator)
 
     # -- versions, steps, evaluations ------------------------------------------------------------------------------------
 
@@ -581,8 +574,8 @@ class Controller:
         except OSError as error:
             raise RunError(f"nothing is changed: {self.run_folder} cannot be written: {error}") from error
         self.config = config
+        self.feeder.config = config
         self.dispatcher.change(config, f"{what} (by {who})")
-        self.feeder.follow(config)
         self.reporter.follow(config)
         self.autoscaler.want(config.generate.num_workers, self.clock.now())
         self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
@@ -653,7 +646,7 @@ class Controller:
 
     def _let_load(self, peer: Peer) -> None:
         """Have a process open the model; one on a shared device when it is its turn."""
-        if self.switching is not None and self.switching.takes_turns(peer.kind):
+        if self.switching is not None and (peer.kind == "generator" or self.switching.judges_too):
             self.switching.join(peer, self.model_folder)
         else:
             peer.tell(msg.LoadModel(self.model_folder))
@@ -686,8 +679,8 @@ class Controller:
         if self.caller is not None and self.caller.is_lost(now):
             waits.append(Wait("controller", "a program that judges (Run(reward=f), or `score` of a client)", self.caller.heard_s))
         for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
-            since_s = scores.open_since_s(kind)
-            if since_s is not None and now - since_s > SLOW_SCORE_S:
+            since_s = next((asked.asked_s for asked in scores.open[kind].values()), now)
+            if now - since_s > SLOW_SCORE_S:
                 names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
                 if kind == "reward" and self.caller is not None:
                     names = "its caller's reward function"
@@ -704,11 +697,12 @@ class Controller:
     def _on_dead(self, name: str, kind: msg.ProcessKind) -> None:
         if (peer := self.peers.get(name)) is not None:
             self.peers.remove(peer)
+        self.reporter.forget(name)
         if self.lifecycle.processes[name].state == "left":
             self.autoscaler.leaving.pop(name, None)
-            self.reporter.forget(name)
         else:
-            self.reporter.note_death(name, kind, self.lifecycle.processes[name].reason, self.feeder.version)
+            self.reporter.deaths[kind] += 1
+            self.reporter.note_event("death", name, self.lifecycle.processes[name].reason, self.feeder.version)
         if kind == "generator":
             self.dispatcher.generator_dead(name)
         elif kind in {"reward", "inference"}:

@@ -41,7 +41,7 @@ from asyncrl.schema.samples import (
 )
 from asyncrl.schema.status import ExternalGroup, SubmitResult
 from asyncrl.tasks.asked import AskedPrompts
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ EVALUATION_ROOM = 2
 """Evaluation samples a generator may hold, in multiples of its slots."""
 MOST_GUEST_FAILURES = 16
 """Samples of a joined generator that fail in a row: then its connection is ended."""
-
-
 MOST_KIND_CHARS = 200
 
 
@@ -71,7 +69,6 @@ class Dispatcher:
         self.scores = ScoreDispatcher({model.name: model.weight for model in config.inference.reward_models})
         self.failures = FailureWatch(config.supervision.max_failed_share)
         self._newest_failure = "", ""
-        """Kind and reason."""
         self.refused_samples = 0
         self.generated_tokens = 0
         self.fruitless = ""
@@ -125,8 +122,9 @@ class Dispatcher:
                 most = min(asked.max_new_tokens, sampling.max_new_tokens)
                 sampling = msgspec.structs.replace(sampling, max_new_tokens=most)
             work = GroupWork(
-                group.group_id, group.attempt, self.buffer.prompt(group.group_id), group.pending, sampling, self._config.seed,
-                greedy_index=self.state.limits.screen.greedy_index, is_followed=asked is not None and asked.is_followed,
+                group.group_id, group.attempt, self.buffer.held[group.group_id].prompt, group.pending, sampling,
+                self._config.seed, greedy_index=self.state.limits.screen.greedy_index,
+                is_followed=asked is not None and asked.is_followed,
             )  # fmt: skip
             self._hand_out(issue.generator, work)
         for name, outbox in list(self._outboxes.items()):
@@ -241,7 +239,7 @@ class Dispatcher:
         """Drop a group of which generators say different prompts: nobody can tell which of them is right."""
         if all(self.state.member_state(samples.group_id, index) != "pending" for index in samples.indices):
             return
-        known, source = self.buffer.prompt_ids(samples.group_id)
+        known, source = self.buffer.held[samples.group_id].prompt_ids()
         if known and known != samples.prompt_ids:
             reason = "its generators say different prompts"
             log.warning("group %d is dropped: %s (%s, %s)", samples.group_id, reason, source, samples.generator)
@@ -350,7 +348,9 @@ class Dispatcher:
         for item in instructions:
             match item:
                 case ev.ScoreMembers(group_id, indices):
-                    self._ask_scores(self.buffer.score_request(group_id, indices), self.buffer.samples(group_id, indices))
+                    held = self.buffer.held[group_id]
+                    samples = [held.samples[index] for index in indices]
+                    self._ask_scores(ScoreRequest.of(held.prompt, samples), samples)
                 case ev.GroupMoved(after="ready"):
                     if self.asked is not None and (group := self.state.groups.get(item.group_id)) is not None:
                         self.asked.ready(item.group_id, group.oldest)

@@ -11,10 +11,9 @@ What is checked where it is stored (samples' arrays, a score's parts) is in buff
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -64,27 +63,16 @@ class Edge:
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
         self._feeder = feeder
-        self._checks: dict[type[Message], Callable[[Peer, Any], str]] = {
-            Samples: self._member_refusal, SampleFailure: self._member_refusal,
-            Progress: self._progress_refusal, Scores: self._answer_refusal, InferResult: self._answer_refusal,
-        }  # fmt: skip
-        """Of what comes often."""
         self._prompts: dict[int, bytes] = {}
         """Token ids of the first sample of a group that none had come of before, among those that come together."""
-        self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_REFUSALS))
 
     def count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
         """Count a refusal; return why the connection is to be ended where it is one too many, else nothing."""
         self.refused[peer.name, type(message).__name__] += 1
-        recent = self._recent[peer.connection.peer.incarnation]
-        recent.append(now)
-        if len(recent) < MOST_REFUSALS or now - recent[0] > REFUSAL_WINDOW_S:
+        peer.refused_s = [*peer.refused_s, now][-MOST_REFUSALS:]
+        if len(peer.refused_s) < MOST_REFUSALS or now - peer.refused_s[0] > REFUSAL_WINDOW_S:
             return ""
         return f"its messages were refused, the last, a {type(message).__name__}: {refusal}"
-
-    def forget(self, peer: Peer) -> None:
-        """Forget when a connection that is over was refused something."""
-        self._recent.pop(peer.connection.peer.incarnation, None)
 
     def refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
         """Return why each of these messages, which came together, is not taken, or nothing."""
@@ -95,19 +83,29 @@ class Edge:
             if kind not in may_send:
                 refusals += [f"a {peer.kind} process does not send it" for _ in alike]
                 continue
-            look = self._checks.get(kind, self._state_refusal)
             speaker = next((field for field in ("name", "generator", "worker") if field in kind.__struct_fields__), "")
             for message in alike:
                 speaks_for, refusal = getattr(message, speaker, peer.name), ""
                 if speaks_for != peer.name and (speaks_for or speaker != "worker"):
                     refusal = f"it speaks for {speaks_for[:100]!r}"
-                refusals.append(refusal or odd_value(message) or look(peer, message))
+                refusals.append(refusal or odd_value(message) or self._refusal(peer, message))
         return refusals
 
-    def _state_refusal(self, peer: Peer, message: Message) -> str:
+    def _refusal(self, peer: Peer, message: Message) -> str:
         """Return why this message cannot be true by what the controller knows."""
         newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
+            case Samples() | SampleFailure():
+                refusal = self._member_refusal(peer, message)
+            case Scores() | InferResult():
+                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
+                refusal = refusal or self._dispatcher.scores.refusal(message, peer.name)
+            case Progress(group_id=group_id, index=index):
+                group = self._buffer.state.groups.get(group_id)
+                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
+                if group is not None and (group.holders.get(message.attempt) != peer.name or not 0 <= index < group.size):
+                    refusal = refusal or f"member {index} of group {group_id} was not given to it"
+                refusal = refusal or progress_fault(message, self._dispatcher.sampling.max_new_tokens)
             case msg.Heartbeat(waiting_for=what):
                 short = len(what) <= MOST_WORDS and what.isprintable()
                 refusal = "" if short else f"what it waits for is no line of {MOST_WORDS} characters at most"
@@ -132,19 +130,6 @@ class Edge:
             case msg.CheckpointDone():
                 refusal = self._folder_refusal(message.folder) or _beyond("version", message.version, 0, max(feeder.version, 0))
         return refusal
-
-    def _answer_refusal(self, peer: Peer, message: Scores | InferResult) -> str:
-        """Return why this peer cannot say that of a sample."""
-        return _beyond("attempt", message.attempt, 0, MAX_ATTEMPT) or self._dispatcher.scores.refusal(message, peer.name)
-
-    def _progress_refusal(self, peer: Peer, message: Progress) -> str:
-        """Return why this peer cannot tell these tokens of a member."""
-        group, most = self._buffer.state.groups.get(message.group_id), self._dispatcher.sampling.max_new_tokens
-        if refusal := _beyond("attempt", message.attempt, 0, MAX_ATTEMPT):
-            return refusal
-        if group is not None and (group.holders.get(message.attempt) != peer.name or not 0 <= message.index < group.size):
-            return f"member {message.index} of group {message.group_id} was not given to it"
-        return progress_fault(message, most)
 
     def _folder_refusal(self, folder: str) -> str:
         return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"
@@ -174,7 +159,7 @@ class Edge:
         if group.holders.get(message.attempt) != peer.name or group.external:
             return f"attempt {message.attempt} of group {message.group_id} was not given to it"
         if isinstance(message, Samples):
-            known, source = self._buffer.prompt_ids(message.group_id)
+            known, source = self._buffer.held[message.group_id].prompt_ids()
             # Where another generator's word is another one, neither is believed (Dispatcher.take_samples).
             if source in {"", peer.name}:
                 known = known or self._prompts.setdefault(message.group_id, message.prompt_ids)

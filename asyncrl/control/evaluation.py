@@ -93,7 +93,7 @@ class Evaluation:
                 self._unjudged[group_id].discard(score.index)
         self._settle(group_id)
 
-    def take_failure(self, group_id: int, index: int, generator: str = "") -> None:
+    def take_failure(self, group_id: int, index: int, generator: str) -> None:
         """Count a sample that failed as a wrong answer; one at a joined generator counts for nothing."""
         if not generator.startswith(JOINED_PREFIX):
             self.take_scores(group_id, [Score(index, 0.0, error="it was not generated")])

@@ -38,7 +38,7 @@ from asyncrl.config.broadcast import ZeroMQMedium
 from asyncrl.config.load import load_config
 from asyncrl.config.places import why_weights_do_not_reach
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
-from asyncrl.control.launch.local import ProcessSpec, child_environment
+from asyncrl.control.launch.processes import ProcessSpec, child_environment
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.lifecycle.state import Heartbeats
 from asyncrl.errors import ConfigError
@@ -88,7 +88,6 @@ class Membership:
         """
         self.most_joined = most_joined
         self.joined: dict[str, Hello] = {}
-        """By name, as each has introduced itself."""
         self.num_came = self.num_left = self.num_lost = 0
         self._planned = {item.name: item.kind for item in planned}
         self.heartbeats = Heartbeats(config or SupervisionConfig())

@@ -31,6 +31,8 @@ class Peer:
     """The learner: from LearnerReady."""
     told_weights: WeightsAvailable | None = None
     """Generators: the version they were told of last."""
+    refused_s: list[float] = field(default_factory=list)
+    """When its newest messages that were refused came."""
     _untold: deque[Message] = field(default_factory=deque)
 
     def offer(self, message: Message, lane: Lane = Lane.DATA) -> bool:

@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -20,38 +20,23 @@ from statistics import fmean
 import msgspec
 
 from asyncrl.buffer.bias import INTENDED, SelectionBias
-from asyncrl.buffer.payloads import TakenStep
+from asyncrl.buffer.buffer import TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.lifecycle.failure_watch import Wait
 from asyncrl.control.peers import Peers
 from asyncrl.control.placement.limits import available_memory
-from asyncrl.control.stall_detector import Wait
 from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
+from asyncrl.observe import steps as st
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
-from asyncrl.observe.steps import (
-    EVAL_FILE,
-    EVENTS_FILE,
-    SECONDS_FILE,
-    STEPS_FILE,
-    EvalReport,
-    EventKind,
-    JsonLines,
-    RunEvent,
-    SecondReport,
-    StepReport,
-    read_evals,
-    read_events,
-    read_steps,
-    step_line,
-)
 from asyncrl.schema.batches import StepDone
-from asyncrl.schema.control import CheckpointDone, Heartbeat, ProcessKind
-from asyncrl.schema.samples import InferResult, Samples, Scores
+from asyncrl.schema.control import CheckpointDone, Heartbeat
+from asyncrl.schema.samples import InferResult, Scores
 from asyncrl.schema.status import Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
@@ -72,24 +57,24 @@ class Reporter:
     """Turns what the controller sees into reports."""
 
     def __init__(self, config: RunConfig, run_folder: Path, sinks: MetricSinks, clock: Clock) -> None:
-        self.newest = next(reversed(read_steps(run_folder)), None)
+        self.newest = next(reversed(st.read_steps(run_folder)), None)
         """Report of the newest step; None before there is one."""
-        self.evaluations: list[EvalReport] = read_evals(run_folder)
+        self.evaluations: list[st.EvalReport] = st.read_evals(run_folder)
         self.sinks = sinks
         self._config = config
         self._clock = clock
         self._run_folder = run_folder
-        self._steps_file: JsonLines[StepReport] = JsonLines(run_folder / STEPS_FILE)
-        self._evals_file: JsonLines[EvalReport] = JsonLines(run_folder / EVAL_FILE)
-        self._num_events = max((event.seq for event in read_events(run_folder)), default=0)
+        self._steps_file: st.JsonLines[st.StepReport] = st.JsonLines(run_folder / st.STEPS_FILE)
+        self._evals_file: st.JsonLines[st.EvalReport] = st.JsonLines(run_folder / st.EVAL_FILE)
+        self._num_events = max((event.seq for event in st.read_events(run_folder)), default=0)
         self.num_rows = 0
         """Steps and events written by this controller: who reads those files looks again as it grows."""
-        self._events_file: JsonLines[RunEvent] = JsonLines(run_folder / EVENTS_FILE)
+        self._events_file: st.JsonLines[st.RunEvent] = st.JsonLines(run_folder / st.EVENTS_FILE)
         self.alarms = Alarms(config.algorithm.groups_per_step)
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
         self.follow(config)
-        self._spans_file: JsonLines[sp.Span] = JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
-        self._seconds_file: JsonLines[SecondReport] = JsonLines(run_folder / SECONDS_FILE, MOST_SECONDS_BYTES)
+        self.spans: st.JsonLines[sp.Span] = st.JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
+        self._seconds_file: st.JsonLines[st.SecondReport] = st.JsonLines(run_folder / st.SECONDS_FILE, MOST_SECONDS_BYTES)
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
         self._sync_ms: dict[str, float] = {}
@@ -102,7 +87,7 @@ class Reporter:
         """Newest of what messages told of weights and checkpoints, by metric."""
         self._scoring: tuple[float, int] = (0.0, 0)
         """Seconds of judging and samples judged since the last step."""
-        self._deaths: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
         self._last_step_s = clock.now()
         self._last_generated = 0
         self._second = (clock.now(), 0)
@@ -114,28 +99,19 @@ class Reporter:
         self._waiting: dict[str, sp.Span] = {}
         """By process, the wait that goes on."""
         self.bias = SelectionBias()
-        """Told of what the buffer decides."""
 
     # -- what is seen ----------------------------------------------------------------------------------------------------
 
-    def note_spans(self, *spans: sp.Span) -> None:
-        """Record spans."""
-        self._spans_file.write(*spans)
-
-    def note_event(self, kind: EventKind, subject: str, text: str = "", version: int = -1) -> None:
+    def note_event(self, kind: st.EventKind, subject: str, text: str = "", version: int = -1) -> None:
         """Record that something happened to the run."""
         self._num_events, self.num_rows = self._num_events + 1, self.num_rows + 1
         seq, now = self._num_events, self._clock.now()
-        self._events_file.write(RunEvent(seq=seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
-
-    def note_samples(self, arrived: Sequence[Samples]) -> None:
-        """Record generated samples."""
-        self.note_spans(*(one for samples in arrived for one in sp.spans_of(samples)))
+        self._events_file.write(st.RunEvent(seq=seq, time_s=now, kind=kind, subject=subject, text=text, version=version))
 
     def note_answers(self, answers: Iterable[Scores | InferResult]) -> None:
         """Record what a worker did for samples' scores."""
         for answer in answers:
-            self.note_spans(*sp.spans_of(answer))
+            self.spans.write(*sp.spans_of(answer))
             if isinstance(answer, Scores):
                 seconds, judged = self._scoring
                 self._scoring = seconds + answer.finished_s - answer.started_s, judged + len(answer.scores)
@@ -144,7 +120,7 @@ class Reporter:
         """Record a checkpoint that is complete."""
         self._told["time/checkpoint_s"] = done.seconds
         now = self._clock.now()
-        self.note_spans(sp.span(sp.CHECKPOINT, now - done.seconds, now, "learner", version=done.version))
+        self.spans.write(sp.span(sp.CHECKPOINT, now - done.seconds, now, "learner", version=done.version))
         self.note_event("checkpoint", f"checkpoints/{Path(done.folder).name}", version=done.version)
 
     def note_taken(self, taken: TakenStep) -> None:
@@ -170,11 +146,11 @@ class Reporter:
             del self._published_s[version]
         self._told["weights/blocked_ms"] = available.blocked_ms
         self._told["weights/update_bytes"] = available.update_bytes
-        self.note_spans(*sp.spans_of(available))
+        self.spans.write(*sp.spans_of(available))
 
-    def note_live(self, live: VersionLive, newest: WeightsAvailable | None, peers: Peers) -> None:
+    def note_live(self, live: VersionLive, peers: Peers) -> None:
         """Record that a generator has swapped; warn where its engine and the learner do not agree."""
-        published_s = self._published_s.get(live.version, newest.published_s if newest else live.live_s)
+        published_s = self._published_s.get(live.version, live.live_s)
         self._sync_ms[live.generator] = (live.live_s - published_s) * 1000
         swapped = min((peer.live_version for peer in peers.of("generator") if peer.num_slots), default=-1)
         if swapped > self._swapped:
@@ -185,23 +161,13 @@ class Reporter:
         self._told["weights/fetch_ms"], self._told["weights/swap_ms"] = live.fetch_ms, live.swap_ms
         if live.probe_error >= 0:
             self._told["weights/probe_error"] = live.probe_error
-        self.note_spans(*sp.spans_of(live))
+        self.spans.write(*sp.spans_of(live))
         tolerance = self._config.probe_tolerance
         if live.probe_error > tolerance:
             log.warning(
                 "%s: probe logprobs of version %d differ by %.3g from the learner's (broadcast.probe_tolerance %g): engine and "
                 "learner do not agree on the model; check dtypes", live.generator, live.version, live.probe_error, tolerance,
             )  # fmt: skip
-
-    def note_start(self, name: str, since_s: float) -> None:
-        """Tell from when on until now a process was on its way."""
-        self.note_spans(sp.span(sp.IDLE, since_s, self._clock.now(), name, why="its start"))
-
-    def note_death(self, name: str, kind: ProcessKind, reason: str, version: int) -> None:
-        """Record and count a process that died, and forget what its counters said."""
-        self._deaths[kind] += 1
-        self.forget(name)
-        self.note_event("death", name, reason, version)
 
     def follow(self, config: RunConfig) -> None:
         """Go on by a config that was changed while the run goes on."""
@@ -214,7 +180,7 @@ class Reporter:
         self._idle_of_second.pop(name, None)
         self._sync_ms.pop(name, None)
 
-    def note_evaluation(self, report: EvalReport) -> None:
+    def note_evaluation(self, report: st.EvalReport) -> None:
         """Record an evaluation."""
         self.evaluations.append(report)
         if report.accuracy is not None:
@@ -223,7 +189,7 @@ class Reporter:
         self.note_event("evaluation", name, f"{value:.3f}", report.version)
         self._evals_file.write(report)
         judged = {} if report.accuracy is None else {"accuracy": report.accuracy}
-        self.note_spans(sp.span(sp.EVALUATE, report.started_s, report.finished_s, "controller", **judged))
+        self.spans.write(sp.span(sp.EVALUATE, report.started_s, report.finished_s, "controller", **judged))
         values = {"eval/reward_mean": report.reward_mean, **{f"eval/{name}": value for name, value in judged.items()}}
         self.sinks.write(report.version, self._clock.now(), values)
 
@@ -237,7 +203,7 @@ class Reporter:
         now = self._clock.now()
         metrics = self._step_metrics(done, dispatcher, peers, now)
         counts, failures = dispatcher.buffer.counts(), dispatcher.failures
-        report = StepReport(
+        report = st.StepReport(
             step=done.step,
             version=done.version,
             time_s=now,
@@ -265,9 +231,9 @@ class Reporter:
             self.newest, self.num_rows = report, self.num_rows + 1
             self._steps_file.write(report)
             raised = self.tell(self.alarms.take(report))
-        self.note_spans(*sp.spans_of(done))
+        self.spans.write(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
-        log.info("%s", step_line(report, self._config.num_steps))
+        log.info("%s", st.step_line(report, self._config.num_steps))
         return raised
 
     def tell(self, alarms: list[Alarm]) -> list[Alarm]:
@@ -286,7 +252,7 @@ class Reporter:
         tokens = num_samples * (trained.get("data/prompt_tokens_mean", 0.0) + trained.get("data/response_tokens_mean", 0.0))
         elapsed_s = max(now - self._last_step_s, 1e-9)
         counts, generators = dispatcher.buffer.counts(), peers.of("generator")
-        by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self._deaths}
+        by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self.deaths}
         return finite({
             **trained,
             **self._staleness.pop(done.step, {}),
@@ -329,17 +295,13 @@ class Reporter:
             "process/requests_running": sum(beat.gauges.get("process/requests_running", 0.0) for beat in beats),
             "process/slots": float(sum(peer.num_slots for peer in peers.of("generator"))),
         }
-        self._seconds_file.write(SecondReport(now, finite(values)))
-        self._look_for_drops(dispatcher)
-
-    def _look_for_drops(self, dispatcher: Dispatcher) -> None:
-        """Tell of a second that lost as many groups as a step has, where the second before did not."""
+        self._seconds_file.write(st.SecondReport(now, finite(values)))
+        # Tell of a second that lost as many groups as a step has, where the second before did not.
         counts = dispatcher.buffer.counts()
         lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in INTENDED})
         new, self._lost = lost - (lost if self._lost is None else self._lost), lost
-        is_burst, was_burst = new.total() >= self._config.algorithm.groups_per_step, self._in_burst
-        self._in_burst = is_burst
-        if is_burst and not was_burst:
+        was_burst, self._in_burst = self._in_burst, new.total() >= self._config.algorithm.groups_per_step
+        if self._in_burst and not was_burst:
             version = self.newest.version if self.newest else -1
             self.note_event("drops", "groups", ", ".join(f"{n} {reason}" for reason, n in new.most_common()), version)
 
@@ -384,16 +346,16 @@ class Reporter:
             if one is not None and one.attributes["why"] == why and (name not in heard_s or since_s <= one.end_s):
                 since_s = before.pop(name).start_s  # it goes on; else the process has worked since
             self._waiting[name] = sp.span(sp.IDLE, since_s, heard_s.get(name, now), name, why=why)
-        self.note_spans(*before.values())
-        self._spans_file.flush()
+        self.spans.write(*before.values())
+        self.spans.flush()
 
     async def close(self, run_folder: Path) -> None:
         """Close every file, whatever becomes of the others, and draw the pictures."""
         with contextlib.ExitStack() as closing:
-            files = (self._spans_file, self._evals_file, self._steps_file, self._events_file, self._seconds_file)
+            files = (self.spans, self._evals_file, self._steps_file, self._events_file, self._seconds_file)
             for open_one in (self.sinks, *files):
                 closing.callback(open_one.close)
-            closing.callback(self.note_spans, *self._waiting.values())  # first of all: who still waits
+            closing.callback(self.spans.write, *self._waiting.values())  # first of all: who still waits
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close)
         try:

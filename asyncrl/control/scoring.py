@@ -77,7 +77,7 @@ class ScoreDispatcher:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._open: dict[JudgeKind, dict[Member, _Asked]] = {kind: {} for kind in JUDGES}
+        self.open: dict[JudgeKind, dict[Member, _Asked]] = {kind: {} for kind in JUDGES}
         """In the order they were asked for."""
         self._answered: dict[Member, Scores] = {}
         """Of one member each, whose other half is open."""
@@ -86,23 +86,19 @@ class ScoreDispatcher:
 
     def __len__(self) -> int:
         """Return how many scores are not complete."""
-        rules, models = self._open.values()
+        rules, models = self.open.values()
         return len(rules.keys() | models.keys() if models else rules)
 
     def num_open(self, kind: JudgeKind) -> int:
         """Return how many samples the workers of this kind have not judged."""
-        return len(self._open[kind])
-
-    def open_since_s(self, kind: JudgeKind) -> float | None:
-        """Return since when the oldest open request to this kind is waited for; None where there is none."""
-        return next((asked.asked_s for asked in self._open[kind].values()), None)
+        return len(self.open[kind])
 
     def ask(self, *requests: ScoreRequest | InferRequest, now: float) -> None:
         """Ask for samples' scores, of the rules, of the models, or of both; `dispatch` sends the requests."""
         asked = [(_judge(request), _Asked(request, members_of(request), now)) for request in requests]
-        asked = [(kind, each) for kind, each in asked if each.members[0] not in self._open[kind]]
+        asked = [(kind, each) for kind, each in asked if each.members[0] not in self.open[kind]]
         for kind, each in asked:
-            self._open[kind].update(dict.fromkeys(each.members, each))
+            self.open[kind].update(dict.fromkeys(each.members, each))
             self._waiting[kind].append(each)
 
     def dispatch(self, peers: Peers) -> None:
@@ -112,7 +108,7 @@ class ScoreDispatcher:
             heapq.heapify(by_load)
             while waiting and by_load:
                 asked = waiting[0]
-                if not asked.worker and self._open[kind].get(asked.members[0]) is asked:
+                if not asked.worker and self.open[kind].get(asked.members[0]) is asked:
                     load, place, worker = by_load[0]
                     if not worker.offer(asked.request):
                         heapq.heappop(by_load)
@@ -125,7 +121,7 @@ class ScoreDispatcher:
         """Give a program that judges in place of reward workers the oldest requests that it does not hold."""
         self._waiting["reward"].clear()
         given = list[ScoreRequest]()
-        for asked in dict.fromkeys(self._open["reward"].values()):
+        for asked in dict.fromkeys(self.open["reward"].values()):
             if len(given) < most and not (asked.worker == caller and asked.members[0] in held):
                 assert isinstance(asked.request, ScoreRequest)
                 asked.worker = caller
@@ -135,7 +131,7 @@ class ScoreDispatcher:
     def refusal(self, answer: Scores | InferResult, worker: str) -> str:
         """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""
         members = members_of(answer)
-        requests = {asked for member in members if (asked := self._open[_judge(answer)].get(member)) is not None}
+        requests = {asked for member in members if (asked := self.open[_judge(answer)].get(member)) is not None}
         if not members or any(asked.members != members for asked in requests):
             return f"group {answer.group_id}: its members are not those of a request"
         for asked in requests:
@@ -150,7 +146,7 @@ class ScoreDispatcher:
     def take(self, answer: Scores | InferResult) -> Scores | None:
         """Take one half in; return the scores that are complete now, None where there is none or the answer is not awaited."""
         members, is_rules = members_of(answer), isinstance(answer, Scores)
-        own, other = (self._open[kind] for kind in (JUDGES if is_rules else JUDGES[::-1]))
+        own, other = (self.open[kind] for kind in (JUDGES if is_rules else JUDGES[::-1]))
         if members[0] not in own:
             return None
         for member in members:
@@ -187,7 +183,7 @@ class ScoreDispatcher:
         """Ask again what a dead worker had not answered; return the scores that are complete because a half is given up."""
         reason = f"{MOST_LOSSES} workers died while they held this sample, the last was {name}"
         complete = []
-        for kind, requests in self._open.items():
+        for kind, requests in self.open.items():
             for asked in reversed(list(dict.fromkeys(each for each in requests.values() if each.worker == name))):
                 asked.worker = ""
                 asked.lost += (name,)

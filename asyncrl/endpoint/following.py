@@ -119,7 +119,13 @@ class TextStream:
         if len(text) > len(before) and not text.endswith(UNFINISHED):
             self._known += text[len(before) :]
             self._context, self._whole = self._whole, len(self.token_ids)
-        return self._tell(_before_call(self._known) if self._has_tools else self._known)
+        known = self._known
+        if self._has_tools:
+            known, opening, _ = known.partition(OPENING)
+            if not opening:  # what may be the beginning of one is held back
+                sizes = range(min(len(OPENING) - 1, len(known)), 0, -1)
+                known = known[: len(known) - next((size for size in sizes if OPENING.startswith(known[-size:])), 0)]
+        return self._tell(known)
 
     def end(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Return what remains to be told of the whole text, and its tool calls, where they are wanted."""
@@ -132,15 +138,6 @@ class TextStream:
         part = text[len(self.told) :]
         self.told += part
         return part
-
-
-def _before_call(text: str) -> str:
-    """Return the text up to where a tool call begins, or may be about to."""
-    before, opening, _ = text.partition(OPENING)
-    if opening:
-        return before
-    held = next((size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if OPENING.startswith(text[-size:])), 0)
-    return text[: len(text) - held]
 
 
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

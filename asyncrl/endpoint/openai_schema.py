@@ -184,21 +184,16 @@ def _turn(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise RefusedError(400, f"{where} has neither a content nor tool calls", "invalid_value", where)
     turn: dict[str, Any] = {"role": role, "content": content or ""}
     turn |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
-    if calls:
-        try:
-            turn["tool_calls"] = [
-                {"type": "function", "id": str(call.get("id", "")), "function": _called(call["function"])} for call in calls
-            ]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise RefusedError(400, f"{where}.tool_calls is not understood: {error!r}", "invalid_value", where) from error
+    try:
+        for call in calls:
+            name, arguments = str(call["function"]["name"]), call["function"].get("arguments") or "{}"
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
+                arguments = json.loads(arguments)
+            called = {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
+            turn.setdefault("tool_calls", []).append(called)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RefusedError(400, f"{where}.tool_calls is not understood: {error!r}", "invalid_value", where) from error
     return turn
-
-
-def _called(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments") or "{}"
-    with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
-        arguments = json.loads(arguments)
-    return {"name": str(function["name"]), "arguments": arguments}
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -233,37 +228,39 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
             versions: Those that sampled it, for `system_fingerprint`.
         """
         written = [self._choice(choice, "message") for choice in choices]
-        head = self._head("chat.completion") | {"system_fingerprint": versions, "choices": written}
-        return head | self._prompt_ids | self._usage(sum(len(choice.tokens) for choice in choices))
+        num_tokens = sum(len(choice.tokens) for choice in choices)
+        return self._head("chat.completion", is_first=True) | {"choices": written} | self._end(num_tokens, versions)
 
     def chunk(self, choice: Choice) -> dict[str, Any]:
         """Return an event of a stream: a further part of a choice."""
-        head = self._head("chat.completion.chunk") | (self._prompt_ids if choice.is_first else {})
+        head = self._head("chat.completion.chunk", is_first=choice.is_first)
         return head | {"choices": [self._choice(choice, "delta")]}
 
     def last_chunk(self, num_tokens: int, versions: str) -> dict[str, Any]:
         """Return the event that has a stream's usage."""
-        head = self._head("chat.completion.chunk") | {"system_fingerprint": versions, "choices": []}
-        return head | self._usage(num_tokens)
+        return self._head("chat.completion.chunk", is_first=False) | {"choices": []} | self._end(num_tokens, versions)
 
-    def _usage(self, num_tokens: int) -> dict[str, Any]:
+    def _head(self, chat_kind: str, *, is_first: bool) -> dict[str, Any]:
+        kind = chat_kind if self.is_chat else "text_completion"
+        head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | ({"prompt_token_ids": self.prompt_ids} if is_first and self.has_token_ids else {})
+
+    def _end(self, num_tokens: int, versions: str) -> dict[str, Any]:
         num_prompt = len(self.prompt_ids)
         used = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
-        return {"usage": used}
-
-    def _head(self, chat_kind: str) -> dict[str, Any]:
-        kind = chat_kind if self.is_chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    @property
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompt_ids} if self.has_token_ids else {}
+        return {"system_fingerprint": versions, "usage": used}
 
     def _choice(self, choice: Choice, field: Literal["message", "delta"]) -> dict[str, Any]:
         reason = "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
         written: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         if self.has_logprobs:
-            written["logprobs"] = self._logprobs(choice)
+            told = [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for _, text, logprob in choice.tokens
+            ]
+            texts, logprobs = [one["token"] for one in told], [one["logprob"] for one in told]
+            of_text = {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
+            written["logprobs"] = {"content": told, "refusal": None} if self.is_chat else of_text
         if self.has_token_ids:
             written["token_ids"] = [token for token, _, _ in choice.tokens]
         if not self.is_chat:
@@ -274,16 +271,6 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
             is_part = field == "delta"
             message["tool_calls"] = [{**call, "index": number} if is_part else call for number, call in enumerate(choice.calls)]
         return written | {field: message}
-
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        told = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for _, text, logprob in choice.tokens
-        ]
-        if self.is_chat:
-            return {"content": told, "refusal": None}
-        texts, logprobs = [one["token"] for one in told], [one["logprob"] for one in told]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from asyncrl.errors import GenerationError
 from asyncrl.schema.samples import FinishReason, SamplingParams
 
 KVPolicy = Literal["keep", "recompute"]
-SleepLevel = Literal[1, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,11 @@ class EngineRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    """From 0 to 2^63 - 1."""
     group_key: str = ""
     """Requests with the same non-empty key have the same prompt and may share its prefill."""
     answer_ids: tuple[int, ...] = ()
     """What an engine that replays gives back; others do not look at it."""
-
-    @property
-    def seed_word(self) -> np.uint64:
-        """The seed as the 64-bit word that `uniforms` takes; any integer is accepted."""
-        return np.uint64(self.seed & ((1 << 64) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,22 @@ class TokenChunk:
     """Set on the last chunk, which may be empty of tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What arrived of one request of vLLM, before its versions are known: all tokens since the last piece."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None = None
+    spans: Sequence[tuple[str, int]] | None = None
+    """With the last piece, from vLLM 0.32 on: (label of the weights, number of tokens), over the whole completion."""
+
+
 class Engine(Protocol):
     """A generator of tokens with versioned weights."""
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample now; -1 before the first `load_weights`."""
+    version: int
+    """Of the weights that sample now; -1 before the first `load_weights`."""
 
     @property
     def num_slots(self) -> int:
@@ -82,7 +87,7 @@ class Engine(Protocol):
         """Load the model; ready to submit on return. Raises GenerationError; nothing is left to close then, or if cancelled."""
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
-        """Start a request and return its stream. Closing the stream early aborts the request.
+        """Start a request and return its stream. Who takes no more of it closes it, which aborts the request.
 
         Args:
             request: What to generate.
@@ -119,20 +124,15 @@ class Engine(Protocol):
                 later `load_weights` succeeds.
         """
 
-    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
-        """Give device memory back at a token boundary; requests in flight wait.
+    async def sleep(self, kv: KVPolicy = "recompute") -> None:
+        """Give the memory of weights and KV cache back at a token boundary; requests in flight wait.
 
         Args:
-            level: 1: the KV cache goes, the weights move to host memory. 2: the weights go too; after `wake` nothing is sampled
-                until `load_weights`.
             kv: `recompute`: keys and values of requests in flight are computed anew after `wake`. `keep`: they are in host memory
                 meanwhile, in an engine that can do that, and come back; others compute them anew.
 
         Requests may be submitted, aborted and paused meanwhile; `load_weights` and `score` raise GenerationError until `wake`.
-        Asleep already: a higher level goes deeper, any other changes nothing.
-
-        Raises:
-            GenerationError: The engine cannot sleep (vLLM on a CPU, or started without `sleep = true`).
+        After it nothing is sampled until `load_weights`. Asleep already: nothing changes.
         """
 
     async def wake(self) -> None:
@@ -157,7 +157,7 @@ class TokenStream:
         self._news = asyncio.Event() if news is None else news
         self._ready: deque[TokenChunk | GenerationError] = deque()
         self._is_complete = False
-        self._is_closed = False
+        """Nothing follows what is ready."""
 
     def put(self, news: TokenChunk | GenerationError) -> None:
         """Hand the consumer a chunk, or the error that the stream ends with."""
@@ -187,7 +187,7 @@ class TokenStream:
     async def __anext__(self) -> TokenChunk:
         """Return the next chunk, of a stream whose event is its own. Raises GenerationError as `take`."""
         while (chunk := self.take()) is None:
-            if self._is_complete or self._is_closed:
+            if self._is_complete:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
@@ -195,14 +195,11 @@ class TokenStream:
 
     def close(self) -> None:
         """Abort the request unless it is complete; nothing more comes out."""
-        if not self._is_closed and not self._is_complete:
-            self._on_early_close()
-        self._is_closed = True
         self._ready.clear()
-
-    def __del__(self) -> None:
-        """Abort a request whose stream was dropped half-way, as `break` out of an `async for` does."""
-        self.close()
+        if not self._is_complete:
+            self._is_complete = True
+            self._news.set()
+            self._on_early_close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +259,12 @@ class RequestRules:
         return frozenset() if request.sampling.ignore_eos else self.end_ids | set(request.sampling.stop_token_ids)
 
 
+def refuse_asleep(what: str, *, is_asleep: bool) -> None:
+    """Raise GenerationError where an engine that must be awake is not."""
+    if is_asleep:
+        raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
+
+
 def check_weights(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], needed: Sequence[Sequence[str]]
 ) -> None:
@@ -277,20 +280,16 @@ def check_weights(
     """
     if unknown := [name for name in shapes if name not in own]:
         raise GenerationError(
-            f"new weights have {len(unknown)} tensors this model does not have: {_some(unknown)}; "
-            f"it has {len(own)}, among them {_some(list(own))}"
+            f"new weights have {len(unknown)} tensors this model does not have, the first: {', '.join(unknown[:5])}; "
+            f"it has {len(own)}, the first: {', '.join([*own][:5])}"
         )
     if missing := [names[0] for names in needed if not any(name in shapes for name in names)]:
         raise GenerationError(
-            f"new weights lack {len(missing)} of the model's {len(needed)} tensors: {_some(missing)}; send all of them"
+            f"new weights lack {len(missing)} of the model's {len(needed)} tensors, the first: {', '.join(missing[:5])}; send all"
         )
     for name, shape in shapes.items():
         if shape != tuple(own[name]):
             raise GenerationError(f"new weights: {name} has shape {shape}, the model's is {tuple(own[name])}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 _MEAN_OVER = 256

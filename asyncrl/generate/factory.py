@@ -20,7 +20,7 @@ from asyncrl.config.generate import (
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generate.engine import Engine
-from asyncrl.generate.tokenizer import ByteCodec, PromptCodec, TokenizerCodec
+from asyncrl.generate.rollout import ByteCodec, PromptCodec, TokenizerCodec
 
 ENGINE_MODULES = {
     "transformers": "asyncrl.generate.transformers.engine",
@@ -51,7 +51,7 @@ def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
             is_server = isinstance(settings, VLLMServerEngineConfig)
             backend = module.VLLMServer(settings, clock) if is_server else module.EmbeddedVLLM(settings, fp32_head=fp32_head)
             made = import_module("asyncrl.generate.vllm.engine").VLLMEngine
-            engine = made(backend, folder, trust_remote_code=trusts, lora=None if is_server else lora)
+            engine = made(backend, folder, trust_remote_code=trusts, lora=lora)
     return engine
 
 

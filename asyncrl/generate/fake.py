@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import numpy as np
 from asyncrl.clock import Clock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream, uniforms
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, TokenChunk, TokenStream, uniforms
 from asyncrl.schema.samples import FinishReason
 
 _BLOCK_TOKENS = 16
@@ -45,7 +44,7 @@ class _Scripted:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     prompt_tokens: int
-    stream: weakref.ref[TokenStream]
+    stream: TokenStream
     started_s: float = -1.0
     """Engine seconds; negative while it waits for a slot."""
     num_told: int = 0
@@ -71,7 +70,6 @@ class FakeEngine:
         self._holds: set[str] = {"no weights"} if self._replays else set()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
         self._rules = RequestRules(config.vocabulary_size, config.max_sequence_tokens)
         self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
 
@@ -96,7 +94,7 @@ class FakeEngine:
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Script the whole completion and let time tell it; see `Engine.submit`."""
-        if self._is_closed:
+        if self._task is not None and self._task.done():
             raise GenerationError("the engine is closed")
         self._rules.check(request, self._by_id)
         request_id = request.request_id
@@ -112,7 +110,6 @@ class FakeEngine:
         scripted = self._by_id.get(request_id)
         if scripted is not None:
             self._tell(scripted, self._num_done(scripted), "abort")
-            self._remove(scripted)
             self._changed.set()
 
     async def pause(self) -> None:
@@ -123,12 +120,11 @@ class FakeEngine:
         """Let engine time go on."""
         self._let_go("pause")
 
-    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
-        """Stop engine time, after level 2 until weights come too; see `Engine.sleep`."""
+    async def sleep(self, kv: KVPolicy = "recompute") -> None:
+        """Stop engine time until it is awake and has new weights; see `Engine.sleep`."""
         del kv
         self._hold("sleep")
-        if level == 2:
-            self._hold("no weights")
+        self._hold("no weights")
 
     async def wake(self) -> None:
         """Let engine time go on."""
@@ -137,7 +133,8 @@ class FakeEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later tokens with `version`; the tensors are not looked at."""
         del tensors, kv
-        self._refuse_asleep("load weights")
+        if "sleep" in self._holds:
+            raise GenerationError("cannot load weights: the engine is asleep; wake it first")
         before_s = self._clock.now()
         for scripted in self._by_id.values():
             self._tell(scripted, self._num_done(scripted), None)
@@ -147,14 +144,12 @@ class FakeEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of a uniform model."""
-        self._refuse_asleep("score")
-        if self._replays:
-            raise GenerationError(f"the replay engine holds no model and cannot score {len(token_ids)} tokens")
+        if "sleep" in self._holds:
+            raise GenerationError("cannot score: the engine is asleep; wake it first")
         return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
 
     async def close(self) -> None:
         """Abort everything and end the clockwork."""
-        self._is_closed = True
         for request_id in list(self._by_id):
             self.abort(request_id)
         if self._task is not None:
@@ -169,7 +164,6 @@ class FakeEngine:
                 _, _, scripted = heapq.heappop(self._due)
                 if self._by_id.get(scripted.request_id) is scripted:  # not aborted; its id may be another's by now
                     self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
-                    self._remove(scripted)
                     self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
             while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
                 scripted = self._waiting.popleft()
@@ -188,10 +182,6 @@ class FakeEngine:
                         wait.cancel()
             else:
                 await asyncio.sleep(0)
-
-    def _refuse_asleep(self, what: str) -> None:
-        if "sleep" in self._holds:
-            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
 
     def _now_s(self) -> float:
         """Return engine time: seconds in which nothing held it."""
@@ -218,16 +208,13 @@ class FakeEngine:
         return min(len(scripted.token_ids) - 1, int(steps))
 
     def _tell(self, scripted: _Scripted, num_done: int, finish_reason: FinishReason | None) -> None:
-        stream = scripted.stream()
-        if stream is None:
-            return
-        start = scripted.num_told
-        scripted.num_told = num_done
+        """Hand on the tokens that came since the last chunk; a request with a reason to finish is gone then."""
+        start, scripted.num_told = scripted.num_told, num_done
         if num_done > start or finish_reason is not None:
-            versions = (self.version,) * (num_done - start)
-            stream.put(TokenChunk(scripted.token_ids[start:num_done], scripted.logprobs[start:num_done], versions, finish_reason))
-
-    def _remove(self, scripted: _Scripted) -> None:
+            ids, logprobs = scripted.token_ids[start:num_done], scripted.logprobs[start:num_done]
+            scripted.stream.put(TokenChunk(ids, logprobs, (self.version,) * len(ids), finish_reason))
+        if finish_reason is None:
+            return
         del self._by_id[scripted.request_id]
         if scripted.started_s < 0:
             self._waiting.remove(scripted)
@@ -238,26 +225,22 @@ class FakeEngine:
         prompt_tokens = len(request.prompt_ids)
         if self._replays:
             answer, zeros = request.answer_ids, (0.0,) * len(request.answer_ids)
-            return _Scripted(request.request_id, answer, zeros, "stop", prompt_tokens, weakref.ref(stream))
-        num_tokens, finish_reason = self._length(request)
-        draws = uniforms(request.seed_word, np.arange(2 * num_tokens, dtype=np.uint64))
-        token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
-        logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
-        said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
-        return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, weakref.ref(stream))
-
-    def _length(self, request: EngineRequest) -> tuple[int, FinishReason]:
-        """Draw the completion's length; a log-normal one has the configured mean."""
+            return _Scripted(request.request_id, answer, zeros, "stop", prompt_tokens, stream)
         limit, mean, sigma = request.sampling.max_new_tokens, self._config.mean_tokens, self._config.sigma
-        u1, u2 = uniforms(request.seed_word, np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
+        u1, u2 = uniforms(np.uint64(request.seed), np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
         if request.sampling.ignore_eos:
-            return limit, "length"
-        if self._config.length_distribution == "fixed":
+            length = math.inf
+        elif self._config.length_distribution == "fixed":
             length = mean
         elif self._config.length_distribution == "uniform":
             length = 1 + u1 * (2 * mean - 1)
-        else:
+        else:  # a log-normal one of the configured mean
             normal = math.sqrt(-2 * math.log(1 - u1)) * math.cos(2 * math.pi * u2)
             length = mean * math.exp(sigma * normal - sigma**2 / 2)
-        num_tokens = max(1, round(length))
-        return (limit, "length") if num_tokens >= limit else (num_tokens, "stop")
+        num_tokens = limit if length >= limit else max(1, round(length))
+        draws = uniforms(np.uint64(request.seed), np.arange(2 * num_tokens, dtype=np.uint64))
+        token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
+        logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
+        said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
+        finish_reason: FinishReason = "length" if num_tokens == limit else "stop"
+        return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, stream)

@@ -7,10 +7,10 @@ Owns the engine from LoadModel to Shutdown, and four loops over one connection:
 - weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
 - heartbeat: what it does or waits for, its gauges, and how many requests the engine can run at once where that has changed.
 
-On a shared device the engine sleeps while the learner trains, and wakes with newer weights. It sleeps at level 2: the weights go
-with the KV cache, because the next version brings them again, and nothing is sampled before that is there. What becomes of the
-keys and values of requests in flight says `generate.kv`, as wherever new weights come in. Weights that are the learner's own
-(placement hybrid) stay, and that nobody changed them in a rollout is checked at its end.
+On a shared device the engine sleeps while the learner trains, and wakes with newer weights. The weights go with the KV cache,
+because the next version brings them again, and nothing is sampled before that is there. What becomes of the keys and values of
+requests in flight says `generate.kv`, as wherever new weights come in. Weights that are the learner's own (placement hybrid)
+stay, and that nobody changed them in a rollout is checked at its end.
 
 Invariants: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process; that
 a phase is reached is said when the memory is given back, or taken and filled, and is also a line of the memory timeline.
@@ -32,27 +32,14 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.generate.engine import Engine
 from asyncrl.generate.factory import start_engine
-from asyncrl.generate.rollout import Rollout
+from asyncrl.generate.rollout import Rollout, request_id_of
 from asyncrl.observe.steps import MemoryLine, open_memory
-from asyncrl.schema.control import (
-    AbortGroup,
-    ComponentMove,
-    EngineReady,
-    EngineRoom,
-    LoadModel,
-    Message,
-    Pause,
-    Phase,
-    PhaseReached,
-    Residence,
-    Resume,
-    SetPhase,
-)
+from asyncrl.schema import control as msg
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
-from asyncrl.weights.lent import LentTensors
+from asyncrl.weights.media.base import LentTensors
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +48,9 @@ log = logging.getLogger(__name__)
 
 FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
 """After which a version that could not be fetched is tried again, should no other come: at first, and in the end."""
+
+MOST_ABORTED = 1024
+"""Groups whose abort is remembered, at least; a larger channel's window counts, since so many can be on their way."""
 
 FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
 
@@ -82,7 +72,7 @@ class GeneratorWorker:
     ) -> None:
         self._config, self._clock, self._fetch_weights, self._name = config, clock, fetch_weights, name
         self._timeline = open_memory(run_folder, name) if config.placement.takes_turns else None
-        self._phase: Phase = "rollout"
+        self._phase: msg.Phase = "rollout"
         self._is_asleep = False
         self._lacks_weights = False
         """The engine gave its weights up, and has not been given new ones since."""
@@ -96,10 +86,8 @@ class GeneratorWorker:
         self._weights_news = asyncio.Event()
         self._gate = WeightsGate(is_off=config.generate.in_flight_updates)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
-        self._aborted: set[int] = set()
-        """Training groups in `_work` that are over."""
-        self._aborted_early: deque[int] = deque(maxlen=config.transport.window)
-        """Those that are not here; so many can be on their way, and those that were here never come again."""
+        self._aborted: deque[int] = deque(maxlen=max(MOST_ABORTED, config.transport.window))
+        """Training groups that are over; they never come again, but an abort may overtake its group."""
         self._told_slots = 0
         self._is_paused = False
         self._is_loading = False
@@ -122,27 +110,26 @@ class GeneratorWorker:
             if self._rollout is not None:
                 await self._rollout.engine.close()
 
-    async def _obey(self, order: Message) -> None:
+    async def _obey(self, order: msg.Message) -> None:
         match order:
-            case LoadModel(model_folder=folder):
+            case msg.LoadModel(model_folder=folder):
                 await self._load(Path(folder))
             case WeightsAvailable():
                 # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
                 self._newest = order
                 self._weights_news.set()
-            case Pause() | Resume():
-                self._is_paused = isinstance(order, Pause)
+            case msg.Pause() | msg.Resume():
+                self._is_paused = isinstance(order, msg.Pause)
                 if self._rollout is not None:
                     await (self._rollout.engine.pause() if self._is_paused else self._rollout.engine.resume())
-            case SetPhase():
+            case msg.SetPhase():
                 await self._reach(order)
-            case AbortGroup(group_id=group_id):
+            case msg.AbortGroup(group_id=group_id):
+                self._aborted.append(group_id)
                 work = self._work.get(("train", group_id))
-                if self._rollout is None or work is None:  # it waits for a swap, or the order has overtaken it
-                    self._aborted_early.append(group_id)
-                else:
-                    self._aborted.add(group_id)
-                    self._rollout.abort_group(work)
+                if self._rollout is not None and work is not None:
+                    for index in work.indices:
+                        self._rollout.engine.abort(request_id_of(work, index))
 
     async def _load(self, folder: Path) -> None:
         if self._rollout is None:
@@ -162,9 +149,9 @@ class GeneratorWorker:
             log.info("engine ready with %d slots, model from %s", engine.num_slots, folder)
         engine = self._rollout.engine
         self._told_slots = engine.num_slots
-        await self._stage.tell(EngineReady(self._name, self._told_slots, engine.version))
+        await self._stage.tell(msg.EngineReady(self._name, self._told_slots, engine.version))
 
-    async def _reach(self, order: SetPhase) -> None:
+    async def _reach(self, order: msg.SetPhase) -> None:
         """Give a shared device back or take it again, with the newest weights, and say so.
 
         Raises:
@@ -173,7 +160,7 @@ class GeneratorWorker:
         assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
         engine = self._rollout.engine
         async with self._taking:
-            before, started_s = _resident(engine), self._clock.now()
+            before, started_s = getattr(engine, "resident", {}), self._clock.now()
             if order.phase == "rollout":
                 await engine.wake()
                 self._is_asleep = False
@@ -183,21 +170,23 @@ class GeneratorWorker:
             else:
                 self._idle.stand_still(True)
                 if not self._is_asleep:
-                    await engine.sleep(2, self._config.generate.kv)
+                    await engine.sleep(self._config.generate.kv)
                     if self._shared is not None:
                         self._shared.check()
                 self._is_asleep = self._lacks_weights = True
-            reached = self._reached(order, before, _resident(engine), started_s)
+            reached = self._reached(order, before, getattr(engine, "resident", {}), started_s)
         await self._stage.tell(reached)
 
-    def _reached(self, order: SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float) -> PhaseReached:
+    def _reached(
+        self, order: msg.SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float
+    ) -> msg.PhaseReached:
         """Say what came or went. The engine moves all of it at once, so the time is shared out by size."""
         now = self._clock.now()
         changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
         total = max(sum(map(abs, changes.values())), 1)
-        away: tuple[Residence, Residence] = ("device", "absent")
+        away: tuple[msg.Residence, msg.Residence] = ("device", "absent")
         moves = tuple(
-            ComponentMove(name, *(away if change < 0 else away[::-1]), abs(change), (now - started_s) * abs(change) / total)
+            msg.ComponentMove(name, *(away if change < 0 else away[::-1]), abs(change), (now - started_s) * abs(change) / total)
             for name, change in changes.items()
             if change
         )
@@ -208,7 +197,7 @@ class GeneratorWorker:
                 MemoryLine(self._name, order.phase, order.number, started_s, now, moves, resident, peak, ended_phase=self._phase)
             )
         self._phase = order.phase
-        return PhaseReached(self._name, order.phase, order.number, moves, resident, peak, now)
+        return msg.PhaseReached(self._name, order.phase, order.number, moves, resident, peak, now)
 
     async def _serve_groups(self) -> None:
         await self._is_ready.wait()
@@ -220,8 +209,6 @@ class GeneratorWorker:
         assert self._rollout is not None
         key = (work.purpose, work.group_id)
         self._work[key] = work
-        if work.purpose == "train" and work.group_id in self._aborted_early:
-            self._aborted.add(work.group_id)
         try:
             async with self._gate.group():
                 with self._idle.running():
@@ -229,8 +216,6 @@ class GeneratorWorker:
         finally:
             if self._work.get(key) is work:
                 del self._work[key]
-                if work.purpose == "train":
-                    self._aborted.discard(work.group_id)
         delivery.ack()
 
     async def _follow_weights(self) -> None:
@@ -261,19 +246,16 @@ class GeneratorWorker:
         before_s = self._clock.now()
         try:
             tensors = await self._fetch_weights(available)
+            fetch_ms = (self._clock.now() - before_s) * 1000
+            try:
+                async with self._gate.swap():
+                    swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
+            finally:
+                if isinstance(tensors, LentTensors):
+                    tensors.release()
         except BroadcastError as error:
-            log.warning("version %d was not fetched, the newest will be: %s", available.version, error)
+            log.warning("version %d was not taken, the newest will be: %s", available.version, error)
             return False
-        fetch_ms = (self._clock.now() - before_s) * 1000
-        try:
-            async with self._gate.swap():
-                swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
-        except BroadcastError as error:
-            log.warning("version %d was not loaded, the newest will be: %s", available.version, error)
-            return False
-        finally:
-            if isinstance(tensors, LentTensors):
-                tensors.release()
         self._lacks_weights = False
         self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
         live_s = self._clock.now()
@@ -292,7 +274,7 @@ class GeneratorWorker:
         engine = self._rollout.engine if self._rollout is not None else None
         num_slots = engine.num_slots if engine is not None else 0
         is_news = self._is_ready.is_set() and num_slots != self._told_slots
-        if is_news and self._connection.try_send(EngineRoom(self._name, num_slots), Lane.CONTROL):
+        if is_news and self._connection.try_send(msg.EngineRoom(self._name, num_slots), Lane.CONTROL):
             self._told_slots = num_slots
         return self._waiting_for(), {
             "process/tokens_generated": float(self._rollout.num_tokens if self._rollout is not None else 0),
@@ -313,10 +295,6 @@ class GeneratorWorker:
         if self._idle.is_idle:
             return "weights of version 0" if self._rollout.engine.version < 0 else "a group"
         return ""
-
-
-def _resident(engine: Engine) -> dict[str, int]:
-    return dict(getattr(engine, "resident", {}))
 
 
 class WeightsGate:

@@ -9,7 +9,7 @@ Owns the models from LoadModel to Shutdown, one thread on which its models run, 
 
 On a shared device every model is a component, `reference` or `reward NAME`: there in phase `inference`, away in the others. Each
 worker has an equal part of the device's budget; that all fit beside each other is checked before anything is started
-(control/placement/gpu_share.py).
+(control/placement/memory.py).
 
 Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
 result is handed over, so that the controller's window is the only queue there is; nothing is scored while others have a shared
@@ -102,18 +102,19 @@ class InferenceWorker:
 
     async def _obey(self, order: Message) -> None:
         if isinstance(order, LoadModel):
-            await self._load(Path(order.model_folder))
-        elif isinstance(order, SetPhase):
-            await self._reach(order)
-
-    async def _load(self, model_folder: Path) -> None:
-        """Open every model; told again (a learner came back), only say that they are there."""
-        if self._scorer is None:
-            await self._on_thread(lambda: self._open(model_folder))
-        assert self._scorer is not None
-        await self._stage.tell(ModelsReady(self._name, self._scorer.names, self._scorer.num_bytes))
-        if self._offload is None:
-            self._take_device(True)
+            if self._scorer is None:  # else a learner came back, and only hears that the models are there
+                await self._on_thread(partial(self._open, Path(order.model_folder)))
+            assert self._scorer is not None
+            await self._stage.tell(ModelsReady(self._name, self._scorer.names, self._scorer.num_bytes))
+            if self._offload is None:
+                self._take_device(True)
+        elif isinstance(order, SetPhase):  # take a shared device or, after the batch in hand, give it back, and say so
+            assert self._offload is not None, f"told to {order.phase} before the models were loaded"
+            if order.phase != "inference":
+                self._take_device(False)
+            reached = await self._on_thread(partial(self._offload.switch, order.phase, order.number))
+            self._take_device(order.phase == "inference")
+            await self._stage.tell(reached)
 
     def _open(self, model_folder: Path) -> None:
         scorer = Scorer(self._config, model_folder)
@@ -124,18 +125,8 @@ class InferenceWorker:
             components = [TensorComponent.of_module(*named, device, swap, is_frozen=True) for named in models.items()]
             away = [PhaseNeeds(phase, soon=tuple(models), gives_back=True) for phase in ("rollout", "train")]
             phases = [*away, PhaseNeeds("inference", now=tuple(models))]
-            self._offload = ResidencyManager.of_run(config, self._run_folder, name, components, phases, device, self._clock)
+            self._offload = ResidencyManager(config.placement, self._run_folder, name, components, phases, device, self._clock)
         self._scorer = scorer
-
-    async def _reach(self, order: SetPhase) -> None:
-        """Take a shared device or, after the batch in hand, give it back, and say so."""
-        assert self._offload is not None, f"told to {order.phase} before the models were loaded"
-        manager = self._offload
-        if order.phase != "inference":
-            self._take_device(False)
-        reached = await self._on_thread(lambda: manager.switch(order.phase, order.number))
-        self._take_device(order.phase == "inference")
-        await self._stage.tell(reached)
 
     def _take_device(self, has_device: bool) -> None:
         self._has_device = has_device

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.learner.checkpoint_folder import TrainerState, read_state, write_checkpoint
 from asyncrl.learner.model.critic import load_critic, save_critic
-from asyncrl.learner.model.lora import has_adapters, publishable_tensors, save_adapters
+from asyncrl.learner.model.policy import has_adapters, publishable_tensors, save_adapters
 from asyncrl.learner.ranks.fsdp import whole_tensors
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.layout import bytes_of

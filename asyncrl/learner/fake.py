@@ -82,29 +82,24 @@ class FakeLearner:
         await self._stage.tell(LearnerReady(self._version, str(self._run_folder / "model"), {}, str(newest or "")))
         waiting_from_s = self._clock.now()
         async for batch, delivery in self._stage.requests(StepBatch):
+            if batch.step > self._version:
+                raise LearnerError(f"step {batch.step} came while the learner is at version {self._version}: steps go in order")
             async with self._at_work:
-                with self._stage.idle.running():
-                    done = await self._step(batch, waiting_from_s)
-                await self._stage.tell(done)
+                started_s = self._clock.now()
+                if batch.step == self._version:
+                    self._config = with_settings(self._config, batch.settings)
+                    with self._stage.idle.running():
+                        await self._clock.sleep(self._config.learner.fake_step_s or 0.0)
+                    self._version += 1
+                    self._publish()
+                waited_s, metrics = started_s - waiting_from_s, batch_metrics(batch, None)
+                await self._stage.tell(StepDone(batch.step, batch.step + 1, metrics, started_s, self._clock.now(), waited_s))
                 delivery.ack()
                 every = self._config.checkpoint.every_steps
                 if every and self._version == batch.step + 1 and self._version % every == 0:
                     await self._write(Checkpoint(self._version))
                 await self._write_what_is_due()
             waiting_from_s = self._clock.now()
-
-    async def _step(self, batch: StepBatch, waiting_from_s: float) -> StepDone:
-        if batch.step > self._version:
-            raise LearnerError(f"step {batch.step} came while the learner is at version {self._version}: steps go in order")
-        started_s = self._clock.now()
-        if batch.step == self._version:
-            if batch.settings:
-                self._config = with_settings(self._config, batch.settings)
-            await self._clock.sleep(self._config.learner.fake_step_s or 0.0)
-            self._version += 1
-            self._publish()
-        waited_s = started_s - waiting_from_s
-        return StepDone(batch.step, batch.step + 1, batch_metrics(batch, None), started_s, self._clock.now(), waited_s)
 
     def _publish(self) -> None:
         nothing = WeightsManifest((), 0, self._config.broadcast.bucket_bytes)

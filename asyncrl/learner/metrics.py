@@ -12,7 +12,6 @@ Legend: M tokens of a row, N trained tokens of all ranks, C columns.
 from __future__ import annotations
 
 import math
-import struct
 
 import numpy as np
 import torch
@@ -146,9 +145,6 @@ def _where(columns: Columns, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]])
     return columns if chosen.all() else {name: values[chosen] for name, values in columns.items()}
 
 
-NO_VERSION = struct.pack("<i", -1)
-
-
 def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
     """Return what the learner saw of the samples that are kept, without texts; see `kept_members`.
 
@@ -185,7 +181,7 @@ def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
             learner, weights, entropy, advantages = (line[part].tobytes() for line in values)
             rows.append(TokenRow(
                 batch.step, sample.group_id, sample.index, sample.reward, one, row.token_ids[in_row],
-                row.versions[in_row] or NO_VERSION * num_tokens, row.behaviour_logprobs[in_row],
+                row.versions[in_row], row.behaviour_logprobs[in_row],
                 learner, weights, entropy, advantages, flags[part].tobytes(),
             ))  # fmt: skip
     return rows

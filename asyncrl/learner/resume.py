@@ -26,14 +26,21 @@ from asyncrl.config.learner import LearnerConfig, PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import load_trainer
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, rename_newer, write_folder
-from asyncrl.learner.model.critic import build_critic, build_critic_optimizer
-from asyncrl.learner.model.lora import open_policy
-from asyncrl.learner.model.policy import Reference, build_scratch, link_folder, made_ready, open_model, open_tokenizer, save_model
+from asyncrl.learner.model.critic import Critic, SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.policy import (
+    Reference,
+    build_scratch,
+    link_folder,
+    made_ready,
+    open_model,
+    open_policy,
+    open_tokenizer,
+    save_model,
+)
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import Divider
-from asyncrl.learner.ranks.group import Ranks
-from asyncrl.learner.ranks.launch import Begin, RankLauncher
+from asyncrl.learner.ranks.group import Begin, RankLauncher, Ranks
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import check_folder
 
@@ -137,7 +144,7 @@ def build_train_state(
     # Divided models are opened in host memory; a unit at a time then goes to the device.
     opened = learner if ranks.size == 1 else msgspec.structs.replace(learner, device="cpu")
     model = divider.policy(open_policy(msgspec.structs.replace(config, learner=opened), model_folder, checkpoint))
-    state = TrainState(model, build_optimizer(model, learner, config.num_steps), ranks=ranks)
+    state = TrainState(model, PolicyOptimizer(model.named_parameters(), learner, config.num_steps), ranks=ranks)
     path = algorithm.reference.path
     if algorithm.needs_reference and algorithm.reference.where == "learner":
         if learner.lora is not None and not path:
@@ -150,7 +157,12 @@ def build_train_state(
             frozen = open_model(folder, plain, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
             state.reference = Reference(divider.policy(frozen), learner.logprob_chunk_tokens)
     if algorithm.critic is not None:
-        critic = build_critic(algorithm.critic, opened, model, model_folder, trust_remote_code=config.trusts_code)
+        critic: Critic
+        if algorithm.critic.kind == "head":
+            critic = ValueHead(model.config.get_text_config().hidden_size).to(model.device)
+        else:
+            folder = Path(algorithm.critic.path or model_folder)
+            critic = SeparateCritic(open_model(folder, opened, trust_remote_code=config.trusts_code).base_model)
         state.critic = divider.critic(critic)
         state.critic_optimizer = build_critic_optimizer(
             state.critic, algorithm.critic, learner, config.num_steps, state.optimizer

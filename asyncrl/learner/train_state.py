@@ -32,8 +32,7 @@ from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import part_here
-from asyncrl.learner.ranks.group import Ranks
-from asyncrl.learner.ranks.launch import rank_device
+from asyncrl.learner.ranks.group import Ranks, rank_device
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device, SimulatedDevice, device_at
 from asyncrl.residency.manager import ResidencyManager
@@ -143,7 +142,7 @@ def needs_offload(config: RunConfig) -> bool:
 def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: Clock) -> Offload:
     """Put a state's components under a manager.
 
-    That every phase has room was checked before the start (control/placement/gpu_share.py).
+    That every phase has room was checked before the start (control/placement/memory.py).
 
     Args:
         state: On the device.
@@ -178,7 +177,7 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
         PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
         PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
     ]
-    manager = ResidencyManager.of_run(config, run_folder, process, components, phases, device, clock)
+    manager = ResidencyManager(config.placement, run_folder, process, components, phases, device, clock)
     state.offload = Offload(manager, device, state)
     return state.offload
 

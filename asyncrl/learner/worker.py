@@ -33,15 +33,14 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
-from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import compile_now, make_probe
+from asyncrl.learner.model.policy import compile_now, make_probe, publishable_tensors
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.ranks.launch import Help, RankLauncher, ReachPhase
+from asyncrl.learner.ranks.group import Help, RankLauncher, ReachPhase
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
 from asyncrl.learner.train_state import Offload, TrainState, needs_offload, open_offload
-from asyncrl.observe.decisions.journal import RECORD_FOLDER
+from asyncrl.observe.decisions import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines
 from asyncrl.schema.batches import StepBatch, StepDone
@@ -60,8 +59,6 @@ PublishVersion = Callable[[int, Mapping[str, torch.Tensor], Probe | None], float
 NAME = "learner"
 """What the controller knows all ranks as."""
 FAILED_FOLDER = "failed"
-REMEMBERED_STEPS = 8
-"""Finished steps whose StepDone can be given again as it was."""
 
 
 class LearnerWorker:
@@ -97,7 +94,6 @@ class LearnerWorker:
         """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
         self._versions: JsonLines[VersionRecord] | None = None
         """Where the batches are recorded, the weights they make are too."""
-        self._done: dict[int, StepDone] = {}
         self._num_tokens = 0
         self._token_file = TokenFile(
             run_folder, lambda token: self._policy.tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -216,9 +212,6 @@ class LearnerWorker:
                     waiting_from_s = self._clock.now()
                     continue
             self._news.clear()
-            if not self._ready.empty() and (offload := self._offload) is not None:
-                await self._on_thread(lambda: self._launcher.tell(Help("prefetch")))
-                await self._on_thread(lambda: offload.manager.prefetch("train"))
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
@@ -247,17 +240,16 @@ class LearnerWorker:
         step = prepared.batch.step
         if step > self._policy.version:
             raise LearnerError(f"step {step} came while the learner is at version {self._policy.version}: steps go in order")
+        started_s = self._clock.now()
+        done = StepDone(step, step + 1, {}, started_s, started_s)
         if step == self._policy.version:
-            started_s = self._clock.now()
             result = await self._on_thread(lambda: self._train(prepared))
             finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
             await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
             metrics = result.metrics | result.timings_s | self._memory()
-            self._done[step] = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
-            self._done.pop(step - REMEMBERED_STEPS, None)
-        now = self._clock.now()
-        await self._stage.tell(self._done.get(step, StepDone(step, step + 1, {}, now, now)))
+            done = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
+        await self._stage.tell(done)
         delivery.ack()
         every, version = self._config.checkpoint.every_steps, self._policy.version
         if every and version == step + 1 and version % every == 0:

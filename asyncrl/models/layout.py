@@ -173,16 +173,6 @@ def copy_out(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tens
         copy_tensor(_whole(tensors[name]), view)  # in order, on the caller's stream; one gathered tensor at a time is in memory
 
 
-def help_copy_out(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Do another rank's share of `copy_out`: gather what is divided over ranks, in the same order, and keep none of it.
-
-    Args:
-        tensors: The same names in the same order as on the rank that copies out, tied ones once.
-    """
-    for tensor in tensors.values():
-        _whole(tensor)
-
-
 def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `source` into `target`, of the same shape, casting and changing device where they differ; keeps no graph."""
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
@@ -193,14 +183,14 @@ def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
             target.copy_(source)
 
 
-def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], num_threads: int = COPY_THREADS) -> None:
+def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each (source, target), several at once where that is worth a thread; targets must not overlap."""
     pairs = sorted(pairs, key=lambda pair: -pair[1].nbytes)
     if sum(target.nbytes for _, target in pairs) < LEAST_BYTES_FOR_THREADS:
         for source, target in pairs:
             copy_tensor(source, target)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="asyncrl-copy") as pool:
+    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="asyncrl-copy") as pool:
         for _ in pool.map(lambda pair: copy_tensor(*pair), pairs):
             pass
 

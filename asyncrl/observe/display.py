@@ -11,6 +11,7 @@ import importlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -32,13 +33,13 @@ REMEMBERED_STEPS = 400
 REMEMBERED_EVENTS = 6
 
 
+@dataclass(eq=False)
 class RunView:
     """A run as its follower knows it."""
 
-    def __init__(self) -> None:
-        self.status: RunStatus | None = None
-        self.steps: deque[StepReport] = deque(maxlen=REMEMBERED_STEPS)
-        self.events: deque[str] = deque(maxlen=REMEMBERED_EVENTS)
+    status: RunStatus | None = None
+    steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EVENTS))
 
     def take_step(self, report: StepReport) -> str:
         """Take a step in and return it as one line."""

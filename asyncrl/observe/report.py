@@ -252,11 +252,11 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
     return sorted(lanes.values(), key=place)
 
 
-def choose_window(steps: Sequence[Span], most_s: float = 20.0, most_steps: int = 14) -> Window:
-    """Return the stretch in the middle of training that can be read: at most `most_s` seconds and about `most_steps` steps."""
+def choose_window(steps: Sequence[Span]) -> Window:
+    """Return the stretch in the middle of training that can be read: at most 20 seconds and about 14 steps."""
     begin, end = steps[0].start_s, steps[-1].end_s
     typical_s = float(np.median(np.diff([item.start_s for item in steps]))) if len(steps) > 1 else end - begin
-    length = min(most_s, most_steps * max(typical_s, 1e-3), end - begin)
+    length = min(20.0, 14 * max(typical_s, 1e-3), end - begin)
     middle = steps[len(steps) // 2].start_s
     first = min(max(middle - length / 2, begin), end - length)
     return first, first + length

@@ -6,9 +6,7 @@ anyway, so no process opens a second file, and all times are of clocks anchored 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.observe.steps import read_lines, set_behind
+from asyncrl.observe.steps import NewLines, read_lines
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import PhaseReached
 from asyncrl.schema.samples import InferResult, Samples, Scores
@@ -170,8 +168,7 @@ class Timeline:
     """
 
     def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / SPANS_FILE
-        self._inode, self._offset, self._first_s = 0, 0, math.inf
+        self._lines, self._first_s = NewLines(run_folder / SPANS_FILE, from_old=True), math.inf
         self._read: dict[tuple[str, str, str], Rows] = {}
         self._lock = threading.Lock()
 
@@ -204,19 +201,19 @@ class Timeline:
         return Track(*told, newest_version, None, (np.diff(area) / bin_s).tolist(), versions)
 
     def _follow(self) -> None:
-        """Read the whole lines that have come; a file that was set behind meanwhile is read to its end."""
-        old = set_behind(self._path)
-        found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
-        for path in (old, self._path):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if path == old and self._inode and inode != self._inode:
-                    continue
-                file.seek(self._offset if inode == self._inode else 0)
-                text = file.read()
-                whole = text[: text.rfind(b"\n") + 1]
-                self._inode, self._offset = inode, file.tell() - len(text) + len(whole)
-                self._take(whole, found)
+        """Take in the lines that have come."""
+        decoder, found = msgspec.json.Decoder(_Line), dict[tuple[str, str, str], list[tuple[float, ...]]]()
+        for line in self._lines.read():
+            try:
+                one = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # torn by a writer that was killed
+            if self._first_s == math.inf:
+                self._first_s = one.start_s
+            about, times = one.attributes, (one.start_s - self._first_s, one.end_s - self._first_s)
+            versions = (about.oldest_version, about.newest_version) if about.version is None else (about.version, about.version)
+            why = about.why or ("the batch of its next step" if one.name == WAIT else "")
+            found.setdefault((one.process, one.name, why), []).append((*times, *versions, about.group, about.samples))
         for key, rows in found.items():
             before = self._read.get(key, np.empty((6, 0)))
             self._read[key] = np.concatenate([before, np.array(rows).T], axis=1)
@@ -235,22 +232,6 @@ class Timeline:
             rows = np.full((6, is_gap.sum()), -1.0)
             rows[:2] = before[is_gap], after[is_gap]
             self._read[process, IDLE, UNTOLD] = rows
-
-    def _take(self, lines: bytes, found: dict[tuple[str, str, str], list[tuple[float, ...]]]) -> None:
-        decoder = msgspec.json.Decoder(_Line)
-        for line in lines.splitlines():
-            try:
-                one = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # torn by a writer that was killed
-            about = one.attributes
-            if self._first_s == math.inf:
-                self._first_s = one.start_s
-            newest = about.newest_version if about.version is None else about.version
-            oldest = about.oldest_version if about.version is None else about.version
-            why = about.why or ("the batch of its next step" if one.name == WAIT else "")
-            row = (one.start_s - self._first_s, one.end_s - self._first_s, oldest, newest, about.group, about.samples)
-            found.setdefault((one.process, one.name, why), []).append(row)
 
 
 def _area(times_N: NDArray[np.float64], weights_N: NDArray[np.float64], bin_s: float, num_bins: int) -> NDArray[np.float64]:
@@ -271,7 +252,7 @@ class _About(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """What a timeline needs of a `Span`."""
+    """What a timeline needs of a `Span`, which is read faster than the whole."""
 
     name: str
     start_s: float

@@ -12,9 +12,8 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
-from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -29,7 +28,7 @@ MEMORY_FOLDER = "memory"
 MOST_LINE_BYTES = 1 << 20
 """Longer lines than this are never written."""
 AT_ONCE_BYTES = 64 << 10
-"""What has just been written and is no more than this is read by the loop itself."""
+"""What has just been written and is no more than this is read by the loop itself: a thread would cost more."""
 MOST_READ_BYTES = 256 << 10
 """That is read at once, and the row that is cut there to its end: whoever never reads a stream holds so much."""
 
@@ -222,77 +221,71 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
                     yield row
 
 
+class NewLines:
+    """The whole lines that have come to a file since it was looked at last; of one that was set behind meanwhile, the rest too.
+
+    Args:
+        path: Of the file; it may come later.
+        offset: Byte from which it is read.
+        from_old: Begin with the file that was set behind before.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, *, from_old: bool = False) -> None:
+        self._path, self._old = path, set_behind(path)
+        self._offset, self._inode = offset, -1 if from_old else 0
+
+    @property
+    def are_few(self) -> bool:
+        """No more than AT_ONCE_BYTES have come, to a file that was not set behind."""
+        try:
+            return 0 <= self._path.stat().st_size - self._offset <= AT_ONCE_BYTES
+        except FileNotFoundError:
+            return True
+
+    def read(self, most_bytes: int = -1) -> list[bytes]:
+        """Return what has come; of a file that is not set behind about `most_bytes`, and all where that is negative."""
+        behind = chunk = b""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
+                with contextlib.suppress(FileNotFoundError), self._old.open("rb") as old:
+                    old.seek(self._offset)
+                    behind = old.read()
+                self._offset = 0
+            self._inode = about.st_ino
+            file.seek(self._offset)
+            chunk = file.read(most_bytes)
+            chunk += b"" if chunk.endswith(b"\n") else file.readline()
+        behind, chunk = (part[: part.rfind(b"\n") + 1] for part in (behind, chunk))
+        self._offset += len(chunk)
+        return [*behind.splitlines(), *chunk.splitlines()]
+
+
 class Tail:
-    """The whole lines of a file of JSON lines, each once, from a number on."""
+    """The rows of a file of JSON lines, each once, from a number on."""
 
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
         """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
-        self._path, self._kind, self._after, self._offset, self._inode = path, kind, after, offset, 0
-        self._decoder = _numbered(number)
+        self._lines, self._number, self._kind, self._after = NewLines(path, offset), number, kind, after
+        self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come; no more than MOST_READ_BYTES of it, and none where there is no more."""
         while True:
-            try:
-                about = self._path.stat()
-            except FileNotFoundError:
-                return []
-            before = (self._inode, self._offset)
-            if (about.st_ino, about.st_size) == before:
-                return []
-            if 0 <= about.st_size - self._offset <= AT_ONCE_BYTES and about.st_ino == self._inode:
-                found = self._read(about)  # a thread would cost more
-            else:
-                found = await asyncio.to_thread(self._read, about)
-            rows = [(number, self._kind, line) for number, line in found if number > self._after]
-            if rows or (self._inode, self._offset) == before:
+            rows, is_end = self._read() if self._lines.are_few else await asyncio.to_thread(self._read)
+            if rows or is_end:
                 return rows
 
-    def _read(self, about: os.stat_result) -> list[tuple[int, bytes]]:
-        found = list[tuple[int, bytes]]()
-        if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
-            old = set_behind(self._path)
-            found = _rows_in(old.read_bytes()[self._offset :] if old.exists() else b"", self._decoder)
-            self._offset = 0
-        self._inode = about.st_ino
-        state = (about.st_ino, about.st_size, about.st_mtime_ns)
-        rows, self._offset = _rows_from(self._path, state, self._offset, self._decoder)
-        return found + rows
-
-
-@lru_cache(maxsize=32)
-def _rows_from(
-    path: Path, state: tuple[int, int, int], offset: int, decoder: msgspec.json.Decoder[Any]
-) -> tuple[list[tuple[int, bytes]], int]:
-    """Return the numbered lines from a byte on, and the byte behind them; none where the file is not that one any more.
-
-    Readers at the same byte share them. `state` is the file's inode, size and time of the last change.
-    """
-    inode, size, _ = state
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_ino != inode:
-                return [], offset
-            file.seek(offset)
-            chunk = file.read(min(size - offset, MOST_READ_BYTES))
-            chunk += b"" if chunk.endswith(b"\n") else file.readline()
-    except FileNotFoundError:
-        return [], offset
-    return _rows_in(chunk, decoder), offset + chunk.rfind(b"\n") + 1
-
-
-def _rows_in(chunk: bytes, decoder: msgspec.json.Decoder[Any]) -> list[tuple[int, bytes]]:
-    found = list[tuple[int, bytes]]()
-    for line in chunk[: chunk.rfind(b"\n") + 1].splitlines():
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError):  # torn by a kill
-            found.append((int(decoder.decode(line).number), line))
-    return found
-
-
-@cache
-def _numbered(number: str) -> msgspec.json.Decoder[Any]:
-    """Return what reads of a row the field that holds its number."""
-    return msgspec.json.Decoder(msgspec.defstruct("Row", [("number", float)], rename={"number": number}))
+    def _read(self) -> tuple[list[tuple[int, str, bytes]], bool]:
+        """Return the next rows, and whether there were no lines at all."""
+        rows, lines = list[tuple[int, str, bytes]](), self._lines.read(MOST_READ_BYTES)
+        for line in lines:
+            # A line that was torn by a kill may be anything.
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError, KeyError):
+                number = int(msgspec.json.decode(self._decoder.decode(line)[self._number], type=float))
+                if number > self._after:
+                    rows.append((number, self._kind, line))
+        return rows, not lines
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:

@@ -12,16 +12,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from asyncrl.errors import ConfigError
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put every length into a bin of at most `capacity`, in few bins.
-
-    Best-fit-decreasing; where that needs more bins than the sum makes necessary, first-fit-decreasing is tried too and the fewer
-    bins win.
+    """Put every length into a bin of at most `capacity`, in few bins: best-fit-decreasing.
 
     Args:
         lengths: Tokens of each sample, each in [1, capacity].
@@ -39,32 +34,9 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         return []
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     _check_fits(longest, lengths[longest], capacity)
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins = _best_fit(lengths, order, capacity)
-    if len(bins) > num_bins_at_least(lengths, capacity):
-        bins = min(bins, _first_fit(lengths, order, capacity), key=len)
-    for members in bins:
-        members.sort()
-    return sorted(bins)
-
-
-def num_bins_at_least(lengths: Sequence[int], capacity: int) -> int:
-    """Return ceil(sum / capacity): no packing has fewer bins."""
-    return -(-sum(lengths) // capacity)
-
-
-def _check_fits(number: int, length: int, capacity: int) -> None:
-    if length > capacity:
-        raise ConfigError(
-            f"sample {number} has {length} tokens and packing.tokens_per_row is {capacity}: a sample is never split; "
-            f"raise packing.tokens_per_row to at least {length}"
-        )
-
-
-def _best_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []
-    for i in order:
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(room, (lengths[i], -1))
         if at == len(room):
             insort(room, (capacity - lengths[i], len(bins)))
@@ -73,20 +45,15 @@ def _best_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[l
             free, chosen = room.pop(at)
             insort(room, (free - lengths[i], chosen))
             bins[chosen].append(i)
-    return bins
+    return sorted(map(sorted, bins))
 
 
-def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room = np.full(len(lengths), capacity, dtype=np.int64)
-    for i in order:
-        # An unopened bin is as roomy as can be, so the first bin with room always exists.
-        chosen = int((room >= lengths[i]).argmax())
-        if chosen == len(bins):
-            bins.append([])
-        room[chosen] -= lengths[i]
-        bins[chosen].append(i)
-    return bins
+def _check_fits(number: int, length: int, capacity: int) -> None:
+    if length > capacity:
+        raise ConfigError(
+            f"sample {number} has {length} tokens and packing.tokens_per_row is {capacity}: a sample is never split; "
+            f"raise packing.tokens_per_row to at least {length}"
+        )
 
 
 LINEAR_FACTOR = 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -103,8 +104,4 @@ def sweep(base: Scenario, over: str, on_step: Callable[[str, int, int], None] | 
     """
     name, _, values = over.partition("=")
     scenarios = {value: scenario_of(base, [f"{name}={value}"] if over else []) for value in values.split(",")}
-
-    def outcome(value: str, scenario: Scenario) -> Outcome:
-        return simulate(scenario, None if on_step is None else lambda step: on_step(value, step, scenario.num_steps))
-
-    return [(value, outcome(value, scenario)) for value, scenario in scenarios.items()]
+    return [(value, simulate(made, on_step and partial(on_step, value))) for value, made in scenarios.items()]

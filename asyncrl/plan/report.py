@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.memory import PHASES
-from asyncrl.plan.planner import Plan, advice
+from asyncrl.plan.planner import PHASES, Plan, advice
 from asyncrl.plan.simulator.scenario import Outcome
 from asyncrl.plan.spec import GIB
 

@@ -28,12 +28,12 @@ from asyncrl.config.load import load_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import RunError
 from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
 from asyncrl.packing.tensors import pack_step
-from asyncrl.plan.memory import activations, training_state
+from asyncrl.plan.planner import activations, training_state
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
 from asyncrl.plan.spec import Question, parse_cluster
@@ -171,7 +171,7 @@ def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> Non
         max_position_embeddings=tokens_per_row, tie_word_embeddings=size.is_tied,
     )  # fmt: skip
     model = made_ready(LlamaForCausalLM(llama), config.learner)
-    trainee = TrainState(model, build_optimizer(model, config.learner, NUM_STEPS))
+    trainee = TrainState(model, PolicyOptimizer(model.named_parameters(), config.learner, NUM_STEPS))
     rng, length = np.random.default_rng(0), tokens_per_row - PROMPT_TOKENS
     for step in range(NUM_STEPS):
         prompt, *texts = (ids_to_bytes(rng.integers(2, size.vocabulary, number, dtype=np.int32))

@@ -28,8 +28,7 @@ from asyncrl.control.lifecycle.events import Event
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.placement.state import PhaseEvent, Phases
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions.journal import RECORD_FOLDER, STEPS_FOLDER, Beginning, Entry, Journal, read_journal
-from asyncrl.observe.decisions.machine import Machine
+from asyncrl.observe.decisions import RECORD_FOLDER, STEPS_FOLDER, Beginning, Entry, Journal, Machine, read_journal
 
 SHOWN_CHARACTERS = 400
 """Of an event or its instructions, in a report."""
@@ -91,11 +90,11 @@ def replay_run(
     learner = import_module("asyncrl.replay.learner")  # loads torch
     replay = learner.LearnerReplay(run_folder)
     samples = learner.SampleReplay(replay, num_samples, until) if num_samples else None
-    on_step = (lambda step: samples.keep(step + 1)) if samples is not None else (lambda _: None)
-    made = replay.run(until - 1 if instead and until is not None else until, on_step)
-    say(f"learner: {made.num_equal} versions from their batches: the same weights as in the run")
-    if made.fault:
-        say(f"  it ends here: {made.fault}")
+    last = until - 1 if instead and until is not None else until
+    num_equal, fault = replay.run(last, samples.keep if samples is not None else lambda _: None)
+    say(f"learner: {num_equal} versions from their batches: the same weights as in the run")
+    if fault:
+        say(f"  it ends here: {fault}")
         return False
     if samples is not None:
         again = samples.run()

@@ -26,7 +26,6 @@ import msgspec
 import torch
 import zstandard
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.live import with_settings
@@ -39,24 +38,14 @@ from asyncrl.generate.engine import EngineRequest, RequestRules
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
 from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of
-from asyncrl.learner.model.lora import publishable_tensors
+from asyncrl.learner.model.policy import publishable_tensors
 from asyncrl.learner.resume import build_train_state, resolve_functions
 from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.observe.decisions.journal import RECORD_FOLDER, read_journal
+from asyncrl.observe.decisions import RECORD_FOLDER, read_journal
 from asyncrl.observe.steps import read_lines
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import Sample, SamplingParams, derive_seed, ids_from_bytes, ids_to_bytes, logprobs_to_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerReplayed:
-    """What became of the recorded steps."""
-
-    num_equal: int
-    """Versions whose weights are those of the run."""
-    fault: str
-    """Why it went no further; empty where every recorded step was trained, or all that were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +94,31 @@ class LearnerReplay:
         resolve_functions(config.algorithm)
         torch.set_num_threads(config.learner.num_threads)
         self.model_folder = run_folder / "model"
-        self._state: TrainState = build_train_state(config, self.model_folder)
+        self.state: TrainState = build_train_state(config, self.model_folder)
         self.version = 0
 
-    def run(self, until: int | None = None, on_step: Callable[[int], None] = lambda _: None) -> LearnerReplayed:
-        """Train the recorded steps, those up to `until` alone where it is given; call back behind each."""
-        num_equal, fault = 0, ""
+    def run(self, until: int | None = None, on_version: Callable[[int], object] = lambda _: None) -> tuple[int, str]:
+        """Train the recorded steps, those up to `until` alone where it is given; call back with each version made.
+
+        Returns:
+            How many versions have the weights of the run, and why it went no further; empty where every recorded step was
+            trained, or all that were asked for.
+        """
+        num_equal = 0
         for step in self.steps(until)[self.version :]:
             batch, config = self._step(step)
-            self._state.follow(config)
-            train_step(self._state, batch, config)
+            self.state.follow(config)
+            train_step(self.state, batch, config)
             self.version = batch.step + 1
             recorded = self._recorded.get(self.version)
             if recorded is None:
-                fault = f"the run recorded no weights of version {self.version}, and of later ones"
-                break
-            if recorded != record_of(self.version, self._state.model):
+                return num_equal, f"the run recorded no weights of version {self.version}, and of later ones"
+            if recorded != record_of(self.version, self.state.model):
                 fault = f"version {self.version} has other weights than in the run: step {batch.step} is the first that differs"
-                break
+                return num_equal, fault
             num_equal += 1
-            on_step(batch.step)
-        return LearnerReplayed(num_equal, fault)
+            on_version(self.version)
+        return num_equal, ""
 
     def whatif(self, overrides: Mapping[str, Any]) -> WhatIf:
         """Return what the gradient of the next step's batch would have been under these fields of the config.
@@ -136,16 +129,11 @@ class LearnerReplay:
         batch, config = self._step(self.version)
         other = with_settings(config, overrides)
         resolve_functions(other.algorithm)
-        was, figures = OpenStep(self._state, batch, config).gradient()
-        would_be, others = OpenStep(self._state, batch, other).gradient()
+        was, figures = OpenStep(self.state, batch, config).gradient()
+        would_be, others = OpenStep(self.state, batch, other).gradient()
         norms = float(was.norm()), float(would_be.norm())
         cosine = float(was @ would_be) / (norms[0] * norms[1]) if all(norms) else 0.0
         return WhatIf(batch.step, cosine, norms, (figures.get("ratio/ess"), others.get("ratio/ess")))
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Return the policy at `version`."""
-        return self._state.model
 
     def steps(self, until: int | None) -> range:
         """Return the steps that the run trained, up to `until`; a batch behind the newest version was sent and never trained."""
@@ -224,7 +212,7 @@ class SampleReplay:
     def keep(self, version: int) -> None:
         """Keep the learner's weights, which are of this version, where a sample needs them."""
         if version in self._needed:
-            tensors = {name: tensor.detach().cpu() for name, tensor in publishable_tensors(self._learner.model).items()}
+            tensors = {name: tensor.detach().cpu() for name, tensor in publishable_tensors(self._learner.state.model).items()}
             save_file({name: tensor.clone() for name, tensor in tensors.items()}, self._path(version))
 
     def run(self) -> SamplesReplayed:

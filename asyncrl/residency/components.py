@@ -73,7 +73,7 @@ class TensorComponent:
     Example:
         >>> from asyncrl.residency.device import SimulatedDevice
         >>> layer = torch.nn.Linear(4, 4)
-        >>> component = TensorComponent.of_module("policy", layer, SimulatedDevice())
+        >>> component = TensorComponent.of_module("policy", layer, SimulatedDevice(), Path("swap"))
         >>> component.move("host")
         >>> layer.weight.shape, component.residence
         (torch.Size([0]), 'host')
@@ -84,7 +84,7 @@ class TensorComponent:
         name: str,
         device: Device,
         collect: Callable[[], NamedTensors],
-        folder: Path | None = None,
+        folder: Path,
         *,
         is_frozen: bool = False,
     ) -> None:
@@ -95,21 +95,21 @@ class TensorComponent:
             device: Where they are.
             collect: Names them while they are on the device; asked again before each departure, because an optimizer's state
                 comes into being with its first step. Tensors that are elsewhere are left alone.
-            folder: Where it may be written to; None: it never goes to disk.
+            folder: Where it is written to when it goes to disk.
             is_frozen: The values never change: its file is written once, and stays.
         """
         self.name = name
         self.residence: Residence = "device"
         self._device, self._collect = device, collect
         self._is_frozen, self._is_written = is_frozen, False
-        self._path = None if folder is None else folder / f"{name.replace(' ', '_')}.bin"
+        self._path = folder / f"{name.replace(' ', '_')}.bin"
         self._blocks: tuple[Block, ...] = ()
         self._host: list[torch.Tensor] = []
         self.look()
 
     @classmethod
     def of_module(
-        cls, name: str, module: torch.nn.Module, device: Device, folder: Path | None = None, *, is_frozen: bool = False
+        cls, name: str, module: torch.nn.Module, device: Device, folder: Path, *, is_frozen: bool = False
     ) -> TensorComponent:
         """Take over a module's parameters and persistent buffers; rotary tables and the like are small, and stay."""
 
@@ -122,11 +122,6 @@ class TensorComponent:
     def num_bytes(self) -> int:
         """Return the bytes it takes on the device when it is there."""
         return sum(block.num_bytes for block in self._blocks)
-
-    @property
-    def places(self) -> frozenset[Residence]:
-        """Return where it may be."""
-        return frozenset({"device", "host"} if self._path is None else {"device", "host", "disk"})
 
     def look(self) -> None:
         """See what tensors there are now, and count them; only on the device can there be new ones."""
@@ -151,10 +146,8 @@ class TensorComponent:
         """Bring it there and return once it is; blocking.
 
         Raises:
-            ResidencyError: There is no room, or it cannot go there; it is where it was.
+            ResidencyError: There is no room; it is where it was.
         """
-        if to not in self.places:
-            raise ResidencyError(f"{self.name} cannot go to {to!r}; it may be in {', '.join(sorted(self.places))}")
         if to == self.residence:
             return
         self.look()
@@ -166,7 +159,6 @@ class TensorComponent:
             case "host":
                 host = self._filled(self._device.take_host)
             case "disk":
-                assert self._path is not None
                 if not self._is_written:
                     write_spill(self._path, (raw.cpu() for raw in self._contents()))
                 self._is_written = self._is_frozen
@@ -175,7 +167,7 @@ class TensorComponent:
         self._host, self.residence = host, to
         if before == "device" or to == "disk":
             self._device.give_back()
-        if before == "disk" and self._path is not None and not self._is_frozen:
+        if before == "disk" and not self._is_frozen:
             self._path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -199,7 +191,6 @@ class TensorComponent:
             case "host":
                 yield from self._host
             case "disk":
-                assert self._path is not None
                 if self._blocks:  # memory-mapped: pages come from disk as they are read
                     spilled = torch.from_file(os.fspath(self._path), size=self._path.stat().st_size, dtype=torch.uint8)
                     start = 0

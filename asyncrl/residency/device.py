@@ -176,7 +176,7 @@ def hold_to_share(device: str, share: float, budget_bytes: int) -> None:
     """Let torch's allocator have `share` x `budget_bytes` of a GPU; on any other device do nothing.
 
     For `placement.kind = "async_hybrid"`, where generation and training share a GPU. vLLM's processes are held by their own
-    arguments instead (control/placement/gpu_share.py).
+    arguments instead (control/placement/memory.py).
 
     Args:
         device: As torch writes it.

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.config.run import RunConfig
+from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.observe.steps import JsonLines, MemoryLine, open_memory
+from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device
-from asyncrl.residency.plan import GIB, Budget, OffloadTo, Part, PhaseNeeds, gib, plan_prefetch, plan_switch
+from asyncrl.residency.plan import GIB, Part, PhaseNeeds, gib, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached
 
 log = logging.getLogger(__name__)
@@ -34,47 +34,31 @@ class ResidencyManager:
     """A process's components on one device.
 
     Example:
-        >>> import torch
-        >>> from asyncrl.clock import SystemClock
-        >>> from asyncrl.residency.device import SimulatedDevice
-        >>> device = SimulatedDevice()
-        >>> policy = TensorComponent.of_module("policy", torch.nn.Linear(4, 4, bias=False), device)
-        >>> phases = [PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy",))]
-        >>> manager = ResidencyManager("learner", [policy], phases, device, SystemClock())
-        >>> [move.after for move in manager.switch("rollout", 0).moves], device.allocated_bytes
-        (['host'], 0)
+        >>> manager = ResidencyManager(placement, run_folder, "learner", components, phases, device, clock)  # doctest: +SKIP
+        >>> [(move.component, move.after) for move in manager.switch("rollout", 0).moves]  # doctest: +SKIP
+        [('policy', 'host')]
     """
 
     def __init__(
-        self,
-        process: str,
-        components: Iterable[TensorComponent],
-        phases: Iterable[PhaseNeeds],
-        device: Device,
-        clock: Clock,
-        *,
-        host_bytes: int | None = None,
-        offload_to: OffloadTo = "host",
-        timeline: JsonLines[MemoryLine] | None = None,
-    ) -> None:
+        self, placement: PlacementConfig, run_folder: Path, process: str, components: Iterable[TensorComponent],
+        phases: Iterable[PhaseNeeds], device: Device, clock: Clock,
+    ) -> None:  # fmt: skip
         """Take over components, each where it is.
 
         Args:
+            placement: How much of host memory offloaded components may take, and where they go first.
+            run_folder: `memory/PROCESS.jsonl` in it gets a line of every switch and of every move within a phase.
             process: As it said at hello.
             components: Moved by nobody else from now on.
             phases: What each declares.
             device: Shared with other processes.
             clock: Times moves.
-            host_bytes: How much of host memory offloaded components may take; None: no limit.
-            offload_to: Where what leaves the device goes first.
-            timeline: Has a line of every switch and of every move within a phase; None: nothing is written.
         """
         self._process = process
         self._components: dict[str, TensorComponent] = {component.name: component for component in components}
         self._phases: Mapping[Phase, PhaseNeeds] = {needs.phase: needs for needs in phases}
-        self._device, self._clock, self._timeline = device, clock, timeline
-        self._budget = Budget(device.budget_bytes, host_bytes)
-        self._offload_to: OffloadTo = offload_to
+        self._device, self._clock, self._timeline = device, clock, open_memory(run_folder, process)
+        self._host_bytes, self._offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
         self.phase: Phase | None = None
         """That was reached last; None before the first."""
         self._moved: list[ComponentMove] = []
@@ -83,25 +67,14 @@ class ResidencyManager:
         """Since then, besides what the device measures."""
         device.reset_peak()
 
-    @classmethod
-    def of_run(
-        cls, config: RunConfig, run_folder: Path, process: str, components: Iterable[TensorComponent],
-        phases: Iterable[PhaseNeeds], device: Device, clock: Clock,
-    ) -> ResidencyManager:  # fmt: skip
-        """Take over the components of a run's process as `placement` says, with its timeline in `RUN/memory`."""
-        placement, timeline = config.placement, open_memory(run_folder, process)
-        host_bytes, offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
-        return cls(process, components, phases, device, clock, host_bytes=host_bytes, offload_to=offload_to, timeline=timeline)
-
     def close(self) -> None:
         """Close the timeline; what is where stays. Safe to repeat."""
-        if self._timeline is not None:
-            self._timeline.close()
+        self._timeline.close()
 
     @property
     def resident(self) -> dict[str, int]:
         """Return component to bytes on the device."""
-        return {part.name: part.num_bytes for part in self._parts() if part.residence == "device"}
+        return {one.name: one.num_bytes for one in self._components.values() if one.residence == "device"}
 
     def switch(self, phase: Phase, number: int = OWN_SWITCH) -> PhaseReached:
         """Bring about what a phase needs.
@@ -118,36 +91,8 @@ class ResidencyManager:
         """
         for component in self._components.values():
             component.look()
-        moves = plan_switch(self._parts(), self._phases[phase], self._budget, self._offload_to)
-        self._carry_out(moves, phase, number)
-        self.phase = phase
-        reached = PhaseReached(
-            self._process, phase, number, tuple(self._moved), self.resident, self._peak_bytes, self._clock.now()
-        )
-        if number != OWN_SWITCH:
-            self._moved, self._peak_bytes = [], 0
-        return reached
-
-    def prefetch(self, phase: Phase) -> None:
-        """Bring what a coming phase needs nearer while there is room; cheap where nothing is to be done."""
-        needs = self._phases.get(self.phase) if self.phase is not None else None
-        if needs is not None:
-            moves = plan_prefetch(self._parts(), needs, self._phases[phase], self._budget)
-            self._carry_out(moves, needs.phase, OWN_SWITCH)
-
-    @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
-        """Let everything be read where it is, to save it, without a byte on the device."""
-        with contextlib.ExitStack() as stack:
-            for component in self._components.values():
-                stack.enter_context(component.readable())
-            yield
-
-    def _parts(self) -> list[Part]:
-        return [Part(one.name, one.num_bytes, one.residence, one.places) for one in self._components.values()]
-
-    def _carry_out(self, moves: Sequence[ComponentMove], phase: Phase, number: int) -> None:
-        """Move one after the other, and say so; a failure is told with what is where."""
+        parts = [Part(one.name, one.num_bytes, one.residence) for one in self._components.values()]
+        moves = plan_switch(parts, self._phases[phase], self._device.budget_bytes, self._host_bytes, self._offload_to)
         started_s = self._clock.now()
         done: list[ComponentMove] = []
         peak_bytes = max(self._device.peak_bytes, sum(self.resident.values()))
@@ -167,10 +112,24 @@ class ResidencyManager:
                     self._process, phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes,
                     self.phase or "",
                 )  # fmt: skip
-                if self._timeline is not None:
-                    self._timeline.write(line)
+                self._timeline.write(line)
                 self._device.reset_peak()
                 log.info("phase %s: %s", phase, describe(line))
+        self.phase = phase
+        reached = PhaseReached(
+            self._process, phase, number, tuple(self._moved), self.resident, self._peak_bytes, self._clock.now()
+        )
+        if number != OWN_SWITCH:
+            self._moved, self._peak_bytes = [], 0
+        return reached
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let everything be read where it is, to save it, without a byte on the device."""
+        with contextlib.ExitStack() as stack:
+            for component in self._components.values():
+                stack.enter_context(component.readable())
+            yield
 
 
 def describe(line: MemoryLine) -> str:

@@ -1,9 +1,8 @@
 """Which components move where when a phase begins, and whether a set of phases fits at all: pure, from names, sizes and budgets.
 
 Order of a plan: first what leaves the device, least needed first (what no coming phase names, then what is named last; of equals
-the larger), then what the phase needs, in the order it names them. What leaves goes to the first place in order of preference
-that it may go to and that has room. Where host memory is full, and something may go nowhere else, others that lie there go on to
-disk. A component moves at most once in a plan, and no budget is exceeded after any move of it.
+the larger), then what the phase needs, in the order it names them. What leaves goes to host memory while that has room, if it is
+to go there, else to disk. A component moves at most once in a plan, and no budget is exceeded after any move of it.
 
 The controller checks phases at start: no torch here.
 """
@@ -11,7 +10,7 @@ The controller checks phases at start: no torch here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.errors import ConfigError, ResidencyError
@@ -21,7 +20,6 @@ GIB = 1 << 30
 SWAP_FOLDER = "swap"
 """In the run folder: components that are on disk."""
 OffloadTo = Literal["host", "disk"]
-_PREFERENCE: dict[OffloadTo, tuple[Residence, ...]] = {"host": ("host", "disk"), "disk": ("disk", "host")}
 KNOBS = {
     "optimizer": 'learner.optimizer = "adamw_8bit" (a quarter of it) or learner.offload_optimizer = true (none of it)',
     "policy": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
@@ -45,9 +43,7 @@ class Part:
 
     name: str
     num_bytes: int
-    residence: Residence = "device"
-    places: frozenset[Residence] = frozenset({"device", "host", "disk"})
-    """Where it may be."""
+    residence: Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,111 +61,47 @@ class PhaseNeeds:
     """What it does not need leaves the device, whether or not there would be room: somebody else wants it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How much of each memory there is for all components together; None: no limit."""
-
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-
-
-class _Draft:
-    """A plan in the making: where everything is after the moves so far."""
-
-    def __init__(self, parts: Iterable[Part], budget: Budget, working_bytes: int) -> None:
-        self.parts = {part.name: part for part in parts}
-        self.budget, self.working_bytes = budget, working_bytes
-        self.moves: list[ComponentMove] = []
-
-    def held(self, residence: Residence) -> int:
-        return sum(part.num_bytes for part in self.parts.values() if part.residence == residence)
-
-    def has_room(self, residence: Residence, num_bytes: int) -> bool:
-        limit = {"device": self.budget.device_bytes, "host": self.budget.host_bytes}.get(residence)
-        reserved = self.working_bytes if residence == "device" else 0
-        return limit is None or self.held(residence) + reserved + num_bytes <= limit
-
-    def move(self, part: Part, to: Residence) -> None:
-        self.moves.append(ComponentMove(part.name, part.residence, to, part.num_bytes))
-        self.parts[part.name] = replace(part, residence=to)
-
-    def place_for(self, part: Part, places: Iterable[Residence]) -> Residence | None:
-        """Return the first of these places that would take a part, or None."""
-        return next((place for place in places if place in part.places and self.has_room(place, part.num_bytes)), None)
-
-
 def plan_switch(
-    parts: Iterable[Part], needs: PhaseNeeds, budget: Budget, offload_to: OffloadTo = "host"
+    parts: Iterable[Part],
+    needs: PhaseNeeds,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    offload_to: OffloadTo = "host",
 ) -> tuple[ComponentMove, ...]:
     """Return the moves after which the phase can begin, in order.
 
     Args:
         parts: Everything that this process moves.
         needs: Of the phase; names that are not among the parts are others' business.
-        budget: Of this process.
+        device_bytes: How much of the device there is for all components together; None: no limit.
+        host_bytes: The same of host memory.
         offload_to: Where what leaves is to go first.
 
     Raises:
-        ResidencyError: What the phase needs does not fit, or what has to leave may go nowhere; the message adds up.
+        ResidencyError: What the phase needs does not fit; the message adds up.
     """
-    draft = _Draft(parts, budget, needs.working_bytes)
-    now = [draft.parts[name] for name in needs.now if name in draft.parts]
+    by_name = {part.name: part for part in parts}
+    now = [by_name[name] for name in needs.now if name in by_name]
     sizes = {part.name: part.num_bytes for part in now}
     if needs.working_bytes:
         sizes["working memory"] = needs.working_bytes
-    if budget.device_bytes is not None and sum(sizes.values()) > budget.device_bytes:
-        raise ResidencyError(f"phase {needs.phase!r} does not fit the device:\n{sum_up(sizes, budget.device_bytes)}")
-    missing = sum(part.num_bytes for part in now if part.residence != "device")
+    if device_bytes is not None and sum(sizes.values()) > device_bytes:
+        raise ResidencyError(f"phase {needs.phase!r} does not fit the device:\n{sum_up(sizes, device_bytes)}")
+    held = {place: sum(part.num_bytes for part in by_name.values() if part.residence == place) for place in ("device", "host")}
+    wanted = needs.working_bytes + sum(part.num_bytes for part in now if part.residence != "device")
+    moves = []
     nearness = {name: -number for number, name in enumerate(needs.soon)}
-    leaving = [part for part in draft.parts.values() if part.residence == "device" and part not in now]
+    leaving = [part for part in by_name.values() if part.residence == "device" and part not in now]
     for part in sorted(leaving, key=lambda part: (nearness.get(part.name, -len(nearness) - 1), -part.num_bytes, part.name)):
-        if not needs.gives_back and draft.has_room("device", missing):
+        if not needs.gives_back and (device_bytes is None or held["device"] + wanted <= device_bytes):
             break
-        _offload(draft, part, needs, offload_to)
-    for part in now:
-        if part.residence != "device":
-            draft.move(part, "device")
-    return tuple(draft.moves)
-
-
-def plan_prefetch(parts: Iterable[Part], needs: PhaseNeeds, coming: PhaseNeeds, budget: Budget) -> tuple[ComponentMove, ...]:
-    """Return moves that bring what the coming phase needs nearer while there is room, and disturb nothing of the present one.
-
-    Args:
-        parts: Everything that this process moves.
-        needs: Of the phase that is on; where it gives back, nothing goes to the device.
-        coming: Of the next.
-        budget: Of this process.
-    """
-    draft = _Draft(parts, budget, max(needs.working_bytes, coming.working_bytes))
-    for part in (draft.parts[name] for name in coming.now if name in draft.parts):
-        if part.residence == "device":
-            continue
-        if not needs.gives_back and draft.has_room("device", part.num_bytes):
-            draft.move(part, "device")
-        elif part.residence != "host" and draft.place_for(part, ["host"]):
-            draft.move(part, "host")
-    return tuple(draft.moves)
-
-
-def _offload(draft: _Draft, part: Part, needs: PhaseNeeds, offload_to: OffloadTo) -> None:
-    place = draft.place_for(part, _PREFERENCE[offload_to])
-    if place is None and "host" in part.places:
-        # Parts go on from host memory until there is room: first those that are not needed soon, of equals the larger.
-        moved = {move.component for move in draft.moves}
-        lying = [each for each in draft.parts.values() if each.residence == "host" and each.name not in {*needs.now, *moved}]
-        for each in sorted(lying, key=lambda each: (each.name in needs.soon, -each.num_bytes, each.name)):
-            if "disk" in each.places and not draft.has_room("host", part.num_bytes):
-                draft.move(each, "disk")
-        place = draft.place_for(part, ["host"])
-    if place is None:
-        limit = "no limit" if draft.budget.host_bytes is None else gib(draft.budget.host_bytes)
-        raise ResidencyError(
-            f"{part.name} has to leave the device before phase {needs.phase!r} and has nowhere to go: it may be in "
-            f"{', '.join(sorted(part.places))}, takes {gib(part.num_bytes)}, and host memory holds {gib(draft.held('host'))} of "
-            f"{limit}"
-        )
-    draft.move(part, place)
+        has_room = host_bytes is None or held["host"] + part.num_bytes <= host_bytes
+        place: Residence = "host" if offload_to == "host" and has_room else "disk"
+        moves.append(ComponentMove(part.name, "device", place, part.num_bytes))
+        held["device"] -= part.num_bytes
+        held["host"] += part.num_bytes if place == "host" else 0
+    moves += [ComponentMove(part.name, part.residence, "device", part.num_bytes) for part in now if part.residence != "device"]
+    return tuple(moves)
 
 
 def check_phases(phases: Iterable[tuple[Phase, Mapping[str, int]]], budget_bytes: int) -> None:

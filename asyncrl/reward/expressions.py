@@ -2,7 +2,7 @@ r"""Whether two LaTeX expressions have the same value: by numbers where these de
 
 math-verify reads the LaTeX. Both expressions are then evaluated at a few points, with `_DIGITS` digits and every value on the way
 within bounds. Values that differ somewhere make them different. Values that agree everywhere make them equal, where no branch of
-a function of letters can hide a difference (`_Evaluation.is_conclusive`). Only what is left is sympy's to simplify.
+a function of letters can hide a difference (`_BRANCHED`). Only what is left is sympy's to simplify.
 
 The budget is of CPU time, so a busy machine judges as an idle one does. It ends the reading, the evaluation and sympy alike.
 """
@@ -26,8 +26,9 @@ _FLOAT_TOLERANCE = 2e-6
 _POINTS = ((1.3171, 0.7193, 2.2361, 1.8437), (-0.8391, 1.6180, -1.4427, 0.5772), (2.0946, -1.2021, 0.3679, -2.5029))
 _LETTERS = re.compile(r"(?<![\\A-Za-z])([A-Za-z])\s+(?=[A-Za-z])")
 """Letters with blanks between them, which math-verify takes for words and leaves out."""
-_ENTIRE = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp"}
-_BRANCHED = {"asin", "acos", "atan", "Abs"}
+_CONSTANTS = {"Pi": "pi", "Exp1": "e", "ImaginaryUnit": "j"}
+_BRANCHED = {"log", "asin", "acos", "atan", "Abs"}
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan"}
 
 
 class _OutOfTime(BaseException):
@@ -35,10 +36,19 @@ class _OutOfTime(BaseException):
 
 
 def within_budget(judge: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
-    """Return `judge`, which says False where it would take more than `BUDGET_S` of CPU time. Only in the main thread."""
-    import mpmath  # type: ignore[import-untyped] # noqa: PLC0415
-    from sympy.core.cache import clear_cache  # type: ignore[import-untyped] # noqa: PLC0415
+    """Return `judge`, which says False where it would take more than `BUDGET_S` of CPU time. Only in the main thread.
+
+    Raises:
+        RewardError: math-verify is not installed.
+    """
+    import_optional("math_verify", "answer_match")
+    import mpmath  # type: ignore[import-untyped] # noqa: PLC0415 - comes with sympy
+    from sympy.core.cache import clear_cache  # type: ignore[import-untyped] # noqa: PLC0415 - comes with math-verify
     from sympy.core.parameters import global_parameters  # type: ignore[import-untyped] # noqa: PLC0415
+
+    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        # Both warn at every call that their own timeouts are off.
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     def stop(*_: object) -> None:
         raise _OutOfTime
@@ -64,25 +74,15 @@ def within_budget(judge: Callable[[str, str], bool]) -> Callable[[str, str], boo
     return bounded
 
 
-def build_same_expression() -> Callable[[str, str], bool]:
-    """Return a function of two LaTeX expressions or relations that says whether they are equal.
+def same_expression(answer: str, reference: str) -> bool:
+    """Return whether two LaTeX expressions or relations are equal."""
+    import math_verify  # noqa: PLC0415 - optional
 
-    Raises:
-        RewardError: math-verify is not installed.
-    """
-    math_verify = import_optional("math_verify", "answer_match")
-    for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
-        # Both warn at every call that their own timeouts are off.
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-    def same_expression(answer: str, reference: str) -> bool:
-        given, wanted = _parse(answer), _parse(reference)
-        if not given or not wanted:
-            return False
-        decided = _same_values(given[0], wanted[0]) if len(given) == len(wanted) == 1 else None
-        return bool(math_verify.verify(wanted, given, timeout_seconds=None)) if decided is None else decided
-
-    return same_expression
+    given, wanted = _parse(answer), _parse(reference)
+    if not given or not wanted:
+        return False
+    decided = _same_values(given[0], wanted[0]) if len(given) == len(wanted) == 1 else None
+    return bool(math_verify.verify(wanted, given, timeout_seconds=None)) if decided is None else decided
 
 
 @lru_cache(maxsize=1024)
@@ -103,59 +103,47 @@ class _Undecided(Exception):  # noqa: N818 - not an error
     """The value is out of bounds or of an unknown function."""
 
 
-class _Evaluation:
-    """Values of sympy expressions at one point, and whether they are all that can be said about the expressions."""
+def _value(expression: Any, mp: Any, letters: dict[str, Any]) -> Any:  # noqa: ANN401 - sympy and mpmath have no types
+    """Return the value of a sympy expression at one point; raise _Undecided where it has none within bounds."""
+    kind, parts = type(expression).__name__, expression.args
+    if expression.is_Symbol:
+        return mp.j if expression.name == "i" else letters[expression.name]
+    if kind in _CONSTANTS:
+        return getattr(mp, _CONSTANTS[kind]) * 1
+    values = [_value(part, mp, letters) for part in parts]
+    if expression.is_Rational:
+        result = mp.mpf(expression.p) / expression.q
+    elif expression.is_Float:
+        result = mp.mpf(str(expression))
+    elif kind == "Add":
+        result = mp.fsum(values)
+        if abs(result) < mp.mpf(10) ** (30 - _DIGITS) * max(map(abs, values)):
+            result = mp.mpf(0)
+    elif kind == "Mul":
+        result = mp.mpf(1)
+        for each in values:
+            result = _bounded(result * each, mp)
+    elif kind == "Pow":
+        result = values[0] ** values[1]
+    elif kind == "log":
+        result = mp.log(values[0]) / (mp.log(values[1]) if len(values) > 1 else 1)
+    elif kind == "Abs":
+        result = mp.fabs(values[0])
+    elif kind in _FUNCTIONS or (kind == "factorial" and parts[0].is_Integer):
+        result = getattr(mp, kind)(values[0])
+    elif kind == "UnevaluatedExpr":
+        result = values[0]
+    else:
+        raise _Undecided
+    return _bounded(result, mp)
 
-    def __init__(self, mp: Any, letters: dict[str, Any]) -> None:  # noqa: ANN401 - mpmath has no types
-        self.mp, self.letters = mp, letters
-        self.is_conclusive = True
-        self.has_floats = False
 
-    def value(self, expression: Any) -> Any:  # noqa: ANN401 - sympy and mpmath have no types
-        """Return the value at the point; raise _Undecided where it has none within bounds."""
-        kind, parts = type(expression).__name__, expression.args
-        if expression.is_Symbol:
-            return self.mp.j if expression.name == "i" else self.letters[expression.name]
-        if expression.is_Rational:
-            result = self._bounded(self.mp.mpf(expression.p) / expression.q)
-        elif expression.is_Float:
-            self.has_floats = True
-            result = self.mp.mpf(str(expression))
-        elif kind in ("Pi", "Exp1", "ImaginaryUnit"):
-            return {"Pi": self.mp.pi, "Exp1": self.mp.e, "ImaginaryUnit": self.mp.j}[kind] * 1
-        else:
-            values = [self.value(part) for part in parts]
-            if kind == "Add":
-                result = self.mp.fsum(values)
-                if abs(result) < self.mp.mpf(10) ** (30 - _DIGITS) * max(map(abs, values)):
-                    result = self.mp.mpf(0)
-            elif kind == "Mul":
-                result = self.mp.mpf(1)
-                for each in values:
-                    result = self._bounded(result * each)
-            elif kind == "Pow":
-                self.is_conclusive &= parts[1].is_Integer or not parts[0].free_symbols
-                result = values[0] ** values[1]
-            elif kind == "log":
-                self.is_conclusive &= not expression.free_symbols
-                result = self.mp.log(values[0]) / (self.mp.log(values[1]) if len(values) > 1 else 1)
-            elif kind in _ENTIRE | _BRANCHED:
-                self.is_conclusive &= kind in _ENTIRE or not expression.free_symbols
-                result = self.mp.fabs(values[0]) if kind == "Abs" else getattr(self.mp, kind)(values[0])
-            elif kind == "factorial" and parts[0].is_Integer:
-                result = self.mp.factorial(values[0])
-            elif kind == "UnevaluatedExpr":
-                result = values[0]
-            else:
-                raise _Undecided
-        return self._bounded(result)
-
-    def _bounded(self, value: Any) -> Any:  # noqa: ANN401 - as above
-        """Check a value's size, and take off an imaginary part that is rounding: the sign of it would choose a branch."""
-        size = abs(value)
-        if size and not _LEAST < size < _MOST:
-            raise _Undecided
-        return value.real if abs(value.imag) < size * self.mp.mpf(10) ** (10 - _DIGITS) else value
+def _bounded(value: Any, mp: Any) -> Any:  # noqa: ANN401 - as above
+    """Check a value's size, and take off an imaginary part that is rounding: the sign of it would choose a branch."""
+    size = abs(value)
+    if size and not _LEAST < size < _MOST:
+        raise _Undecided
+    return value.real if abs(value.imag) < size * mp.mpf(10) ** (10 - _DIGITS) else value
 
 
 def _same_values(given: Any, wanted: Any) -> bool | None:  # noqa: ANN401 - as above
@@ -165,22 +153,27 @@ def _same_values(given: Any, wanted: Any) -> bool | None:  # noqa: ANN401 - as a
 
     if not isinstance(given, sympy.Expr) or not isinstance(wanted, sympy.Expr):
         return None
+    nodes = [node for expression in (given, wanted) for node in sympy.preorder_traversal(expression)]
+    has_floats = any(node.is_Float for node in nodes)
+    # A branch of a root, a logarithm or another such function of letters can hide a difference.
+    is_conclusive = not has_floats and not any(
+        node.free_symbols
+        and (type(node).__name__ in _BRANCHED or (node.is_Pow and not node.exp.is_Integer and node.base.free_symbols))
+        for node in nodes
+    )
     names = sorted({symbol.name for symbol in given.free_symbols | wanted.free_symbols})
-    is_conclusive = True
     with mpmath.workdps(_DIGITS):
         for point in _POINTS if names else _POINTS[:1]:
             letters = {name: mpmath.mpf(point[index % 4]) + mpmath.mpf(index // 4) / 7 for index, name in enumerate(names)}
-            evaluation = _Evaluation(mpmath.mp, letters)
             try:
-                first, second = evaluation.value(given), evaluation.value(wanted)
+                first, second = _value(given, mpmath.mp, letters), _value(wanted, mpmath.mp, letters)
             except (_Undecided, ArithmeticError, ValueError, TypeError, KeyError, AttributeError):
                 is_conclusive = False
                 continue
             largest = max(abs(first), abs(second))
             close = mpmath.mpf(10) ** -_SAME_DIGITS * largest
-            if evaluation.has_floats:
-                is_conclusive, close = False, max(_FLOAT_TOLERANCE * min(largest, 1), mpmath.mpf(1e-9) * largest)
+            if has_floats:
+                close = max(_FLOAT_TOLERANCE * min(largest, 1), mpmath.mpf(1e-9) * largest)
             if abs(first - second) > close:
                 return False
-            is_conclusive &= evaluation.is_conclusive
     return True if is_conclusive else None

@@ -1,4 +1,4 @@
-"""What a reward function sees, and the small steps several of them share. Imported by every reward; imports none of them."""
+"""What a reward function sees, what comes of it, and the small steps several share. Imported by every reward; imports none."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ class RewardInput(msgspec.Struct, frozen=True):
     num_tokens: int
     index: int = 0
     """Which member of its group it is."""
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What came of one sample; from a scoring process to the pool."""
+
+    reward: float = 0.0
+    """The weighted sum."""
+    parts: dict[str, float] = {}
+    """Every value by name, unweighted."""
+    late: tuple[int, ...] = ()
+    """Functions that ran out of time, and so score 0."""
+    number: int = 0
+    """Which of the samples it is that the process was sent, from 1."""
+    error: str = ""
+    kind: str = ""
+    """Type and place of the error (`errors.kind_of`)."""
+    trace: str = ""
+    seconds: float = 0.0
+    out_of_memory: bool = False
+    """There is no reward, and the process ends: what filled the memory may still be held."""
 
 
 MOST_SHOWN_CHARS = 1000

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from asyncrl.reward.expressions import build_same_expression, within_budget
+from asyncrl.reward.expressions import same_expression, within_budget
 from asyncrl.reward.inputs import linear_pattern
 from asyncrl.reward.numbers import UNITS, parse_quantity, same_quantity
 
@@ -84,11 +84,10 @@ def build_math_match() -> Equal:
     Raises:
         RewardError: math-verify is not installed.
     """
-    same_expression = build_same_expression()
 
     def matches(answer: str, reference: str) -> bool:
         wanted, given = take_one(reference), take_one(answer)
-        return given is not None and _equal(given, wanted or _normal(reference), same_expression)
+        return given is not None and _equal(given, wanted or _normal(reference))
 
     return within_budget(matches)
 
@@ -146,7 +145,7 @@ def _normal(text: str) -> str:
     return text
 
 
-def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
+def _equal(answer: str, reference: str, depth: int = 0) -> bool:
     """Compare two normalised answers, containers item by item."""
     if _squeezed(answer) == _squeezed(reference):
         return True
@@ -170,22 +169,22 @@ def _equal(answer: str, reference: str, verify: Equal, depth: int = 0) -> bool:
         return not is_variable and (is_percentage or same_quantity(answer, reference))
     given_items, wanted_items = _items(answer), _items(reference)
     if given_items is not None or wanted_items is not None:
-        return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, verify, depth)
+        return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, depth)
     (answer, given_unit), (reference, wanted_unit) = _trailing_unit(answer), _trailing_unit(reference)
     if given_unit and wanted_unit and given_unit != wanted_unit:
         return False
-    return _one_expression(answer, reference) and _same_value(answer, reference, verify)
+    return _one_expression(answer, reference) and _same_value(answer, reference)
 
 
-def _same_value(answer: str, reference: str, verify: Equal) -> bool:
+def _same_value(answer: str, reference: str) -> bool:
     """Compare two expressions, or two equations by what is 0 in them: by solutions, those that have none would all be equal."""
     if _relations(reference) != ["="]:
-        return verify(answer, reference)
+        return same_expression(answer, reference)
     given, wanted = _split(answer, "="), _split(reference, "=")
     if len(given) != 2 or len(wanted) != 2:  # an equals sign within brackets
         return False
     zeros = [f"({left})-({right})" for left, right in (wanted, wanted[::-1])]
-    return any(verify(f"({given[0]})-({given[1]})", zero) for zero in zeros)
+    return any(same_expression(f"({given[0]})-({given[1]})", zero) for zero in zeros)
 
 
 def _squeezed(text: str) -> str:
@@ -259,7 +258,7 @@ def _split(text: str, separator: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], verify: Equal, depth: int) -> bool:
+def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], depth: int) -> bool:
     (given_kind, given_items), (wanted_kind, wanted_items) = given, wanted
     any_order = {"", "{}"}
     if given_kind != wanted_kind and not {given_kind, wanted_kind} <= any_order:
@@ -267,10 +266,10 @@ def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], ver
     if len(given_items) != len(wanted_items) or not all(given_items):
         return False
     if wanted_kind not in any_order and wanted_kind != "union":
-        return all(_equal(item, want, verify, depth + 1) for item, want in zip(given_items, wanted_items, strict=True))
+        return all(_equal(item, want, depth + 1) for item, want in zip(given_items, wanted_items, strict=True))
     left = list(wanted_items)
     for item in given_items:
-        match = next((want for want in left if _equal(item, want, verify, depth + 1)), None)
+        match = next((want for want in left if _equal(item, want, depth + 1)), None)
         if match is None:
             return False
         left.remove(match)

@@ -143,7 +143,9 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     Returns:
         True where both are quantities, close enough, of one unit and under one name (either may leave these out).
     """
-    wanted = parse_quantity(reference, _bare_unit(reference))
+    # The words behind the number of a reference: the task knows its own units.
+    behind = re.fullmatch(r"[^A-Za-z]*\d[\d.,]*\s+([A-Za-z][A-Za-z ]*?)\.?", reference.strip(), re.ASCII)
+    wanted = parse_quantity(reference, _singular(behind[1].lower()) if behind else "")
     given = wanted and parse_quantity(answer, wanted.unit)
     if wanted is None or given is None:
         return False
@@ -181,12 +183,6 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def _bare_unit(reference: str) -> str:
-    """Return the words behind the number of a reference: the task knows its own units."""
-    match = re.fullmatch(r"[^A-Za-z]*\d[\d.,]*\s+([A-Za-z][A-Za-z ]*?)\.?", reference.strip(), re.ASCII)
-    return _singular(match[1].lower()) if match else ""
-
-
 def _singular(unit: str) -> str:
     return UNITS.get(unit, unit[:-1] if unit.endswith("s") and len(unit) > 3 else unit)
 
@@ -211,18 +207,10 @@ def _value(match: re.Match[str]) -> Fraction | None:
     exponent = int(match["exponent"] or match["ten"] or match["digit"] or 0)
     if abs(exponent) > _MAX_EXPONENT:
         return None
-    value = _fraction(match["number"]) * Fraction(10) ** exponent
-    if match["denominator"]:
-        denominator = _fraction(match["denominator"])
-        if denominator == 0:
-            return None
-        value /= denominator
-    if match["whole"]:
-        if not match["denominator"]:
-            return None
-        value += int(match["whole"])
+    number, denominator = (
+        Fraction(digits.replace(",", "").rstrip(".") or "0") for digits in (match["number"], match["denominator"] or "1")
+    )
+    if denominator == 0 or (match["whole"] and not match["denominator"]):
+        return None
+    value = number * Fraction(10) ** exponent / denominator + int(match["whole"] or 0)
     return -value if "-" in (match["sign"], match["inner_sign"]) else value
-
-
-def _fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", "").rstrip(".") or "0")

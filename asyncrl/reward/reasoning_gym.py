@@ -59,9 +59,7 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     def score(sample: RewardInput) -> float:
         family, options_json, entry = _parse_reference(sample.prompt.reference_json, sample.prompt.prompt_id)
         answer = extract_answer(sample.text, extract)
-        if not answer:
-            return 0.0
-        if not _has_shape(family, answer, entry):
+        if not answer or not _has_shape(family, answer, entry):
             return 0.0
         dataset, reference = _dataset(family, options_json), entry.get("answer")
         try:
@@ -123,14 +121,11 @@ def _has_shape(family: str, answer: str, entry: Entry) -> bool:
 def _reads_as(answer: str, reference: str, order: Callable[[list[str]], list[str]] = list, tolerance: float = 1e-3) -> bool:
     """Whether two texts have the same words, signs and numbers, but for case, blanks, commas, quotes and rounding."""
     given, wanted = (order(_READ.findall(re.sub(r"([-+])\s+(?=\d)", r"\1", text.casefold()))) for text in (answer, reference))
-    return len(given) == len(wanted) and all(
-        one == other
-        or (
-            _READ_NUMBER.fullmatch(one)
-            and _READ_NUMBER.fullmatch(other)
-            and math.isclose(float(one), float(other), rel_tol=tolerance)
-        )
-        for one, other in zip(given, wanted, strict=True)
+    if len(given) != len(wanted):
+        return False
+    different = [pair for pair in zip(given, wanted, strict=True) if pair[0] != pair[1]]
+    return all(
+        all(map(_READ_NUMBER.fullmatch, pair)) and math.isclose(*map(float, pair), rel_tol=tolerance) for pair in different
     )
 
 
@@ -157,13 +152,8 @@ def _expression(answer: str, _reference: str) -> bool:
     """Whether it is one algebraic expression of numbers, one-letter variables and the usual functions, safe to be evaluated."""
     if len(answer) > _MAX_EXPRESSION_CHARS or not answer.isascii():
         return False
-    if any(
-        token not in _OPERATORS
-        and token not in _FUNCTIONS
-        and not token[0].isdigit()
-        and not (len(token) == 1 and token.isalpha())
-        for token in _TOKEN.findall(answer)
-    ):
+    known = _OPERATORS | _FUNCTIONS
+    if any(not (each in known or each[0].isdigit() or (len(each) == 1 and each.isalpha())) for each in _TOKEN.findall(answer)):
         return False
     try:
         return _magnitude(ast.parse(answer.strip().replace("^", "**"), mode="eval").body) <= _MAX_MAGNITUDE
@@ -202,10 +192,6 @@ def _magnitude(node: ast.expr) -> float:
     raise ValueError("not an expression")
 
 
-def _same_words(answer: str, reference: str) -> bool:
-    return len(answer.split()) == len(reference.split())
-
-
 _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     # The scorer compares truth values of texts: every text is true.
     "game_of_life_halting": lambda answer, reference: answer.casefold() == reference.casefold(),
@@ -213,18 +199,15 @@ _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix"), lambda _answer, _reference: False),
     # eval or sympy's parser, and many right answers.
     "n_queens": re.compile(r"[Q_\s]+"),
-    "countdown": _expression,
-    "puzzle24": _expression,
-    "simple_integration": _expression,
-    "intermediate_integration": _expression,
-    "polynomial_multiplication": _expression,
+    **dict.fromkeys(
+        ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"), _expression
+    ),
     # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
     "fraction_simplification": _FRACTION,
     "knights_knaves": lambda answer, reference: _statements(answer) == _statements(reference),
-    "letter_jumble": _same_words,
     "quantum_lock": _LOCK_BUTTONS,
     "sokoban": re.compile(r"[UDLR]+"),
-    "survo": _same_words,
+    **dict.fromkeys(("letter_jumble", "survo"), lambda answer, reference: len(answer.split()) == len(reference.split())),
     # Several answers are right, and the scorer checks their parts.
     "kakurasu": re.compile(r"[01\s]+"),
     "palindrome_generation": re.compile(r"[A-Za-z]+"),

@@ -1,4 +1,4 @@
-"""From the config's reward functions to callables, and their weighted sum.
+"""From the config's reward functions to callables, and their weighted sum; and rewards by a connected program (`judge_for`).
 
 A reward function takes one `RewardInput` and returns a number, or an awaitable of one. A new built-in is one `build_*` function
 and one row in `_BUILDERS`; a user's own is named by import path (`PythonReward`) and may take several samples at once. Functions
@@ -7,6 +7,10 @@ are built once per scoring process (worker_process.py); what they raise fails th
 The answer of `answer_match` is the first group of the last match of `extract`, or the whole completion. One that names
 several candidates is not an answer: `numeric` takes exactly one number (numbers.py), and `math` exactly one expression
 (math_match.py).
+
+A program that is connected to the run may judge in place of reward workers (`kind = "caller"`). It asks the run what is to be
+judged and says what came of it, over and over. A request stays the run's until its answer has reached the run, which gives it out
+again to whoever asks and does not hold it; so a program that is lost loses no sample, and another may go on.
 
 Invariants: names are unique within a run and the same in every process; the sum is finite or the sample is failed.
 """
@@ -17,18 +21,18 @@ import asyncio
 import inspect
 import math
 import time
+import uuid
 from asyncio.events import _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.config import reward as kinds
-from asyncrl.errors import ConfigError, RewardError, leaves
+from asyncrl.errors import ConfigError, RewardError, kind_of, leaves, trace_of
 from asyncrl.reward.inputs import (
-    Pattern,
+    Judgement,
     RewardFunction,
     RewardInput,
     as_number,
@@ -42,6 +46,8 @@ from asyncrl.reward.math_match import Equal, build_math_match
 from asyncrl.reward.numbers import same_quantity
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
+from asyncrl.schema.samples import Member, Prompt, Score, ScoreRequest, Scores
+from asyncrl.schema.status import Judged
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
 T = TypeVar("T")
@@ -62,17 +68,6 @@ class NamedReward(NamedTuple):
     """It waits for somebody else: many samples are scored at the same time."""
 
 
-class Scored(NamedTuple):
-    """What came of one sample."""
-
-    total: float
-    """The weighted sum."""
-    parts: dict[str, float]
-    """Every value by name, unweighted."""
-    late: tuple[int, ...] = ()
-    """Functions that ran out of time, and so score 0."""
-
-
 def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
     """Build every configured reward function, in order.
 
@@ -86,10 +81,9 @@ def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
                 f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
                 f"else the time limit of a sample ends a slow program's process before its own does"
             )
-    named = zip(kinds.reward_names(config), config.functions, strict=True)
     return tuple(
         _python_reward(name, each) if isinstance(each, kinds.PythonReward) else NamedReward(name, each.weight, build_reward(each))
-        for name, each in named
+        for name, each in zip(kinds.reward_names(config), config.functions, strict=True)
     )
 
 
@@ -136,7 +130,7 @@ async def score_sample(
     values: Mapping[int, float | RewardError],
     at: Callable[[int], None] = lambda _: None,
     limit_s: float | None = None,
-) -> Scored:
+) -> Judgement:
     """Score one sample.
 
     Args:
@@ -174,7 +168,7 @@ async def score_sample(
         total += weight * value
     if not math.isfinite(total):
         raise RewardError(f"the weighted sum of {parts} is not finite")
-    return Scored(total, parts, tuple(late))
+    return Judgement(total, parts, tuple(late))
 
 
 async def _awaited(name: str, value: Awaitable[object], until_s: float | None) -> tuple[object, bool]:
@@ -237,19 +231,14 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
     is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(getattr(loaded, "__call__", None))  # noqa: B004
     user_function = loaded if is_async else _outside_the_loop(loaded)
     if not takes_batches(loaded):
+        return NamedReward(name, config.weight, lambda sample: user_function(sample.prompt, sample.text), is_async=is_async)
 
-        def alone(sample: RewardInput) -> float | Awaitable[float]:
-            return cast("float | Awaitable[float]", user_function(sample.prompt, sample.text))
-
-        return NamedReward(name, config.weight, alone, is_async=is_async)
+    def several(samples: Sequence[RewardInput]) -> Sequence[float] | Awaitable[Sequence[float]]:
+        return cast("Sequence[float]", user_function([each.prompt for each in samples], [each.text for each in samples]))
 
     async def one_of_several(sample: RewardInput) -> float:
-        values = user_function([sample.prompt], [sample.text])
-        values = await values if inspect.isawaitable(values) else values
-        return cast("float", _checked_batch("it", values, 1)[0])
-
-    def several(samples: Sequence[RewardInput]) -> Sequence[float]:
-        return cast("Sequence[float]", user_function([each.prompt for each in samples], [each.text for each in samples]))
+        values = several([sample])
+        return cast("float", _checked_batch("it", await values if inspect.isawaitable(values) else values, 1)[0])
 
     return NamedReward(name, config.weight, one_of_several, several)
 
@@ -278,7 +267,7 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
     matchers: dict[str, Equal] = {
         "exact": str.__eq__,
         "numeric": lambda answer, reference: answer == reference or same_quantity(answer, reference, config.tolerance),
-        "regex": lambda answer, reference: matches_whole(answer, _reference_pattern(reference)),
+        "regex": lambda answer, reference: matches_whole(answer, compile_pattern(reference, "reference")),
     }
     matches = build_math_match() if config.mode == "math" else matchers[config.mode]
 
@@ -290,14 +279,6 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
         return float(bool(answer) and matches(answer or "", reference))
 
     return score
-
-
-@lru_cache(maxsize=1024)
-def _reference_pattern(reference: str) -> Pattern:
-    try:
-        return compile_pattern(reference, "reference")
-    except ConfigError as error:
-        raise RewardError(str(error)) from error
 
 
 def _build_format_check(config: kinds.FormatCheckReward) -> RewardFunction:
@@ -330,3 +311,49 @@ _BUILDERS: dict[type, Callable[..., RewardFunction]] = {
     kinds.OverlongPenalty: _build_overlong,
     kinds.PreferenceReward: _build_preference,
 }
+
+# -- a connected program -------------------------------------------------------------------------------------------------------
+
+Reward = Callable[[Prompt, str], float | Awaitable[float]]
+"""(prompt, completion) to a reward, plain or async."""
+Ask = Callable[[Judged], Awaitable[list[ScoreRequest]]]
+"""Says what was judged, and returns what else is to be."""
+
+
+async def judge_for(ask: Ask, function: Reward) -> None:
+    """Judge what the run asks for, until `ask` raises: an async function several groups at once.
+
+    A sample of which the function raises has a Score with the reason.
+    """
+    caller, held, done = uuid.uuid4().hex, set[Member](), asyncio.Queue[Scores]()
+
+    async def judge(request: ScoreRequest) -> None:
+        scores = list[Score]()
+        for index, text in zip(request.indices, request.texts, strict=True):
+            try:
+                given = function(request.prompt, text)
+                reward = as_number(await given if inspect.isawaitable(given) else given)
+                scores.append(Score(index, reward, {"caller": reward}))
+            except (Exception, asyncio.CancelledError) as error:  # the boundary: whatever a user's function raises
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
+                said = f"the caller's reward: {type(error).__name__}: {shown(error)}"
+                scores.append(Score(index, 0.0, error=said, error_kind=kind_of(error), trace=trace_of(error)))
+        done.put_nowait(Scores(request.group_id, request.attempt, tuple(scores), purpose=request.purpose))
+
+    async def tell() -> None:
+        while True:
+            answers = [await done.get()]
+            answers += [done.get_nowait() for _ in range(done.qsize())]
+            await ask(Judged(caller, tuple(answers), wants=False))
+            held.difference_update((answer.purpose, answer.group_id, answer.scores[0].index) for answer in answers)
+
+    async with asyncio.TaskGroup() as judging:
+        judging.create_task(tell(), name="rewards")
+        while True:
+            for request in await ask(Judged(caller, held=tuple(held))):
+                first = (request.purpose, request.group_id, request.indices[0])
+                if first not in held:
+                    held.add(first)
+                    judging.create_task(judge(request), name="rewards")

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -39,15 +39,14 @@ import msgspec
 
 from asyncrl.config.reward import RewardConfig, reward_names
 from asyncrl.errors import AsyncRLError, ConfigError, RewardError, kind_of, trace_of
-from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.inputs import Judgement, RewardInput
 
 if TYPE_CHECKING:
-    from asyncrl.reward.registry import NamedReward, Scored
+    from asyncrl.reward.registry import NamedReward
 
 START_TIMEOUT_S = 120.0
 """Importing what rewards need, on a busy machine."""
 AT_REST = -1
-NOTHING: Mapping[int, float | RewardError] = {}
 MOST_TOGETHER = 128
 """Samples that one process has at a time, where its functions judge several at once or are async."""
 TELL_EVERY_S = 0.002
@@ -100,24 +99,6 @@ class Work(msgspec.Struct, frozen=True):
     items: tuple[Item, ...]
     alone: bool = False
     """One after the other, whatever the functions are: one of them may have ended a process."""
-
-
-class Judgement(msgspec.Struct, frozen=True):
-    """Process to pool: one sample's rewards."""
-
-    reward: float = 0.0
-    parts: dict[str, float] = {}
-    late: tuple[int, ...] = ()
-    """Functions that ran out of time."""
-    number: int = 0
-    """Which of the samples it is that the process was sent, from 1."""
-    error: str = ""
-    kind: str = ""
-    """Type and place of the error (`errors.kind_of`)."""
-    trace: str = ""
-    seconds: float = 0.0
-    out_of_memory: bool = False
-    """There is no reward, and the process ends: what filled the memory may still be held."""
 
 
 class Mark(NamedTuple):
@@ -282,26 +263,23 @@ class ScoringProcess:
         except msgspec.MsgspecError as error:
             raise InvalidJudgements("it sent something that is no judgement") from error
         told = [judgement.number for judgement in judgements]
-        if in_order:
-            are_waited_for = told == [*islice(numbers, len(told))]
-        else:
-            are_waited_for = len(set(told)) == len(told) and all(number in numbers for number in told)
-        if not (told and are_waited_for):
+        expected = islice(numbers, len(told)) if in_order else (number for number in dict.fromkeys(told) if number in numbers)
+        if not told or told != [*expected]:
             raise InvalidJudgements(f"it sent {len(told)} judgements that nobody waits for")
-        if not all(self._can_be(judgement) for judgement in judgements):
-            raise InvalidJudgements("it sent a judgement that cannot be")
+        for judgement in judgements:
+            figures = (judgement.reward, judgement.seconds, *judgement.parts.values())
+            knows_names = self._names.issuperset(judgement.parts) and all(0 <= each < len(self._names) for each in judgement.late)
+            if not knows_names or not all(map(math.isfinite, figures)):
+                raise InvalidJudgements("it sent a judgement that cannot be")
         return judgements
 
     @property
     def ending(self) -> str:
         """How the child ended; empty while it lives. Something that it started may hold its socket open."""
         status = self._process.poll()
-        return "" if status is None else _ending(status)
-
-    def _can_be(self, judgement: Judgement) -> bool:
-        knows_late = all(0 <= each < len(self._names) for each in judgement.late)
-        numbers = (judgement.reward, judgement.seconds, *judgement.parts.values())
-        return knows_late and self._names.issuperset(judgement.parts) and all(map(math.isfinite, numbers))
+        if status is None:
+            return ""
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def kill(self) -> None:
         """End the child and all it started, now. Safe to repeat."""
@@ -331,15 +309,9 @@ class ScoringProcess:
                 raise InvalidJudgements(f"it said that {size} bytes were to come")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
-            try:
-                status = await asyncio.to_thread(self._process.wait, 5.0)
-            except subprocess.TimeoutExpired:
-                raise ProcessDied("it closed its socket") from error
-            raise ProcessDied(_ending(status)) from error
-
-
-def _ending(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, 5.0)
+            raise ProcessDied(self.ending or "it closed its socket") from error
 
 
 # -- the process -----------------------------------------------------------------------------------------------------------
@@ -409,9 +381,7 @@ async def _score_all(
             )
             judgements, told_s = list[Judgement](), time.monotonic()
             for index, item in enumerate(work.items):
-                values = told_by.get(index, NOTHING)
-                if item.skipped:
-                    values = {**values, **dict.fromkeys(item.skipped, 0.0)}
+                values = {**told_by.get(index, {}), **dict.fromkeys(item.skipped, 0.0)}
                 at = partial(marker.put, first, index, in_batch=together)
                 limit_s = config.timeout_s if together else None
                 judging = _judge(score_sample(rewards, item.sample, values, at, limit_s), first + index)
@@ -432,17 +402,17 @@ async def _score_all(
                 pool.sendall(_message(judgements))
 
 
-async def _judge(scoring: Awaitable[Scored], number: int) -> Judgement:
+async def _judge(scoring: Awaitable[Judgement], number: int) -> Judgement:
     started_s = time.monotonic()
     try:
-        scored = await scoring
+        judged = await scoring
     except MemoryError:
         return Judgement(number=number, out_of_memory=True)
     except RewardError as error:
         cause, seconds = error.__cause__ or error, time.monotonic() - started_s
         said, kind = (str(error) or "RewardError")[:MAX_ERROR_CHARS], kind_of(cause)[:MAX_ERROR_CHARS]
         return Judgement(number=number, error=said, kind=kind, trace=trace_of(cause), seconds=seconds)
-    return Judgement(*scored, number=number, seconds=time.monotonic() - started_s)
+    return msgspec.structs.replace(judged, number=number, seconds=time.monotonic() - started_s)
 
 
 class _Marker:

@@ -71,7 +71,7 @@ class WeightsAvailable(Message, frozen=True, tag="weights_available"):
     full_version: int = -1
     """The version whose whole bytes can be fetched; -1: this one. Another where only its deltas were published since."""
     full_bucket_fingerprints: bytes = b""
-    """Of that version; empty: `bucket_fingerprints`."""
+    """Of that version, where it is another."""
     deltas: tuple[Delta, ...] = ()
     """Oldest first, each based on the one before; the last leads to `version`."""
 

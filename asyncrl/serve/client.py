@@ -20,8 +20,8 @@ from asyncrl.client import RunClient, connect
 from asyncrl.config.load import dump_config, find_config, read_config_text
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LaunchError, RunError
+from asyncrl.serve.reading import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.records import RunRecord
-from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.submit import Fork, Submission
 from asyncrl.sweep.statistics import Comparison, compare
 
@@ -218,26 +218,22 @@ def _place_in(folder: Path) -> Iterator[BinaryIO]:
         yield archive
 
 
-def _extract(archive: tarfile.TarFile, place: Path) -> None:
-    """Write an archive's files into a new folder. Raises ValueError where it has links or paths that lead out of the folder."""
-    place.mkdir()
-    for member in archive:  # `extractall` has no filter before Python 3.11.4
-        path, content = Path(member.name), archive.extractfile(member) if member.isfile() else None
-        if path.is_absolute() or ".." in path.parts or (content is None and not member.isdir()):
-            raise ValueError(f"{member.name!r} is no file of a checkpoint")
-        if content is not None:
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            with (place / path).open("wb") as file:
-                shutil.copyfileobj(content, file)
-
-
 def _unpacked(archive: BinaryIO, into: Path) -> Path:
     """Unpack a tar of one folder beside it, compare its files with their sums, and put it into `into`."""
     place = Path(archive.name).parent / "unpacked"
+    place.mkdir()
     archive.seek(0)
     try:
         with tarfile.open(fileobj=archive) as opened:
-            _extract(opened, place)
+            for member in opened:  # `extractall` has no filter before Python 3.11.4
+                path, content = place / member.name, opened.extractfile(member) if member.isfile() else None
+                if not path.is_relative_to(place) or ".." in Path(member.name).parts or (content is None and not member.isdir()):
+                    raise ValueError(f"{member.name!r} is no file of a checkpoint")  # noqa: TRY301 - as where there are several
+                if content is None:
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    shutil.copyfileobj(content, file)
         (folder,) = place.iterdir()
     except (tarfile.TarError, ValueError) as error:
         raise RunError(f"the checkpoint came damaged: {error}; ask again") from error

@@ -17,7 +17,6 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ from asyncrl.observe.steps import EVENTS_FILE, Tail, read_evals, read_events, re
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
 from asyncrl.serve.machine import Machine, admit, in_order, misfits
-from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord, ServerEvent
+from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord
+from asyncrl.serve.submit import Submission
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ class Keeper:
                 self._unsettled = set(begun)
                 self._settle("")
                 for run in begun:
-                    self._task(run, self._find_again)
+                    self._begin(run, of_before=True)
                 while True:
                     self._changed.clear()
                     try:
-                        await self._start_queued()
+                        self._start_queued()
                     except (OSError, sqlite3.Error) as error:
                         log.error("queued runs cannot be started: %s; tried again in %g s", error, AGAIN_S)  # noqa: TRY400
                         await self._clock.sleep(AGAIN_S)
@@ -96,16 +96,16 @@ class Keeper:
                 for task in self._tasks.values():
                     task.cancel()
 
-    async def _start_queued(self) -> None:
+    def _start_queued(self) -> None:
         """Start what the machine has room for; a run that an earlier machine took and this one cannot has failed."""
         if self._drains:
             return
         for record in in_order(self.records.runs.values()):
             if faults := misfits(self.machine, record.demand):
-                await self._ended(replace(record, reason="; ".join(faults)), "failed")
+                self._ended(replace(record, reason="; ".join(faults)), "failed")
         for run, gpus in admit(self.machine, self.records.runs.values()).items():
             self.records.put_run(replace(self.records.runs[run], state="starting", gpus=gpus))
-            self._task(run, self._keep)
+            self._begin(run, of_before=False)
 
     def _settle(self, run: str) -> None:
         """Note that a run of before has had its look."""
@@ -113,41 +113,43 @@ class Keeper:
         if not self._unsettled:
             self.settled.set()
 
-    def _task(self, run: str, work: Callable[[RunRecord], Awaitable[None]]) -> None:
+    def _begin(self, run: str, *, of_before: bool) -> None:
         assert self._group is not None
-        self._tasks[run] = self._group.create_task(self._guarded(run, work), name=f"run-{run}")
+        self._tasks[run] = self._group.create_task(self._hold(run, of_before=of_before), name=f"run-{run}")
 
-    async def _guarded(self, run: str, work: Callable[[RunRecord], Awaitable[None]]) -> None:
-        """Do the work of one run, and where that fails look at the run again later: the others go on, whatever one meets."""
+    async def _hold(self, run: str, *, of_before: bool) -> None:
+        """Have a run live to its end, and where that fails look at it again later: the others go on, whatever one meets."""
         while True:
             try:
-                await work(self.records.runs[run])
+                lives = await self._find_again(self.records.runs[run]) if of_before else False
+                self._settle(run)
+                if lives is not None:
+                    await self._keep(self.records.runs[run], lives=lives)
             except (OSError, sqlite3.Error) as error:
                 log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
             except Exception as error:
                 log.exception("the run %s cannot be followed", run)
                 if not is_live(self.records.run_folder(run)):
                     with contextlib.suppress(OSError, sqlite3.Error):
-                        await self._ended(replace(self.records.runs[run], reason=f"it cannot be followed: {error!r}"), "failed")
+                        self._ended(replace(self.records.runs[run], reason=f"it cannot be followed: {error!r}"), "failed")
                         return
             else:
                 return
             finally:
                 self._settle(run)
             await self._clock.sleep(AGAIN_S)
-            work = self._find_again
+            of_before = True
 
-    async def tell(self, kind: str, run: str = "", text: str = "", who: str = "") -> ServerEvent:
-        """Record an event and wake whoever reads them."""
-        return self.records.add_event(self._clock.now(), kind, run, text, who)
+    def tell(self, kind: str, run: str = "", text: str = "", who: str = "") -> None:
+        """Record an event."""
+        self.records.add_event(self._clock.now(), kind, run, text, who)
 
     # -- what is asked ---------------------------------------------------------------------------------------------------
 
-    async def submit(
-        self, config: RunConfig, demand: Demand, *, who: str, project: str = "", tags: Sequence[str] = (), priority: int = 0,
-        parent: str = "", answers: tuple[str, Answered] | None = None,
-    ) -> RunRecord:  # fmt: skip
-        """Queue a run; `answers` is kept with it: an idempotency key and what it stands for.
+    def submit(
+        self, asked: Submission, config: RunConfig, demand: Demand, who: str, parent: str, answers: tuple[str, Answered] | None
+    ) -> RunRecord:
+        """Queue a run whose config was checked; `answers` is kept with it: an idempotency key and what it stands for.
 
         Raises:
             RunError: There is a run of that name.
@@ -158,8 +160,8 @@ class Keeper:
             raise RunError(f"there is a run {config.name!r}; give this one another name")
         number = 1 + max((record.number for record in self.records.runs.values()), default=0)
         record = RunRecord(
-            id=config.name, number=number, priority=priority, project=project, tags=tuple(tags), submitted_by=who, demand=demand,
-            parent=parent, queued_s=self._clock.now(), num_steps=config.num_steps,
+            id=config.name, number=number, priority=asked.priority, project=asked.project, tags=asked.tags, submitted_by=who,
+            demand=demand, parent=parent, queued_s=self._clock.now(), num_steps=config.num_steps,
         )  # fmt: skip
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -174,11 +176,11 @@ class Keeper:
         except (OSError, sqlite3.Error):
             shutil.rmtree(folder, ignore_errors=True)  # what was refused does not keep the name
             raise
-        await self.tell("submitted", record.id, who=who)
+        self.tell("submitted", record.id, who=who)
         self._changed.set()
         return record
 
-    async def cancel(self, run: str, who: str) -> RunRecord:
+    def cancel(self, run: str, who: str) -> RunRecord:
         """Take a queued run out of the queue.
 
         Raises:
@@ -187,10 +189,10 @@ class Keeper:
         record = self.records.runs[run]
         if record.state != "queued":
             raise RunError(f"{run} is {record.state}: only a queued run is cancelled; `stop` or `drain` ends a live one")
-        await self._ended(replace(record, reason=f"cancelled by {who}"), "cancelled")
+        self._ended(replace(record, reason=f"cancelled by {who}"), "cancelled")
         return self.records.runs[run]
 
-    async def resume_ended(self, run: str, who: str, num_steps: int = 0) -> RunRecord:
+    def resume_ended(self, run: str, who: str, num_steps: int = 0) -> RunRecord:
         """Queue a run that has ended, to go on where it stopped.
 
         Raises:
@@ -204,7 +206,7 @@ class Keeper:
             raise RunError(f"{run} has done its {goal} steps; give num_steps to take it further")
         record = replace(record, state="queued", outcome="", reason="", drains=False, num_steps=goal, ended_s=0.0)
         self.records.put_run(record)
-        await self.tell("asked", run, "resume", who)
+        self.tell("asked", run, "resume", who)
         self._changed.set()
         return record
 
@@ -228,7 +230,7 @@ class Keeper:
             raise RunError(
                 f"{run} is {record.state}{f' ({record.outcome})' if record.outcome else ''}: only a live run can {what}"
             )
-        await self.tell("asked", run, what, asker)
+        self.tell("asked", run, what, asker)
         if what in {"drain", "stop"}:
             self.records.put_run(replace(record, drains=True))
         async with connect(self.records.run_folder(run)) as client:
@@ -239,11 +241,10 @@ class Keeper:
         if (status := self.statuses.get(run)) is not None:
             return status
         record = self.records.runs[run]
-        ended = "failed" if record.outcome == "failed" else "stopped"
-        phases = {"queued": "queued", "starting": "starting", "live": "starting"}
+        phases = {"queued": "queued", "ended": "failed" if record.outcome == "failed" else "stopped"}
         return RunStatus(
             name=run, run_folder=str(self.records.run_folder(run)), reason=record.reason, version=record.version,
-            phase=phases.get(record.state, ended), num_steps=record.num_steps,
+            phase=phases.get(record.state, "starting"), num_steps=record.num_steps,
             accuracy_before=record.accuracy_before, accuracy_after=record.accuracy_after,
         )  # fmt: skip
 
@@ -285,36 +286,37 @@ class Keeper:
 
     # -- one run ---------------------------------------------------------------------------------------------------------
 
-    async def _find_again(self, record: RunRecord) -> None:
-        """Take up a run that an earlier daemon began; where that was starting its controller, wait for it or kill it in time."""
+    async def _find_again(self, record: RunRecord) -> bool | None:
+        """Look at a run that an earlier daemon began; where that was starting its controller, wait for it or kill it in time.
+
+        Returns:
+            Whether it has a controller that lives; None where it has ended.
+        """
         folder, until_s = self.records.run_folder(record.id), time.monotonic() + START_TIMEOUT_S
         while not is_live(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
             if time.monotonic() > until_s:
                 kill_controllers(folder)
             await asyncio.sleep(0.1)
-        record = self.records.runs[record.id]  # it may have been told to end meanwhile
         if is_live(folder):
-            await self.tell("adopted", record.id)
-            self._settle(record.id)
-            await self._keep(record, lives=True)
-        elif (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
+            self.tell("adopted", record.id)
+            return True
+        record = self.records.runs[record.id]  # it may have been told to end meanwhile
+        if (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
             await self._pass_on(record.id, self._untold(record.id))
             record = self.records.runs[record.id]
             began_s = record.started_s or next(event.time_s for event in read_events(folder))  # it has its last one
             await self._conclude(replace(record, started_s=began_s), *last)
-            self._settle(record.id)
-        else:
-            self._settle(record.id)
-            await self._keep(record)
+            return None
+        return False
 
-    async def _keep(self, record: RunRecord, *, lives: bool = False) -> None:
+    async def _keep(self, record: RunRecord, *, lives: bool) -> None:
         """Have a run live until it ends: start its controller, follow it, start the next where it is lost."""
         in_vain = 0
         while True:
             before = record.version
             try:
                 if not lives and record.drains:
-                    await self._ended(replace(record, reason="it was told to end as no controller of it was alive"), "stopped")
+                    self._ended(replace(record, reason="it was told to end as no controller of it was alive"), "stopped")
                     return
                 if not lives:
                     await self._start(record)
@@ -324,26 +326,24 @@ class Keeper:
             except RunLostError as error:
                 phase, reason = "", str(error)
             except AsyncRLError as error:
-                await self._ended(replace(self.records.runs[record.id], reason=str(error)), "failed")
+                self._ended(replace(self.records.runs[record.id], reason=str(error)), "failed")
                 return
             lives, record = False, self.records.runs[record.id]
-            if phase in ENDED:
-                if self._drains and phase == "stopped" and not record.drains and record.version < record.num_steps:
-                    self.records.put_run(replace(record, state="queued", gpus=()))
-                else:
-                    await self._conclude(record, phase, reason)
-                return
-            if self._drains:
+            goes_on = phase == "stopped" and not record.drains and record.version < record.num_steps
+            if self._drains and (goes_on or phase not in ENDED):  # by the next daemon
                 self.records.put_run(replace(record, state="queued", gpus=()))
+                return
+            if phase in ENDED:
+                await self._conclude(record, phase, reason)
                 return
             await asyncio.to_thread(end_left, self.records.run_folder(record.id))
             in_vain = 0 if record.version > before else in_vain + 1
             if record.drains or in_vain > MOST_RESTARTS:
                 why = "its controller was lost" + ("" if record.drains else f" {in_vain} times without a step between: {reason}")
-                await self._ended(replace(record, reason=why), "stopped" if record.drains else "failed")
+                self._ended(replace(record, reason=why), "stopped" if record.drains else "failed")
                 return
             self.records.put_run(replace(record, state="starting"))
-            await self.tell("lost", record.id, reason)
+            self.tell("lost", record.id, reason)
             await self._clock.sleep(BACKOFF_S * (1 << in_vain))
             record = self.records.runs[record.id]
 
@@ -365,7 +365,7 @@ class Keeper:
             load_config, source, {"num_steps": record.num_steps, "folder": str(folder.parent), "name": record.id}
         )  # fmt: skip
         async with Run(config, resume=folder if resumed else None, detached=True, environment=environment):
-            await self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
+            self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
 
     async def _follow(self, run: str) -> tuple[str, str]:
         """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""
@@ -426,12 +426,12 @@ class Keeper:
         outcome: Outcome = "failed" if phase == "failed" else "done" if version >= record.num_steps else "stopped"
         if len(evals) > 1:
             record = replace(record, accuracy_before=evals[0].accuracy, accuracy_after=evals[-1].accuracy)
-        await self._ended(replace(record, version=version, reason=reason), outcome)
+        self._ended(replace(record, version=version, reason=reason), outcome)
 
-    async def _ended(self, record: RunRecord, outcome: Outcome) -> None:
+    def _ended(self, record: RunRecord, outcome: Outcome) -> None:
         self.statuses.pop(record.id, None)
         self.records.put_run(replace(record, state="ended", outcome=outcome, gpus=(), ended_s=self._clock.now()))
-        await self.tell("ended", record.id, f"{outcome}: {record.reason}")
+        self.tell("ended", record.id, f"{outcome}: {record.reason}")
         self._changed.set()
 
 

@@ -6,9 +6,7 @@ run at the head of the queue does not fit, those behind it wait, however small t
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -17,13 +15,11 @@ from asyncrl.config.places import places_of
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.processes import num_threads, plan_processes
 from asyncrl.control.placement.limits import num_cores, total_memory
-from asyncrl.control.tools.memory import generator_parts, inference_parts, learner_parts
+from asyncrl.control.placement.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
 from asyncrl.models.number_format import ask_driver
 from asyncrl.serve.records import Demand, RunRecord
 
-LEAST_FREE_BYTES = 256 << 20
-"""A disk with less room than this takes no new run."""
 IMPORTED_BYTES = 300 << 20
 """Of a process that has imported torch and transformers."""
 
@@ -40,12 +36,6 @@ class Machine(msgspec.Struct, frozen=True):
 def machine() -> Machine:
     """Return what this machine has."""
     return Machine(tuple(ask_driver("uuid").split()), max(1, int(num_cores())), total_memory())
-
-
-def disk_fault(folder: Path) -> str:
-    """Return what is wrong with the disk of a folder; empty: nothing."""
-    free_bytes = shutil.disk_usage(folder).free
-    return f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
 
 
 def demand_of(config: RunConfig, there: Machine) -> Demand:

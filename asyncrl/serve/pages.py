@@ -37,9 +37,8 @@ from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.overview import StepSeen, newest_row
+from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_row, stream, whole_number
 from asyncrl.serve.records import Records, RunRecord
-from asyncrl.serve.streams import json_response, last_event_id, stream
 
 T = TypeVar("T")
 FOLDER = Path(__file__).parent / "page"
@@ -188,37 +187,27 @@ class Pages:
     def series(self, request: web.Request) -> dict[str, Any]:
         """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound.
 
-        Only what is asked for of each line is read: a run may have 10,000, of 150 values each.
+        Only what is asked for of each line is kept: a run may have 10,000, of 150 values each.
         """
         names = [name for name in request.query.get("names", "").split(",") if name]
         if len(names) > MOST_NAMES:
             raise ForbiddenError(400, f"names has at most {MOST_NAMES} names, got {len(names)}")
-        fields = [name for name in names if name in StepReport.__struct_fields__ and name not in {"step", "metrics"}]
-        others = [name for name in names if name not in StepReport.__struct_fields__]
-        inner = msgspec.defstruct(
-            "inner",
-            [(f"m{i}", float | None, None) for i in range(len(others))],
-            frozen=True,
-            rename=lambda field: others[int(field[1:])],
-        )
-        row = msgspec.defstruct("row", [("step", int), ("metrics", inner, inner()), *((name, Any, None) for name in fields)])
-        decoder, rows, newest, num_bytes = msgspec.json.Decoder(row), {}, (-1, b""), 0
+        decoder, rows, num_bytes = msgspec.json.Decoder(StepReport), dict[int, list[Any]](), 0
+        newest, own = None, frozenset(StepReport.__struct_fields__) - {"metrics"}
         path, source = self._folder(request) / STEPS_FILE, self._folder(request) / "config.toml"
         with path.open("rb") if path.exists() else io.BytesIO() as file:
             for line in file:
                 num_bytes += len(line) if line.endswith(b"\n") else 0
                 with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # torn by a writer that was killed
-                    found: Any = decoder.decode(line)
-                    rows[found.step] = found
-                    newest = (found.step, line) if found.step >= newest[0] else newest
-        steps = [rows[step] for step in sorted(rows)]
-        columns = {name: [getattr(one, name) for one in steps] for name in fields}
-        columns |= {name: [getattr(one.metrics, f"m{i}") for one in steps] for i, name in enumerate(others)}
+                    found = decoder.decode(line)
+                    rows[found.step] = [getattr(found, name) if name in own else found.metrics.get(name) for name in names]
+                    newest = found if newest is None or found.step >= newest.step else newest
+        steps = sorted(rows)
         buffer = tomllib.loads(source.read_text(encoding="utf-8")).get("buffer", {}) if source.exists() else {}
         return {
-            "steps": sorted(rows),
-            "columns": columns,
-            "newest": msgspec.json.decode(newest[1]) if steps else None,
+            "steps": steps,
+            "columns": {name: [rows[step][place] for step in steps] for place, name in enumerate(names)},
+            "newest": newest,
             "offset": num_bytes,
             "max_staleness": buffer.get("max_staleness"),
         }
@@ -329,7 +318,20 @@ class Pages:
                 return wanted in line.lower()
             return next(found.finditer(line.encode("utf-8", "replace")), None) is not None
 
-        return _log_lines(self._folder(request) / "logs", has)
+        rows: list[tuple[str, str, str]] = []
+        for path in sorted((self._folder(request) / "logs").glob("*.log")):
+            if path.is_symlink() or not path.is_file():
+                continue
+            stamp, newest = "", deque[tuple[str, str, str]](maxlen=MOST_LOG_LINES)
+            with path.open(encoding="utf-8", errors="replace") as file:
+                while line := file.readline(MOST_LINE_CHARS):
+                    # A line without one goes on with what was before: a traceback, a message of several lines.
+                    stamp = line[:STAMP_CHARS] if STAMP.match(line) else stamp
+                    if has(line.rstrip("\n")):
+                        newest.append((stamp, path.stem, line.rstrip("\n")))
+            rows += newest
+        rows.sort(key=lambda row: row[0])  # and lines of one moment as they are in their file
+        return [(process, line) for _, process, line in rows[-MOST_LOG_LINES:]]
 
     def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
         """Return the spans of a window, in bins where they are many; seconds are those since the first."""
@@ -365,27 +367,7 @@ class Pages:
 
 def _whole(request: web.Request, name: str, default: int = 0) -> int:
     """Return a whole number of the query."""
-    text = request.query.get(name, "")
-    if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise ForbiddenError(400, f"{name} must be a whole number, got {text[:40]!r}")
-    return int(text) if text else default
-
-
-def _log_lines(folder: Path, wanted: Callable[[str], bool]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str, str]] = []
-    for path in sorted(folder.glob("*.log")):
-        if path.is_symlink() or not path.is_file():
-            continue
-        stamp, lines = "", deque[tuple[str, str, str]](maxlen=MOST_LOG_LINES)
-        with path.open(encoding="utf-8", errors="replace") as file:
-            while line := file.readline(MOST_LINE_CHARS):
-                # A line without one goes on with what was before: a traceback, a message of several lines.
-                stamp = line[:STAMP_CHARS] if STAMP.match(line) else stamp
-                if wanted(line.rstrip("\n")):
-                    lines.append((stamp, path.stem, line.rstrip("\n")))
-        found += lines
-    found.sort(key=lambda line: line[0])  # and lines of one moment as they are in their file
-    return [(process, line) for _, process, line in found[-MOST_LOG_LINES:]]
+    return whole_number(request.query.get(name, ""), name, default)
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:

@@ -204,8 +204,8 @@ class Records:
 
     def add_event(
         self, now: float, kind: str, run: str = "", text: str = "", who: str = "", record: RunRecord | None = None
-    ) -> ServerEvent:  # fmt: skip
-        """Keep an event, and return it with its number; `record` is its run's that says so, kept with it or not at all."""
+    ) -> None:  # fmt: skip
+        """Keep an event; `record` is its run's that says so, kept with it or not at all."""
         with self._db:
             if record is not None:
                 self._put("runs", "id", record.id, record)
@@ -214,12 +214,17 @@ class Records:
             self._db.execute("DELETE FROM events WHERE seq <= ?", (seq - MOST_EVENTS,))
         if record is not None:
             self.runs[record.id] = record
-        return ServerEvent(seq=seq, time_s=now, run=run, kind=kind, text=text, who=who)
 
-    def events(self, after: int, most: int = 1000) -> list[ServerEvent]:
-        """Return events behind number `after`, oldest first."""
-        rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (after, most))
-        return [_event(seq, body) for seq, body in rows]
+    def events(self, after: int) -> list[ServerEvent]:
+        """Return events behind number `after`, oldest first, at most 1,000."""
+        rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT 1000", (after,))
+        found = []
+        for seq, body in rows:
+            try:
+                found.append(msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent))
+            except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # one row; who reads the others goes on behind it
+                found.append(ServerEvent(seq=seq, time_s=0.0, kind="damaged", text=f"row {seq} of {DATABASE}"))
+        return found
 
     def close(self) -> None:
         """Close the database."""
@@ -231,13 +236,6 @@ class Records:
 
     def _read(self, table: str, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(f"SELECT record FROM {table}")]  # noqa: S608 - ours
-
-
-def _event(seq: int, body: bytes) -> ServerEvent:
-    try:
-        return msgspec.convert({**msgspec.json.decode(body), "seq": seq}, ServerEvent)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # one row; who reads the others goes on behind it
-        return ServerEvent(seq=seq, time_s=0.0, kind="damaged", text=f"row {seq} of {DATABASE}")
 
 
 def _open(path: Path, timeout_s: float) -> sqlite3.Connection:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import inspect
 import re
+import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,12 +36,29 @@ from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
 from asyncrl.serve.guard import ANYBODY, OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.machine import disk_fault, in_order, waits
-from asyncrl.serve.overview import compared, metrics_text
+from asyncrl.serve.machine import in_order, waits
 from asyncrl.serve.pages import Login, Pages
+from asyncrl.serve.reading import (
+    compared,
+    file_or_list,
+    json_response,
+    last_event_id,
+    metrics_text,
+    send_tar,
+    stream,
+    whole_number,
+)
 from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
-from asyncrl.serve.streams import file_or_list, json_response, last_event_id, send_tar, stream
-from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
+from asyncrl.serve.submit import (
+    Fork,
+    NewToken,
+    RefusedError,
+    Resume,
+    Submission,
+    change_faults,
+    of_fork,
+    resolve,
+)
 
 MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
@@ -49,6 +67,8 @@ MOST_AT_ONCE = 200
 """Requests of one token that are being answered, streams too."""
 MOST_JUDGED_BYTES = 16 << 20
 """Of what a program has judged; what its function raised is in it."""
+LEAST_FREE_BYTES = 256 << 20
+"""A disk with less room than this takes no new run."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 FILE, MADE = (200, 206, 304), (200, 201)
 """Statuses of a file, whole, in part or as it is known already; of a run that was made, before or now."""
@@ -215,10 +235,12 @@ class Service:
                 response.headers["WWW-Authenticate"] = "Bearer"
         except (msgspec.DecodeError, ConfigError, ValueError, RecursionError) as error:
             response = json_response({"error": str(error)}, 400)
-        except RunError as error:
-            response = _plain_error(request, str(error), 409)
         except AsyncRLError as error:
-            response = _plain_error(request, str(error), 503)
+            status = 409 if isinstance(error, RunError) else 503
+            if "application/msgpack" in request.headers.get("Accept", ""):  # a client of a run reads its errors as text
+                response = web.Response(text=str(error), status=status)
+            else:
+                response = json_response({"error": str(error)}, status)
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, ConnectionError):
                 raise
@@ -327,11 +349,8 @@ class Service:
         )  # fmt: skip
         if (known := made_before()) is not None:  # a repeat that came meanwhile
             return known
-        record = await self.keeper.submit(
-            config, demand, who=request[WHO].name, project=submission.project, tags=submission.tags,
-            priority=submission.priority, parent=parent, answers=(key, Answered(digest, config.name)) if key else None,
-        )  # fmt: skip
-        return json_response(record, 201)
+        answers = (key, Answered(digest, config.name)) if key else None
+        return json_response(self.keeper.submit(submission, config, demand, request[WHO].name, parent, answers), 201)
 
     def _checkpoint(self, run: str, name: str) -> Path:
         """Return a checkpoint of a run, the newest where none is named."""
@@ -348,7 +367,10 @@ class Service:
 
     def _refusal(self) -> str:
         """Return why no work is taken; empty: it is."""
-        return "the daemon is ending" if self.draining else disk_fault(self.records.run_folder(""))
+        folder = self.records.run_folder("")
+        free_bytes = shutil.disk_usage(folder).free
+        full = f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
+        return "the daemon is ending" if self.draining else full
 
     def _takes_work(self) -> None:
         if reason := self._refusal():
@@ -364,10 +386,8 @@ class Service:
 
     async def follow(self, file: str, number: str, kind: str, request: web.Request) -> web.StreamResponse:
         """Stream the rows of one of a run's files, steps or events."""
-        run, first = request.match_info["run"], request.query.get("first", "")
-        if first and not first.isdecimal():
-            raise ForbiddenError(400, f"first must be a step, got {first[:40]!r}")
-        after = max(last_event_id(request), int(first or 0) - 1)
+        run = request.match_info["run"]
+        after = max(last_event_id(request), whole_number(request.query.get("first", ""), "first") - 1)
         return await stream(
             request, Tail(self.records.run_folder(run) / file, number, kind, after).rows, lambda: self.is_over(run)
         )
@@ -415,11 +435,11 @@ class Service:
         body = await _body(request)
         goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
         self._takes_work()
-        return await self.keeper.resume_ended(run, request[WHO].name, goal)
+        return self.keeper.resume_ended(run, request[WHO].name, goal)
 
-    async def cancel(self, request: web.Request) -> RunRecord:
+    def cancel(self, request: web.Request) -> RunRecord:
         """Cancel a queued run."""
-        return await self.keeper.cancel(request.match_info["run"], request[WHO].name)
+        return self.keeper.cancel(request.match_info["run"], request[WHO].name)
 
     async def compare(self, request: web.Request) -> dict[str, Any]:
         """Return what differs between runs: settings and results."""
@@ -440,7 +460,7 @@ class Service:
         """Make a token."""
         asked = msgspec.json.decode(await _body(request), type=NewToken)
         token = new_token(self.records, asked.name, asked.role, self.clock)
-        await self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
+        self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
     async def remove_token(self, request: web.Request) -> dict[str, str]:
@@ -453,7 +473,7 @@ class Service:
         self.records.forget_token(name)
         for task in self._asking.pop(token.digest, ()):
             task.cancel()  # its streams end with it
-        await self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
+        self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
         return {"removed": name}
 
 
@@ -486,10 +506,3 @@ def _reference(struct: type) -> dict[str, str]:
 
 async def _body(request: web.Request) -> bytes:
     return await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S)
-
-
-def _plain_error(request: web.Request, text: str, status: int) -> web.Response:
-    """Return an error as a run's own interface does, for a client that speaks to it."""
-    if "application/msgpack" in request.headers.get("Accept", ""):
-        return web.Response(text=text, status=status)
-    return json_response({"error": text}, status)

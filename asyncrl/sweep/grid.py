@@ -23,7 +23,7 @@ import xxhash
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.config.load import lay_over, read_toml, resolve_config
+from asyncrl.config.load import lay_over, read_toml, resolve_config, set_value
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import unknown_names
@@ -194,15 +194,13 @@ def _near(path: Path, name: str) -> Path:
     return path.parent / name if (path.parent / name).is_file() else Path(name)
 
 
-_AXIS_FORMS = ([True, True, False, False], [False, False, True, True])
-
-
 def _arms(file: SweepFile, path: Path) -> dict[str, dict[str, Any]]:
     """Return what each combination of the axes lays over the base, by its label."""
     steps: list[list[tuple[str, dict[str, Any]]]] = []
     for number, axis in enumerate(file.axes, 1):
         where = f"{path}: axis {number}"
-        if [bool(part) for part in (axis.field, axis.values, axis.name, axis.choices)] not in _AXIS_FORMS:
+        has_field, has_name = bool(axis.field), bool(axis.name)
+        if has_field == has_name or bool(axis.values) != has_field or bool(axis.choices) != has_name:
             raise ConfigError(f"{where} takes either field and values, or name and choices")
         if axis.field:
             short = axis.field.rpartition(".")[2]
@@ -231,9 +229,7 @@ def _nested(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in table.items():
         if key in OWN_FIELDS:
             raise ConfigError(f"{where}: the sweep itself sets {key}; for seeds there is `seeds`")
-        *parents, last = key.split(".")
-        laid = {last: value}
-        for name in reversed(parents):
-            laid = {name: laid}
+        laid = dict[str, Any]()
+        set_value(laid, key, value, where)
         nested = lay_over(nested, laid)
     return nested

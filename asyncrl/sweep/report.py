@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.folders import replacing
 from asyncrl.sweep.grid import RESULTS_FILE, SIGNIFICANT, Metric
-from asyncrl.sweep.results import Outcome, read_results, value_of
+from asyncrl.sweep.results import read_results, value_of
 from asyncrl.sweep.statistics import MOST_EXACT, bootstrap_interval, holm, sign_flip_p
 
 METRICS: dict[Metric, tuple[str, int]] = {
@@ -51,15 +51,14 @@ class Results:
         made = [line.outcome for line in self.lines]
         self._longest = {"seconds_to_bar": max(one.train_s for one in made), "samples_to_bar": max(one.samples for one in made)}
 
-    def value(self, made: Outcome, metric: Metric) -> float | None:
-        """Return a cell's value; None where it has none."""
-        value = value_of(made, metric)
-        return self._longest.get(metric) if value is None and made.steps else value
-
     def values(self, arm: str, metric: Metric) -> dict[int, float]:
         """Return an arm's values by seed, where it has one."""
-        found = {line.seed: self.value(line.outcome, metric) for line in self.arms.get(arm, [])}
-        return {seed: value for seed, value in found.items() if value is not None}
+        found: dict[int, float] = {}
+        for line in self.arms.get(arm, []):
+            value = value_of(line.outcome, metric)
+            value = self._longest.get(metric) if value is None and line.outcome.steps else value
+            found |= {} if value is None else {line.seed: value}
+        return found
 
     def title(self, metric: Metric) -> str:
         """Return what a metric is called."""

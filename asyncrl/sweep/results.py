@@ -169,8 +169,6 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
     # A controller that is killed between a step and its line leaves that line out.
     num_steps = steps[-1].version
     seconds_by_version = {0: 0.0} | {report.version: float(second) for report, second in zip(steps, seconds_N, strict=True)}
-    shown = [(seconds_by_version[report.version], report.version, report.accuracy)
-             for report in judged if report.version in seconds_by_version]  # fmt: skip
     values = {}
     for name in (metric for metric in plan.metrics if metric not in OUTCOMES):
         if found := [report.metrics[name] for report in steps if name in report.metrics][-plan.window :]:
@@ -182,8 +180,8 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
         generators_idle=round(float(np.average([report.generators_idle for report in steps], weights=weights_N)), 4),
         staleness_mean=round(float(np.mean([report.staleness_mean for report in steps])), 4),
         staleness_max=max(report.staleness_max for report in steps),
-        evals=tuple((round(second, 3), version * config.samples_per_step, value) for second, version, value in shown
-                    if value is not None),
+        evals=tuple((round(seconds_by_version[report.version], 3), report.version * config.samples_per_step, report.accuracy)
+                    for report in evals if report.accuracy is not None and report.version in seconds_by_version),
     )  # fmt: skip
 
 
@@ -202,10 +200,11 @@ def measure_external(path: Path, config: RunConfig, plan: Plan) -> Outcome:
             f"{path} has {len(found.seconds)} seconds and {len(found.rewards)} rewards; it takes one of each a step"
         )
     seconds_N, rewards_N = np.array(found.seconds), np.array(found.rewards)
-    before, after = found.accuracy or (None, None)
     measured = measure_curve(seconds_N, rewards_N, config.samples_per_step, plan)
-    shown = ((0.0, 0, before), (float(seconds_N[-1]), measured.samples, after))
-    evals = tuple((second, samples, value) for second, samples, value in shown if value is not None)
+    if found.accuracy is None:
+        return measured
+    before, after = found.accuracy
+    evals = ((0.0, 0, before), (float(seconds_N[-1]), measured.samples, after))
     return msgspec.structs.replace(measured, accuracy_before=before, accuracy=after, evals=evals)
 
 

@@ -16,25 +16,26 @@ from asyncrl.errors import ConfigError
 
 Values = Sequence[float] | NDArray[np.float64]
 
+DRAWS = 100_000
 MOST_EXACT = 16
 """Pairs up to which all 2^n signs are tried."""
 
 
-def bootstrap_interval(values: Values, confidence: float = 0.95, repeats: int = 10_000, seed: int = 0) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean.
+def bootstrap_interval(values: Values, repeats: int = 10_000) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the mean, of 95 %.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3.
     """
     sample = np.asarray(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(len(sample), size=(repeats, len(sample)))
-    low, high = np.quantile(sample[drawn].mean(axis=1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    drawn = np.random.default_rng(0).integers(len(sample), size=(repeats, len(sample)))
+    low, high = np.quantile(sample[drawn].mean(axis=1), [0.025, 0.975])
     return float(low), float(high)
 
 
-def sign_flip_p(differences: Values, repeats: int = 100_000, seed: int = 0) -> float:
+def sign_flip_p(differences: Values) -> float:
     """Return the two-sided p of paired differences: how often random signs give a sum that is as far from 0.
 
-    Exact up to MOST_EXACT pairs; above, from `repeats` drawn signs, the observed ones counted among them.
+    Exact up to MOST_EXACT pairs; above, from DRAWS drawn signs, the observed ones counted among them.
     Source: Fisher, The Design of Experiments, 1935, section 21.
     """
     sizes = np.asarray(differences, dtype=np.float64)
@@ -42,7 +43,7 @@ def sign_flip_p(differences: Values, repeats: int = 100_000, seed: int = 0) -> f
     if len(sizes) <= MOST_EXACT:
         bits = (np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes))) & 1
     else:
-        bits = np.random.default_rng(seed).integers(2, size=(repeats, len(sizes)), dtype=np.int8)
+        bits = np.random.default_rng(0).integers(2, size=(DRAWS, len(sizes)), dtype=np.int8)
     # Sums of the same numbers in another order differ in their last bits.
     as_far = np.count_nonzero(abs((1 - 2 * bits) @ sizes) >= observed - 1e-12 * abs(sizes).sum())
     return float(as_far / len(bits) if len(sizes) <= MOST_EXACT else (as_far + 1) / (len(bits) + 1))

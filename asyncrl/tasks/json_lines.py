@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.tasks import JsonlTask, PreferencesTask, TaskConfig
+from asyncrl.config.run import JsonlTask, PreferencesTask, TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import ChatMessage, PreferenceAnswers, Prompt, derive_seed
 from asyncrl.tasks.task import TaskData, alphabet_of

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.config.tasks import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
+from asyncrl.config.run import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import ChatMessage, Prompt, derive_seed
 from asyncrl.tasks.json_lines import build_jsonl, build_preferences
@@ -43,15 +43,12 @@ def build_addition(config: AdditionTask, seed: int) -> TaskData:
     def train(index: int) -> Prompt:
         return prompt(index + bisect_right(offsets, index), "train")
 
-    def worked_example(index: int) -> tuple[str, str]:
-        return train(index).text, train(index).answer
-
     num_train = num_pairs - config.held_out
     return TaskData(
         train=ComputedSequence(num_train, train),
         held_out=[prompt(code, "held_out") for code in drawn],
         alphabet="+0123456789=",
-        worked_examples=ComputedSequence(num_train, worked_example),
+        worked_examples=ComputedSequence(num_train, lambda index: (train(index).text, train(index).answer)),
     )
 
 
@@ -97,25 +94,21 @@ def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any
     except (TypeError, AssertionError, ValueError) as error:
         raise ConfigError(f"reasoning-gym refused task.family_options {options} of {config.family!r}: {error}") from error
     first = entries[0]
-    if first["answer"] is None or dataset.score_answer(str(first["answer"]), json.loads(_entry_json(first))) < 1:
+    if first["answer"] is None or dataset.score_answer(str(first["answer"]), json.loads(json.dumps(first, default=str))) < 1:
         why = "no single reference answer that its own scorer takes as right, so nothing is scored strictly: choose another"
         raise ConfigError(f"task.family {config.family!r} has {why}")
     return entries
 
 
 def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: dict[str, Any], split: str) -> Prompt:
+    # What JSON cannot hold (a date, a fraction) is kept as its text.
     reference = {"family": config.family, "family_options": config.family_options, "entry": entry}
     return Prompt(
         prompt_id=f"{config.family}/{split}/{entry['metadata']['source_index']}",
         messages=(*opening, ChatMessage("user", entry["question"])),
         answer=str(entry["answer"]),
-        reference_json=_entry_json(reference),
+        reference_json=json.dumps(reference, default=str, ensure_ascii=False),
     )
-
-
-def _entry_json(value: dict[str, Any]) -> str:
-    """Return JSON; what JSON cannot hold (a date, a fraction) is kept as its text."""
-    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def build_python(config: PythonTask, seed: int) -> TaskData:

@@ -25,7 +25,7 @@ import asyncio
 import os
 import sys
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +35,7 @@ from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 from asyncrl.transport.packets import Item, Lane, Parcel
 
-__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "RefusalCounts", "new_hello"]
+__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "Refused", "new_hello"]
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
@@ -61,20 +61,8 @@ class Delivery:
         self._acknowledge(self._seqs)
 
 
-@dataclass(slots=True)
-class RefusalCounts:
-    """What a listener would not take, by reason. Never reset within a process."""
-
-    malformed: int = 0
-    oversized: int = 0
-    wrong_protocol: int = 0
-    unknown_peer: int = 0
-    unauthenticated: int = 0
-
-    @property
-    def total(self) -> int:
-        """Return the sum over all reasons."""
-        return self.malformed + self.oversized + self.wrong_protocol + self.unknown_peer + self.unauthenticated
+Refused = Counter[str]
+"""What one end would not take, by reason: malformed, oversized, wrong protocol, unknown peer, unauthenticated. Never reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +142,7 @@ class Connection:
     max_message_bytes: int
     on_close: Callable[[Connection, str], Awaitable[None]]
     """Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat."""
-    refused: RefusalCounts
+    refused: Refused
     """Where messages that cannot be taken are counted."""
 
     def __post_init__(self) -> None:
@@ -289,16 +277,13 @@ class Connection:
                     self._pump_soon()
                 continue
             if len(half.unhandled) >= self.window:
-                self.refused.malformed += 1
+                self.refused["malformed"] += 1
                 return False
             half.expected = seq + 1
             try:
                 message = decode(body, self.max_message_bytes)
             except CodecError:
-                if len(body) > self.max_message_bytes:
-                    self.refused.oversized += 1
-                else:
-                    self.refused.malformed += 1
+                self.refused["oversized" if len(body) > self.max_message_bytes else "malformed"] += 1
                 half.acks.append(seq)  # stepped over: its place in the sender's window is given back
                 self._pump_soon()
                 continue
@@ -355,7 +340,7 @@ class Listener(Protocol):
 
     address: str
     """What `connect` takes, ports resolved."""
-    refused: RefusalCounts
+    refused: Refused
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""

@@ -5,8 +5,8 @@
 
 Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
 unacknowledged and is sent again at the next Welcome. A socket that cannot be opened (no descriptor is left, say) is tried
-again at every tick, until the connection is given up. A Welcome to another session (the listener was restarted, or had given us
-up) starts the numbers from 0. No tasks: reader callbacks and one timer.
+again until the connection is given up. A Welcome to another session (the listener was restarted, or had given us up) starts the
+numbers from 0. No tasks: reader callbacks and one timer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
-from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, RefusalCounts
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Refused
 from asyncrl.transport.security import ClientKeys, is_encrypted, load_connecting_keys, secure_client
 from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
@@ -80,7 +80,7 @@ class ZmqConnector:
         self._limits = limits
         self._keys = keys
         self._token = uuid.uuid4().hex
-        self._refused = RefusalCounts()
+        self._refused = Refused()
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = self._loop.create_future()
         unknown = Hello(PROTOCOL, "controller", address, "", 0)
@@ -88,8 +88,6 @@ class ZmqConnector:
             unknown, limits.window, limits.max_message_bytes, lambda _, reason: self.close(reason), self._refused
         )
         self._session_id = ""
-        self._not_opened = ""
-        """Why there is no socket; empty where there is one."""
         self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
         try:
             self._context: zmq.SyncContext = zmq.Context()
@@ -130,7 +128,6 @@ class ZmqConnector:
         await terminate(self._context)
 
     def _open_socket(self) -> None:
-        self._enter("connecting")
         with contextlib.ExitStack() as undo:
             socket = self._context.socket(zmq.DEALER)
             undo.callback(socket.close, 0)
@@ -146,17 +143,17 @@ class ZmqConnector:
             socket.connect(self._address)
             undo.pop_all()
         self._socket, self._watch = loop_socket, watch
+        self._enter("connecting")
 
     def _reopen(self) -> None:
         """Start with a new socket: whatever is queued in the old one is stale."""
         self._lose()
+        self._enter("greeting")  # to nobody, until there is a socket
         self._watch.close()
         self._socket.close(0)
         try:
             self._open_socket()
-            self._not_opened = ""
         except zmq.ZMQError as error:
-            self._not_opened = str(error.strerror)
             _log.warning("no socket to %s could be opened, it is tried again: %s", self._address, error.strerror)
 
     def _on_link_event(self, event: int) -> None:
@@ -192,7 +189,7 @@ class ZmqConnector:
             packet = wire.parse(frames[0].buffer)
             match packet:
                 case wire.ParcelHead() if packet.session != self._session_id or self._phase != "open":
-                    self._refused.unknown_peer += 1
+                    self._refused["unknown peer"] += 1
                 case wire.ParcelHead():
                     if not self._session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
                         self._greet()
@@ -216,7 +213,7 @@ class ZmqConnector:
                 case _:
                     pass
         except CodecError:
-            self._refused.malformed += 1
+            self._refused["malformed"] += 1
 
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
@@ -231,13 +228,10 @@ class ZmqConnector:
         self._lost_s += stood_still_s
         self._ticked_s = now_s
         if self._phase != "open" and self._welcomed.done() and now_s - self._lost_s > limits.give_up_s:
-            why = f", and no socket: {self._not_opened}" if self._not_opened else ""
-            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s{why}", 0)
+            self._shut(f"no listener on {self._address} for {now_s - self._lost_s:.0f} s", 0)
         elif self._phase == "open" and now_s - self._heard_s <= limits.reconnect_after_s:
             self._socket.send([wire.build(wire.Ping(self._session_id))])
-        elif self._not_opened or (
-            self._phase != "connecting" and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s
-        ):
+        elif self._phase != "connecting" and now_s - max(self._phase_s, self._heard_s) > limits.reconnect_after_s:
             self._reopen()
 
     def _fail(self, reason: str) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import uuid
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from asyncrl.errors import CodecError, ConnectionClosed, TransportError, shown
 from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.transport import packets as wire
-from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, RefusalCounts, new_hello
+from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, Refused, new_hello
 from asyncrl.transport.security import (
     GUEST,
     OWN,
@@ -90,7 +89,6 @@ async def open_listener(
 class _Peer:
     """One open connection and the way to it."""
 
-    hello: Hello
     token: str
     session_id: str
     route: bytes
@@ -121,14 +119,14 @@ class ZmqListener:
     """Why a peer may not come in; empty lets it in."""
     owned_folder: OwnedFolder | None = None
     """Removed at close (where the ipc socket lies)."""
-    refused: RefusalCounts = field(default_factory=RefusalCounts, init=False)
+    refused: Refused = field(default_factory=Refused, init=False)
 
     def __post_init__(self) -> None:
         self._by_route: dict[bytes, _Peer] = {}
         self._by_name: dict[str, _Peer] = {}
         self._dismissed: dict[str, str] = {}
-        self._accepted: deque[Connection] = deque()
-        self._changed = asyncio.Event()
+        self._accepted = asyncio.Queue[Connection | None]()
+        """None: it is closed."""
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         try:
@@ -140,12 +138,10 @@ class ZmqListener:
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
-        while not self._accepted:
-            if self._is_closed:
-                raise ConnectionClosed(f"listener on {self.address} is closed")
-            self._changed.clear()
-            await self._changed.wait()
-        return self._accepted.popleft()
+        session = None if self._is_closed else await self._accepted.get()
+        if session is None:
+            raise ConnectionClosed(f"listener on {self.address} is closed")
+        return session
 
     async def close(self) -> None:
         """Close every connection and the address; safe to repeat."""
@@ -153,8 +149,7 @@ class ZmqListener:
             return
         self._is_closed = True
         self._timer.cancel()
-        self._changed.set()
-        self._accepted.clear()
+        self._accepted.put_nowait(None)
         for peer in list(self._by_name.values()):
             await peer.session.close()
         self._watch.close()
@@ -183,7 +178,8 @@ class ZmqListener:
                 self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
                 undo.callback(self._zap.close, 0)
                 secure_server(socket, self.keys)
-            self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, self._note_failed_handshake)
+            failed = "unauthenticated" if self.keys else "malformed"
+            self._watch = SocketWatch(socket, _HANDSHAKE_FAILURES, lambda _event: self.refused.update([failed]))
             undo.callback(self._watch.close)
             self._socket = LoopSocket(socket, self._on_message)
             undo.callback(self._socket.close, 0)
@@ -197,17 +193,11 @@ class ZmqListener:
         allowed = {self.keys.own_public: OWN, self.keys.client_public: GUEST}
         self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
-    def _note_failed_handshake(self, _event: int) -> None:
-        if self.keys:
-            self.refused.unauthenticated += 1
-        else:
-            self.refused.malformed += 1
-
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         """Take one multipart message; what is wrong is counted, and whoever has no session on this route is asked to greet."""
         route = frames[0].bytes
         if sum(map(len, frames)) > self.limits.max_packet_bytes:
-            self.refused.oversized += 1
+            self.refused["oversized"] += 1
             return
         try:
             packet = wire.parse(frames[1].buffer if len(frames) > 1 else b"")
@@ -215,11 +205,11 @@ class ZmqListener:
                 self._on_greeting(route, packet, is_own=not self.keys or frames[1].get("User-Id") == OWN.decode())
                 return
             if not isinstance(packet, wire.ParcelHead | wire.Ping | wire.Goodbye):
-                self.refused.malformed += 1
+                self.refused["malformed"] += 1
                 return
             peer = self._by_route.get(route)
             if peer is None or peer.session_id != packet.session:
-                self.refused.unknown_peer += 1
+                self.refused["unknown peer"] += 1
                 self._tell(route, wire.GreetAgain())
                 return
             peer.heard_s = self._loop.time()
@@ -232,13 +222,13 @@ class ZmqListener:
             elif not peer.session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
                 self._tell(route, wire.GreetAgain())
         except CodecError as error:
-            self.refused.malformed += 1
+            self.refused["malformed"] += 1
             _log.debug("refused a packet: %s", error)
 
     def _on_greeting(self, route: bytes, greeting: wire.Greeting, *, is_own: bool) -> None:
         """Let a new peer in, or an old one back in."""
         if greeting.protocol != PROTOCOL:
-            self.refused.wrong_protocol += 1
+            self.refused["wrong protocol"] += 1
             self._tell(route, wire.Refusal(f"{self.hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
             return
         hello, token = wire.parse_hello(greeting), greeting.token
@@ -252,10 +242,10 @@ class ZmqListener:
         else:
             reason = self.judge(hello, is_own)
         if reason:
-            self.refused.unknown_peer += 1
+            self.refused["unknown peer"] += 1
             self._tell(route, wire.Refusal(reason))
             return
-        if peer and (peer.hello.incarnation, peer.token) == (hello.incarnation, token):
+        if peer and (peer.session.peer.incarnation, peer.token) == (hello.incarnation, token):
             self._by_route.pop(peer.route, None)
             peer.route, peer.heard_s = route, self._loop.time()
         else:
@@ -265,10 +255,9 @@ class ZmqListener:
                 self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
                 self._forget(peer, reason)
             session = Connection(hello, self.limits.window, self.limits.max_message_bytes, self._dismiss, self.refused)
-            peer = _Peer(hello, token, uuid.uuid4().hex, route, session, self._loop.time())
+            peer = _Peer(token, uuid.uuid4().hex, route, session, self._loop.time())
             self._by_name[hello.name] = peer
-            self._accepted.append(session)
-            self._changed.set()
+            self._accepted.put_nowait(session)
         self._by_route[route] = peer
         self._tell(route, wire.Welcome(peer.session_id, self.hello, self.limits.window, self.limits.max_message_bytes))
         peer.session.wire = lambda parcel: self._socket.send([peer.route, *wire.build_parcel(peer.session_id, parcel)])
@@ -282,7 +271,7 @@ class ZmqListener:
         peer = self._by_name.get(session.peer.name)
         if peer is not None and peer.session is session:
             if self._loop.time() - peer.heard_s <= self.limits.reconnect_after_s:
-                self._dismissed[peer.hello.name] = peer.token
+                self._dismissed[session.peer.name] = peer.token
                 self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
             self._forget(peer, "closed on this side")
 
@@ -290,8 +279,8 @@ class ZmqListener:
         """End a connection and drop every way to it."""
         peer.session.end(reason)
         self._by_route.pop(peer.route, None)
-        if self._by_name.get(peer.hello.name) is peer:
-            del self._by_name[peer.hello.name]
+        if self._by_name.get(peer.session.peer.name) is peer:
+            del self._by_name[peer.session.peer.name]
 
     def _check_silence(self) -> None:
         """End the connections of peers that have been silent for too long, unless it was this loop that stood still."""

@@ -84,9 +84,8 @@ class LoopSocket:
     def drain(self) -> None:
         """Take in what is there now, or as much of it as lets every sender be heard: one may never stop."""
         for _ in range(0, MOST_DRAINED, READS_PER_TURN):
-            if not self._is_readable():
+            if not self._read():
                 return
-            self._read()
 
     def close(self, linger_ms: int) -> None:
         """Leave the loop and close; what is unsent is kept in the background for `linger_ms`."""
@@ -96,23 +95,23 @@ class LoopSocket:
 
     def _read_scheduled(self) -> None:
         self._is_reading_soon = False
-        if self._is_readable():
-            self._read()
+        self._read()
 
-    def _is_readable(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take what is there, READS_PER_TURN messages at most; return whether there may be more."""
         socket = self._socket
+        if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return False
         for _ in range(READS_PER_TURN):
-            if socket.closed:
-                return
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return False
             self._on_message(frames)
+            if socket.closed:
+                return False
         self.read_soon()
+        return True
 
 
 class SocketWatch:

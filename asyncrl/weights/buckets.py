@@ -12,7 +12,7 @@ additions. A changed word always changes it (the mixing is one to one); words th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from asyncrl.errors import BroadcastError, ConfigError
-from asyncrl.models.layout import COPY_THREADS, bucket_ends, is_divided
+from asyncrl.models.layout import COPY_THREADS, bucket_ends
 from asyncrl.schema.weights import WeightsAvailable
 
 DIGEST_BYTES = 8
@@ -34,20 +34,16 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def fingerprints_of(
-    flat: memoryview, ends: Sequence[int], check: Callable[[], None] = lambda: None, buckets: Iterable[int] | None = None
-) -> bytes:
+def fingerprints_of(flat: memoryview, ends: Sequence[int], buckets: Iterable[int] | None = None) -> bytes:
     """Hash bytes where they lie, several buckets at once.
 
     Args:
         flat: The version's bytes.
         ends: Of the buckets.
-        check: Called before every bucket; raises to stop.
         buckets: Numbers of those to hash; None: all.
     """
 
     def digest(number: int) -> bytes:
-        check()
         start = ends[number - 1] if number else 0
         return xxhash.xxh3_64_intdigest(flat[start : ends[number]]).to_bytes(DIGEST_BYTES, "little")
 
@@ -86,10 +82,6 @@ def device_fingerprint(bucket: torch.Tensor) -> bytes:
 
     Source: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), its output function.
     """
-    return _digests([_mixed_sum(bucket)])
-
-
-def _mixed_sum(bucket: torch.Tensor) -> torch.Tensor:
     words = bucket.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=bucket.device)
     for start in range(0, len(words), _PIECE_WORDS):
@@ -99,12 +91,7 @@ def _mixed_sum(bucket: torch.Tensor) -> torch.Tensor:
         mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_MIX_1)
         mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_MIX_2)
         total += mixed.bitwise_xor_(_shifted(mixed, 31)).sum()
-    return total
-
-
-def _digests(sums: Sequence[torch.Tensor]) -> bytes:
-    numbers = torch.stack(list(sums)).tolist()  # waits for the device once
-    return b"".join((number % (1 << 64)).to_bytes(DIGEST_BYTES, "little") for number in numbers)
+    return (int(total) % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -114,14 +101,11 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def device_fingerprints(flat: torch.Tensor, ends: Sequence[int], device: torch.device) -> bytes:
     """Return the fingerprints of a version's buckets, computed on `device`, by way of two buffers where it lies elsewhere."""
-    starts = [0, *ends[:-1]]
-    if flat.device == device:
-        return _digests([_mixed_sum(flat[start:end]) for start, end in zip(starts, ends, strict=True)])
-    buffers = BucketBuffers(ends, device)
+    buffers = None if flat.device == device else BucketBuffers(ends, device)
     digests: list[bytes] = []
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        buffers[index].copy_(flat[start:end], non_blocking=True)
-        digests.append(device_fingerprint(buffers[index]))
+    for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        bucket = flat[start:end]
+        digests.append(device_fingerprint(bucket if buffers is None else buffers[index].copy_(bucket, non_blocking=True)))
     return b"".join(digests)
 
 
@@ -146,12 +130,6 @@ class BucketBuffers:
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return where bucket `index` goes, over bucket `index - 2`."""
         return self._buffers[index % NUM_BUFFERS][: self._sizes[index]]
-
-
-def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """Return where the learner's tensors are."""
-    first = next(iter(tensors.values()))
-    return first.to_local().device if is_divided(first) else first.device
 
 
 def gpu_for(kind: str, device: torch.device | None = None) -> torch.device:

@@ -4,8 +4,9 @@ A blob is a run of sections, one for each chunk in which something changed. A se
 gaps from one to the next) and gives their new values. Values, not differences: applying a delta twice does no harm, and what is
 not a number, or a zero of either sign, is just bytes.
 
-`DeltaChain` and `plan_fetch` decide, purely. `DeltaOffers` is the learner's side: it owns a copy of the newest version that can
-be fetched (as many bytes as a version, in host memory), makes the next delta from it and then brings it up to date in place.
+`plan_fetch` decides what a subscriber fetches, purely. `DeltaOffers` is the learner's side: it owns the chain and a copy of the
+newest version that can be fetched (as many bytes as a version, in host memory), makes the next delta from it and then brings it
+up to date in place.
 
 The learner's chain is a run of deltas, each based on the version before, the last leading to the newest version; somewhere along
 it lies one version whose whole bytes can be fetched (the newest, on media that hold that anyway).
@@ -23,7 +24,7 @@ Invariants of a blob:
 Invariants of the chain:
 - From the whole version on every delta is kept, so that the newest can be had by whoever has nothing: whole, then deltas.
 - At most `full_every` deltas are kept, of fewer bytes together than a version; the oldest go first.
-- Only what succeeded is told to the chain (`advance`): versions that were superseded or failed leave it as it is.
+- Versions that were superseded or failed leave the chain as it is.
 - A base is the same one only if version and fingerprint both are: after a restart other bytes go by the same number.
 - The copy, the chain and what subscribers can fetch are of one version: they change together, after everything that can fail.
 - A delta that is too large, or that the medium refuses, is no failure: the version goes whole.
@@ -37,12 +38,12 @@ from __future__ import annotations
 import logging
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -170,32 +171,29 @@ def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elemen
     decompressor = zstandard.ZstdDecompressor()
     at = len(MAGIC)
 
-    def frame(num_bytes: int) -> NDArray[np.uint8]:
+    def elements(count: int, item_bytes: int) -> Elements:
+        """Undo `_planes`."""
         nonlocal at
-        (frame_bytes,) = _FRAME.unpack_from(blob, at)
-        at += _FRAME.size + frame_bytes
-        compressed = blob[at - frame_bytes : at]
-        if num_bytes > CHUNK_BYTES or zstandard.frame_content_size(compressed) != num_bytes:
-            raise ValueError(f"a frame does not hold the {num_bytes} bytes it is said to")
-        return np.frombuffer(decompressor.decompress(compressed), np.uint8)
+        if count > CHUNK_BYTES:
+            raise ValueError(f"a chunk does not hold {count} elements")
+        dtype, each_byte = _UNSIGNED[item_bytes], np.empty((count, item_bytes), np.uint8)
+        for place in range(item_bytes):
+            (frame_bytes,) = _FRAME.unpack_from(blob, at)
+            at += _FRAME.size + frame_bytes
+            compressed = blob[at - frame_bytes : at]
+            if zstandard.frame_content_size(compressed) != count:
+                raise ValueError(f"a frame does not hold the {count} bytes it is said to")
+            each_byte[:, place] = np.frombuffer(decompressor.decompress(compressed), np.uint8)
+        return each_byte.reshape(-1).view(dtype)
 
     while at < len(blob):
-        start, count, *planes = _SECTION.unpack_from(blob, at)
+        start, count, gap_bytes, item_bytes = _SECTION.unpack_from(blob, at)
         at += _SECTION.size
-        gaps, values = (_joined([frame(count) for _ in range(num_planes)]) for num_planes in planes)
+        gaps, values = elements(count, gap_bytes), elements(count, item_bytes)
         yield start, np.cumsum(gaps.astype(np.int64) + 1) - 1, values
 
 
-def _joined(planes: Sequence[NDArray[np.uint8]]) -> Elements:
-    """Undo `_planes`."""
-    each_byte = np.empty((len(planes[0]), len(planes)), np.uint8)
-    for place, plane in enumerate(planes):
-        each_byte[:, place] = plane
-    elements: Elements = each_byte.reshape(-1).view(_UNSIGNED[len(planes)])
-    return elements
-
-
-# -- the chain, decided purely ---------------------------------------------------------------------------------------------------
+# -- what is fetched, decided purely --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,74 +205,7 @@ class WholeVersion:
     bucket_fingerprints: bytes
 
 
-@dataclass(slots=True)
-class DeltaChain:
-    """What the learner offers.
-
-    Example:
-        >>> chain = DeltaChain(total_bytes=1000, full_every=2)
-        >>> chain.is_whole_due(delta_bytes=None)
-        True
-        >>> chain.advance("ab", WholeVersion(1, "here", b""), None)
-        ()
-        >>> chain.is_whole_due(delta_bytes=10)
-        False
-    """
-
-    total_bytes: int
-    full_every: int
-    whole: WholeVersion | None = None
-    deltas: tuple[Delta, ...] = ()
-    head: tuple[int, str] | None = field(default=None, init=False)
-    """Newest version and its fingerprint; what the next delta is based on."""
-
-    def is_whole_due(self, delta_bytes: int | None) -> bool:
-        """Return whether the next version has to be fetchable whole.
-
-        Args:
-            delta_bytes: Of the delta that leads to it; None: there is none.
-        """
-        if self.whole is None or delta_bytes is None:
-            return True
-        since = deltas_from(self.deltas, self.whole.version)
-        return len(since) + 1 >= self.full_every or bytes_of(since) + delta_bytes > self.total_bytes
-
-    def advance(self, fingerprint: str, whole: WholeVersion | None, delta: Delta | None) -> tuple[Delta, ...]:
-        """Take the next version in.
-
-        Args:
-            fingerprint: Its.
-            whole: Where its whole bytes lie; None: only the delta leads to it.
-            delta: From the head to it; None: the chain begins anew.
-
-        Returns:
-            The deltas that are no longer offered.
-        """
-        assert delta is None or self.head == (delta.base_version, delta.base_fingerprint), "not based on the newest"
-        before, self.whole = self.deltas, whole or self.whole
-        assert self.whole is not None, "nothing leads to the version"
-        self.deltas = () if delta is None else (*before, delta)
-        self.head = (delta.version if delta else self.whole.version, fingerprint)
-        while self.deltas and self._is_long() and self.deltas[0].version <= self.whole.version:
-            self.deltas = self.deltas[1:]
-        return tuple(old for old in (*before, delta) if old is not None and old not in self.deltas)
-
-    def check_invariants(self) -> None:
-        """Assert what must hold between versions."""
-        assert self.head is not None, "no version yet"
-        assert self.whole is not None, "no whole version"
-        newest = self.deltas[-1].version if self.deltas else self.whole.version
-        assert not self.deltas or is_path(self.deltas), f"the chain is broken: {self.deltas}"
-        assert self.head[0] == newest, f"the chain leads to {newest}, not to {self.head[0]}"
-        assert self.whole.version == newest or deltas_from(self.deltas, self.whole.version), "nothing leads on from the whole"
-        assert not self._is_long(), f"{len(self.deltas)} deltas, {bytes_of(self.deltas)} bytes"
-
-    def _is_long(self) -> bool:
-        return len(self.deltas) > self.full_every or bytes_of(self.deltas) > self.total_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPlan:
+class FetchPlan(NamedTuple):
     """How to get from what is held to the announced version."""
 
     whole: WeightsAvailable | None
@@ -294,7 +225,7 @@ def plan_fetch(available: WeightsAvailable, held: WeightsAvailable | None) -> Fe
         BroadcastError: The announcement contradicts itself: nothing leads from its whole version to the announced one.
     """
     from_whole = plan_whole(available)
-    if held is None or held.manifest.total_bytes != available.manifest.total_bytes:
+    if held is None:
         return from_whole
     if held.fingerprint == available.fingerprint:
         return FetchPlan(None, ())
@@ -318,7 +249,7 @@ def plan_whole(available: WeightsAvailable) -> FetchPlan:
         available,
         version=available.full_version,
         fingerprint=deltas[0].base_fingerprint,
-        bucket_fingerprints=available.full_bucket_fingerprints or available.bucket_fingerprints,
+        bucket_fingerprints=available.full_bucket_fingerprints,
         deltas=(),
     )
     return FetchPlan(whole, deltas)
@@ -328,13 +259,9 @@ def deltas_from(deltas: tuple[Delta, ...], version: int, fingerprint: str | None
     """Return the unbroken run of deltas that begins at `version`; empty: there is none."""
     for index, delta in enumerate(deltas):
         if delta.base_version == version and fingerprint in {None, delta.base_fingerprint}:
-            return deltas[index:] if is_path(deltas[index:]) else ()
+            is_unbroken = all(after.base_version == before.version for before, after in pairwise(deltas[index:]))
+            return deltas[index:] if is_unbroken else ()
     return ()
-
-
-def is_path(deltas: tuple[Delta, ...]) -> bool:
-    """Return whether each delta is based on the version that the one before leads to."""
-    return all(after.base_version == before.version for before, after in pairwise(deltas))
 
 
 def bytes_of(deltas: tuple[Delta, ...]) -> int:
@@ -342,23 +269,27 @@ def bytes_of(deltas: tuple[Delta, ...]) -> int:
     return sum(delta.num_bytes for delta in deltas)
 
 
-# -- the learner's side, with its effects --------------------------------------------------------------------------------------
+# -- the learner's side --------------------------------------------------------------------------------------------------------
 
 
 class DeltaOffers:
-    """Makes each version fetchable as a delta, whole, or both.
+    """Makes each version fetchable as a delta, whole, or both; keeps the chain.
 
     Args:
-        config: How deltas are made.
+        config: How deltas are made, and how many are kept.
         writer: Of the medium, open.
         manifest: The layout.
     """
 
     def __init__(self, config: DeltaConfig, writer: MediumWriter, manifest: WeightsManifest) -> None:
         self._config, self._writer, self._manifest = config, writer, manifest
-        self._chain = DeltaChain(manifest.total_bytes, config.full_every)
-        self._warned = False
+        self._whole: WholeVersion | None = None
+        self._deltas: tuple[Delta, ...] = ()
+        self._head: tuple[int, str] | None = None
+        """Newest version and its fingerprint; what the next delta is based on."""
         self._newest = np.empty(manifest.total_bytes, np.uint8)
+        """Its bytes."""
+        self._warned = False
 
     def offer(
         self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes
@@ -376,13 +307,13 @@ class DeltaOffers:
             BroadcastError: It could not be; everything is as before.
         """
         blob, delta, whole = self._encode(flat), None, None
-        if self._writer.keeps_slots or self._chain.is_whole_due(None if blob is None else len(blob)):
+        if self._writer.keeps_slots or blob is None or self._is_whole_due(len(blob)):
             whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
-        if blob is not None and self._chain.head is not None:
+        if blob is not None and self._head is not None:
             name = f"delta-{version:08d}-{blob_fingerprint(blob)[:16]}"
             try:
                 self._writer.put_blob(name, blob)
-                delta = Delta(version, *self._chain.head, name, len(blob), blob_fingerprint(blob))
+                delta = Delta(version, *self._head, name, len(blob), blob_fingerprint(blob))
             except BroadcastError as error:
                 _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
         if delta is None and whole is None:
@@ -391,14 +322,41 @@ class DeltaOffers:
             np.copyto(self._newest, np.frombuffer(flat, np.uint8))
         else:
             apply_delta(self._manifest, blob, self._newest.data)
-        for dropped in self._chain.advance(fingerprint, whole, delta):
-            self._writer.drop_blob(dropped.name)
-        assert self._chain.whole is not None
-        return self._chain.whole, self._chain.deltas
+        self._whole, self._head = whole or self._whole, (version, fingerprint)
+        assert self._whole is not None, "nothing leads to the version"
+        offered = self._deltas if delta is None else (*self._deltas, delta)
+        self._deltas = () if delta is None else offered
+        while self._is_long() and self._deltas[0].version <= self._whole.version:
+            self._deltas = self._deltas[1:]
+        for old in offered:
+            if old not in self._deltas:
+                self._writer.drop_blob(old.name)
+        return self._whole, self._deltas
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between versions."""
+        assert self._head is not None, "no version yet"
+        assert self._whole is not None, "no whole version"
+        newest = self._deltas[-1].version if self._deltas else self._whole.version
+        whole_chain = deltas_from(self._deltas, self._deltas[0].base_version) if self._deltas else ()
+        assert whole_chain == self._deltas, f"the chain is broken: {self._deltas}"
+        assert self._head[0] == newest, f"the chain leads to {newest}, not to {self._head[0]}"
+        assert self._whole.version == newest or deltas_from(self._deltas, self._whole.version), "nothing leads on from the whole"
+        assert not self._is_long(), f"{len(self._deltas)} deltas, {bytes_of(self._deltas)} bytes"
+
+    def _is_whole_due(self, delta_bytes: int) -> bool:
+        """Return whether the version that a delta of so many bytes leads to has to be fetchable whole, too."""
+        if self._whole is None:
+            return True
+        since = deltas_from(self._deltas, self._whole.version)
+        return len(since) + 1 >= self._config.full_every or bytes_of(since) + delta_bytes > self._manifest.total_bytes
+
+    def _is_long(self) -> bool:
+        return len(self._deltas) > self._config.full_every or bytes_of(self._deltas) > self._manifest.total_bytes
 
     def _encode(self, flat: memoryview) -> bytes | None:
         """Return the delta from the newest version; None where there is none, or a large one."""
-        if self._chain.head is None:
+        if self._head is None:
             return None
         max_bytes = int(self._config.max_share * self._manifest.total_bytes)
         blob = encode_delta(self._manifest, self._newest.data, flat, max_bytes)

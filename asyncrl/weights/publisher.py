@@ -8,7 +8,7 @@ Invariants:
 - A version that newer ones overtake before its commit begins is superseded: it is not announced, and the newest always is, but
   for one whose snapshot broke off: `publish` raised that, and the version before may be superseded by it.
 - Announcements are made in the order of versions, on the publisher's thread.
-- A commit that failed is raised by the next `publish`, `flush` or `close`: no version goes missing silently.
+- A commit that failed is raised by the next `publish` or `close`: no version goes missing silently.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Literal
 import torch
 
 from asyncrl.clock import Clock
-from asyncrl.config.broadcast import BroadcastConfig
-from asyncrl.errors import BroadcastError, ConfigError
+from asyncrl.config.broadcast import BroadcastConfig, SharedMemoryMedium
+from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, check_tensors, copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import Delta, Probe, WeightsAvailable, WeightsManifest
-from asyncrl.weights.buckets import device_fingerprints, device_of, fingerprints_of, side_stream, version_fingerprint
+from asyncrl.weights.buckets import device_fingerprints, fingerprints_of, side_stream, version_fingerprint
 from asyncrl.weights.delta import DeltaOffers, WholeVersion
 from asyncrl.weights.media.base import NUM_SLOTS
-from asyncrl.weights.media.registry import fingerprints_made, open_writer
+from asyncrl.weights.media.registry import open_writer
+from asyncrl.weights.media.shared_memory import PROVES_WHOLE_VERSIONS
 
 CLOSE_TIMEOUT_S = 60.0
 _Phase = Literal["free", "filling", "staged", "committing", "committed"]
@@ -55,16 +56,6 @@ class Slots:
         self._versions = [-1] * num_slots
         self._keeps_slots = keeps_slots
         self.newest = -1
-
-    @property
-    def num_unfinished(self) -> int:
-        """Versions that are on their way into a slot or from there to the medium."""
-        return sum(phase in {"filling", "staged", "committing"} for phase in self._phases)
-
-    @property
-    def has_staged(self) -> bool:
-        """Whether a version waits for its commit."""
-        return "staged" in self._phases
 
     def must_wait(self, busy: frozenset[int]) -> bool:
         """Return whether to fill a slot now would take one that is being read, and would not after the commit under way."""
@@ -131,17 +122,16 @@ class Publisher:
     """
 
     def __init__(
-        self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], None], clock: Clock
+        self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], object], clock: Clock
     ) -> None:
         self._config, self._on_available, self._clock = config, on_available, clock
-        self._made = fingerprints_made(config)
+        whole_is_proven = isinstance(config.medium, SharedMemoryMedium) and PROVES_WHOLE_VERSIONS
+        self._has_fingerprints = not whole_is_proven or config.delta is not None or config.verify
         self._writer = open_writer(config.medium, run_folder)
-        if config.delta is not None and not config.medium.carries_deltas:
-            raise ConfigError(f"broadcast.medium.kind {config.medium.kind!r} carries no deltas: leave broadcast.delta out")
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
         self._publications: dict[int, tuple[Probe | None, float]] = {}
-        """Probe and milliseconds blocked, between `publish` and the announcement."""
+        """By slot: probe and milliseconds blocked, of the version in it."""
         self._failure = ""
         """Of a commit; raised once."""
         self._broken = ""
@@ -180,7 +170,7 @@ class Publisher:
             self._changed.wait_for(lambda: self._broken or not self._slots.must_wait(self._writer.busy_slots()))
             self._raise_failure()
             slot = self._slots.fill(version, self._writer.busy_slots())
-            self._writer.overwrite(slot, version)
+            self._writer.overwrite(slot)
         try:
             copy_out(named_tensors, view_tensors(self._flats[slot], manifest))
         except BaseException:
@@ -189,21 +179,10 @@ class Publisher:
             raise
         blocked_ms = (time.perf_counter() - started_s) * 1e3
         with self._changed:
-            self._publications[version] = (probe, blocked_ms)
+            self._publications[slot] = (probe, blocked_ms)
             self._slots.filled(version)
             self._changed.notify_all()
         return blocked_ms
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until every published version is announced or superseded; return False when `timeout_s` passed first.
-
-        Raises:
-            BroadcastError: One could not be published.
-        """
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._failure or self._broken or not self._slots.num_unfinished, timeout_s)
-        self._raise_failure()
-        return bool(done)
 
     def close(self) -> None:
         """Finish what is published, then release everything. Safe to repeat.
@@ -225,7 +204,7 @@ class Publisher:
     def _open(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
         """Lay the version out, make the slots and begin to commit."""
         manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
-        self._device, self._ends = device_of(named_tensors), bucket_ends(manifest)
+        self._device, self._ends = next(iter(named_tensors.values())).device, bucket_ends(manifest)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             self._flats = self._writer.open(manifest)
         self._manifest = manifest
@@ -239,14 +218,14 @@ class Publisher:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._slots.has_staged)
                     commit = self._slots.next_commit()
+                    while commit is None and not self._closing:
+                        self._changed.wait()
+                        commit = self._slots.next_commit()
                     if commit is None:
                         return
                     slot, version = commit
-                    probe, blocked_ms = self._publications[version]
-                    # Of older ones only what was superseded is left.
-                    self._publications = {number: kept for number, kept in self._publications.items() if number > version}
+                    probe, blocked_ms = self._publications[slot]
                 failure = ""
                 try:
                     self._on_available(self._commit(slot, version, probe, blocked_ms))
@@ -266,10 +245,10 @@ class Publisher:
         """Fingerprint the version and make it fetchable; return its announcement."""
         assert self._manifest is not None
         flat, fingerprints = self._flats[slot], b""
-        if self._made == "device":
+        if self._config.medium.on_gpu:
             with side_stream(self._device):
                 fingerprints = device_fingerprints(flat, self._ends, self._device)
-        elif self._made == "host":
+        elif self._has_fingerprints:
             fingerprints = fingerprints_of(flat.numpy().data, self._ends)
         name, deltas = version_fingerprint(fingerprints), tuple[Delta, ...]()
         if self._deltas is None:

@@ -5,9 +5,9 @@ A learner that is killed cannot unlink its segment. The next learner of the run 
 (a container that shares this memory and not the files), or a learner has not ended yet, its owner holds a lock on the segment,
 and that and what lies beside it are left alone.
 
-Invariants: whoever unlinks a segment of others holds its lock meanwhile, and no name is made twice: so an owner that finds its
-segment where it was, once it has the lock, keeps it. The lock's descriptor is nobody else's: not the mapping's, and not a forked
-child's, which may live longer than the owner.
+Invariants: a segment is locked before it has its name, no name is made twice, and whoever unlinks a segment of others holds
+its lock meanwhile. The lock's descriptor is nobody else's: not the mapping's, and not a forked child's, which may live longer
+than the owner.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ _LOCKS: dict[Path, int] = {}
 """Segments that this process made, with the descriptor of each one's lock: a lock does not tell its own from another's."""
 
 
-def segment_folder(run_folder: Path) -> Path:
-    """Return where this machine keeps shared memory."""
-    return SHARED_FOLDER if SHARED_FOLDER.is_dir() else run_folder.resolve() / "weights"
-
-
-def segment_prefix(run_folder: Path) -> str:
-    """Return what the names of all segments of this run, and of no other, begin with."""
-    return f"asyncrl-{path_hash(run_folder)}-"
+def segment_path(run_folder: Path, name: str) -> Path:
+    """Return the path of a segment: in this machine's shared memory, named as no segment of another run is."""
+    folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else run_folder.resolve() / "weights"
+    return folder / f"asyncrl-{path_hash(run_folder)}-{name}"
 
 
 def path_hash(run_folder: Path) -> str:
@@ -44,7 +40,8 @@ def path_hash(run_folder: Path) -> str:
 
 def remove_leftover_segments(run_folder: Path) -> list[Path]:
     """Unlink what dead learners of this run left behind, and what this process made itself; return the paths."""
-    files = sorted(segment_folder(run_folder).glob(f"{segment_prefix(run_folder)}*"))
+    ours = segment_path(run_folder, "")
+    files = sorted(ours.parent.glob(f"{ours.name}*"))
     in_use = {path for path in files if "." not in path.name and not _remove_unless_anothers(path)}
     leftovers = [path for path in files if path.with_name(path.name.partition(".")[0]) not in in_use]
     for path in leftovers:
@@ -55,35 +52,34 @@ def remove_leftover_segments(run_folder: Path) -> list[Path]:
 def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
     """Create, reserve and map a file nobody else can open; it is this process's until `disown` or its end.
 
+    A process that is killed before the file has its name leaves an empty `.asyncrl-...` file there, which no start removes.
+
     Raises:
         BroadcastError: There is no room for it.
     """
-    while True:
-        path = segment_folder(run_folder) / f"{segment_prefix(run_folder)}{secrets.token_hex(4)}"
-        handle = create_private(path)
-        try:
-            # Owned before it is filled, which takes a while. Not by `lockf`, whose lock is gone once the process closes any
-            # handle of the file. It waits, at most for another process that looks whether somebody owns it.
-            _LOCKS[path] = lock = os.open(path, os.O_RDWR)
-            with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, num_bytes)
-                else:
-                    os.ftruncate(handle, num_bytes)
-                return path, mmap.mmap(handle, num_bytes)
-            disown(path)  # swept before it was locked
-        except FileNotFoundError:
-            pass  # swept before it was opened
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            disown(path)
-            room = f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror})"
-            instead = "enlarge it (docker run --shm-size) or set broadcast.medium.kind to files"
-            raise BroadcastError(f"{room}; {instead}") from error
-        finally:
-            os.close(handle)
+    path = segment_path(run_folder, secrets.token_hex(4))
+    unnamed = path.with_name(f".{path.name}")
+    handle = create_private(unnamed)
+    try:
+        # Not by `lockf`, whose lock is gone once the process closes any handle of the file.
+        _LOCKS[path] = lock = os.open(unnamed, os.O_RDWR)
+        with contextlib.suppress(OSError):  # Some network file systems have no locks: there nobody is spared.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        unnamed.rename(path)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, num_bytes)
+        else:
+            os.ftruncate(handle, num_bytes)
+        return path, mmap.mmap(handle, num_bytes)
+    except OSError as error:
+        for made in (unnamed, path):
+            made.unlink(missing_ok=True)
+        disown(path)
+        room = f"no room for {num_bytes >> 20} MiB of shared memory in {path.parent} ({error.strerror})"
+        instead = "enlarge it (docker run --shm-size) or set broadcast.medium.kind to files"
+        raise BroadcastError(f"{room}; {instead}") from error
+    finally:
+        os.close(handle)
 
 
 def create_private(path: Path) -> int:

@@ -39,6 +39,7 @@ from asyncrl.weights.buckets import fingerprints_of, refuse_damaged
 from asyncrl.weights.delta import FetchPlan, apply_delta, blob_fingerprint, plan_fetch, plan_whole
 from asyncrl.weights.media.base import MediumReader, VersionUnavailableError
 from asyncrl.weights.media.registry import open_reader
+from asyncrl.weights.media.shared_memory import SharedMemoryReader
 from asyncrl.weights.tensors import MappedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -61,12 +62,9 @@ class Subscriber:
         self._medium = config.medium.kind
         self._reader = open_reader(config.medium, run_folder)
         self._staging = Staging(self._reader)
-        self._may_lease = config.delta is None
+        self._lender = self._reader if isinstance(self._reader, SharedMemoryReader) and config.delta is None else None
         self._handed_out: MappedTensors | None = None
         self._cancelled = threading.Event()
-        self._received: Future[MappedTensors] | None = None
-        """Of the fetch whose outcome nobody has taken yet."""
-        self._is_closed = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncrl-subscriber")
 
     async def fetch(self, available: WeightsAvailable) -> MappedTensors:
@@ -78,7 +76,7 @@ class Subscriber:
             Name to CPU tensor, views of where the bytes lie; tied tensors under one name.
 
         Raises:
-            VersionUnavailableError: The version is gone, or this subscriber is closed: only another announcement helps.
+            VersionUnavailableError: The version is gone: only another announcement helps.
             BroadcastError: It arrived damaged or could not be read, is of another medium, or its manifest contradicts itself.
         """
         if available.medium != self._medium:
@@ -86,47 +84,35 @@ class Subscriber:
         check_manifest(available.manifest)
         if self._handed_out is not None:
             self._handed_out.release()
-        cancelled = self._cancelled = threading.Event()  # before the look: `close`, on another thread, sets it after its word
-        if self._is_closed:
-            raise VersionUnavailableError("the subscriber is closed")
+        cancelled = self._cancelled = threading.Event()
+        received = self._executor.submit(self._receive, available, cancelled)
         try:
-            received = self._received = self._executor.submit(self._receive, available, cancelled)
-        except RuntimeError as error:  # closed since
-            raise VersionUnavailableError("the subscriber is closed") from error
-        try:
-            tensors = await asyncio.wrap_future(received)
+            self._handed_out = await asyncio.wrap_future(received)
         except asyncio.CancelledError:
             cancelled.set()
             received.add_done_callback(_release_unused)
             raise
-        self._received = None
-        if self._is_closed:  # in between: what was received has been let go of
-            raise VersionUnavailableError("the subscriber is closed")
-        self._handed_out = tensors
-        return tensors
+        return self._handed_out
 
     def close(self) -> None:
         """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
-        self._is_closed = True
         self._cancelled.set()
         self._executor.shutdown(wait=True)
-        if self._received is not None:
-            _release_unused(self._received)
         if self._handed_out is not None:
             self._handed_out.release()
         self._staging.close()
         self._reader.close()
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
-        """Return the bytes where they lie, if the medium can lend them, or else in the staging buffer."""
-        manifest = available.manifest
-        lease = self._reader.lease(available) if self._may_lease else None
-        if lease is None:
-            return MappedTensors(manifest, self._staging.receive(available, cancelled), self._staging.path)
+        """Return the bytes where they lie, if they are lent, or else in the staging buffer."""
+        if self._lender is None:
+            return self._staging.receive(available, cancelled)
+        lease = self._lender.lease(available)
         try:
-            if available.bucket_fingerprints:
-                refuse_damaged(available, fingerprints_of(lease.flat.numpy().data, bucket_ends(manifest), lease.check))
+            announced = available.bucket_fingerprints
+            found = fingerprints_of(lease.flat.numpy().data, bucket_ends(available.manifest)) if announced else b""
             lease.check()
+            refuse_damaged(available, found)
         except BroadcastError:
             lease.release()
             raise
@@ -149,7 +135,7 @@ class Staging:
         self._held: WeightsAvailable | None = None
         """As it was announced; verified."""
 
-    def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> torch.Tensor:
+    def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
         """Fetch what is missing of the version and verify it; blocking.
 
         Args:
@@ -157,7 +143,7 @@ class Staging:
             cancelled: Set, the fetch gives up.
 
         Returns:
-            uint8 [total_bytes], valid until the next call.
+            Its tensors, valid until the next call; their `path`, where there is one, until the next call or `close`.
 
         Raises:
             VersionUnavailableError: The version is gone, or the fetch was cancelled.
@@ -181,15 +167,10 @@ class Staging:
                 raise
             _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
             self._carry_out(plan_whole(available), available, flat, cancelled)
-        return self._flat
-
-    @property
-    def path(self) -> str:
-        """Where other processes of this machine can map the buffer, until the next call or `close`; empty: nowhere."""
-        return f"/proc/{os.getpid()}/fd/{self._file}" if self._file >= 0 else ""
+        return MappedTensors(available.manifest, self._flat, f"/proc/{os.getpid()}/fd/{self._file}" if self._file >= 0 else "")
 
     def close(self) -> None:
-        """Let go of the memory; tensors in it stay valid, `path` does not. Safe to repeat."""
+        """Let go of the memory; tensors in it stay valid. Safe to repeat."""
         if self._file >= 0:
             os.close(self._file)
         self._flat, self._file, self._held = None, -1, None

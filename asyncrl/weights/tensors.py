@@ -10,7 +10,6 @@ from. The engine, or each of its worker processes, makes one receiver and keeps 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from itertools import chain
@@ -18,9 +17,9 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.models.layout import DTYPE_OF_NAME, view_tensors
+from asyncrl.models.layout import view_tensors
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
-from asyncrl.weights.lent import LentTensors
+from asyncrl.weights.media.base import LentTensors
 
 
 class MappedTensors(LentTensors):
@@ -84,7 +83,7 @@ class DeferredTensors(dict[str, torch.Tensor]):
 
         Args:
             available: The announcement.
-            receiver: `module:function`; the function takes `arguments` and returns a Receiver.
+            receiver: `module:name` of what takes `arguments` and returns a Receiver.
             arguments: What it needs, as JSON.
         """
         self.available, self.receiver, self.arguments = available, receiver, arguments
@@ -116,18 +115,7 @@ class ArrivingTensors:
 
 
 def make_receiver(receiver: str, arguments: bytes) -> Receiver:
-    """Import and call `module:function` with `arguments`."""
+    """Import and call `module:name` with `arguments`."""
     module, _, name = receiver.partition(":")
     made: Receiver = getattr(import_module(module), name)(arguments)
     return made
-
-
-def bucket_views(manifest: WeightsManifest, start: int, bucket: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and views of what begins in a bucket's bytes, from `start` on, in the order of the layout."""
-    end, entries = start + len(bucket), manifest.entries
-    for number in range(bisect_left(entries, start, key=lambda entry: entry.offset), len(entries)):
-        entry = entries[number]
-        if entry.offset >= end != manifest.total_bytes:
-            return
-        flat = bucket[entry.offset - start :][: entry.num_bytes]
-        yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)

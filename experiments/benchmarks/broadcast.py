@@ -33,7 +33,7 @@ import msgspec
 import torch
 
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
-from asyncrl.control.launch.local import ProcessSpec, child_environment
+from asyncrl.control.launch.processes import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
 from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
 from benchmarks.subscribers import MediumWay, Subscribers, bare_zeromq, scratch_folder

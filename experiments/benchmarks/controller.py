@@ -34,9 +34,8 @@ from asyncrl.client import connect
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.control.launch.controller_process import read_endpoint
-from asyncrl.control.launch.lease import own_by_input
-from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.control.launch.process_main import set_up_logging
+from asyncrl.control.launch.process_main import own_by_input, set_up_logging
+from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.errors import LaunchError
 from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller

@@ -30,7 +30,6 @@ BENCHMARKS = (
     "residency",
     "controller",
     "rewards",
-    "service",
 )
 OPTIONS: dict[str, frozenset[str]] = {
     "engine": frozenset({"engine"}),

@@ -78,8 +78,8 @@ def _short() -> dict[str, float]:
                 ledger.write((rec.SamplesRecord(Samples.of(members), (((step, 4),),) * GROUP_SIZE, 0.0),))
                 scores = tuple(Score(index, 1.0, {"match": 1.0}) for index in range(GROUP_SIZE))
                 ledger.write((rec.ScoresRecord(Scores(group_id, 0, scores, "r"), 0.0),))
-                ledger.write((rec.MovedRecord(group_id, "running", "scoring", "", 0.0),))
-                ledger.write((rec.MovedRecord(group_id, "scoring", "ready", "", 0.0),))
+                ledger.write((rec.MovedRecord(group_id, "scoring", "", 0.0),))
+                ledger.write((rec.MovedRecord(group_id, "ready", "", 0.0),))
                 time.sleep(max(0.0, begun_s + STEP_S * (step + (count + 1) / GROUPS_PER_STEP) - time.perf_counter()))
             ledger.write((rec.TakenRecord(step, group_ids, params, 0, 0.0), rec.TrainedRecord(step, group_ids, 0.0)))
             if step % 10 == 9:

@@ -21,7 +21,7 @@ from operator import truediv
 
 import numpy as np
 
-from asyncrl.packing.pack import CostModel, Unit, idle_share, num_bins_at_least, pack_lengths, pack_units
+from asyncrl.packing.pack import CostModel, Unit, idle_share, pack_lengths, pack_units
 from benchmarks.harness import BenchResult, ratio, seconds_of
 
 DEFAULT_ROUNDS = 25
@@ -45,7 +45,7 @@ def run(rounds: int = 0) -> BenchResult:
         times_ms.append(1e3 * seconds_of(partial(pack_units, ungrouped, CAPACITY)))
         lengths_ms.append(1e3 * seconds_of(partial(pack_lengths, lengths, CAPACITY)))
     rows = sum(len(pack_units(ungrouped, CAPACITY)) for ungrouped in units)
-    bounds = sum(num_bins_at_least(lengths, CAPACITY) for lengths in sets)
+    bounds = sum(-(-sum(lengths) // CAPACITY) for lengths in sets)
     tokens = sum(map(sum, sets))
     return BenchResult(
         bench="packing",

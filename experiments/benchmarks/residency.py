@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.run import PlacementConfig
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import CudaDevice, Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
@@ -40,7 +41,7 @@ def run(rounds: int = 0) -> BenchResult:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         policy = TensorComponent.of_module("policy", model, device, Path(folder))
-        manager = ResidencyManager("bench", [policy], PHASES, device, SystemClock())
+        manager = ResidencyManager(PlacementConfig(), Path(folder), "bench", [policy], PHASES, device, SystemClock())
 
         def turn() -> None:
             manager.switch("rollout")
@@ -50,6 +51,7 @@ def run(rounds: int = 0) -> BenchResult:
         seconds = interleaved(
             {name: partial(seconds_of, side) for name, side in sides.items()}, rounds or DEFAULT_ROUNDS, WARM_ROUNDS
         )
+        manager.close()
     return BenchResult(
         "residency",
         {"model_mb": num_bytes / MEGA, **{f"{name}_ms": side_s * 1e3 for name, side_s in seconds.items()}}

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.reward import AnswerMatchReward, CodeExecReward, FormatCheckReward, RewardConfig, RewardFunctionConfig
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.worker import RewardPool
 from asyncrl.schema.samples import Prompt, ScoreRequest
 from benchmarks.harness import BenchResult, ratio
 

@@ -31,8 +31,7 @@ import zmq
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.group import BufferLimits
-from asyncrl.buffer.ledger.records import MemoryLedger
-from asyncrl.buffer.ledger.store import SqliteLedger
+from asyncrl.buffer.ledger.store import MemoryLedger, SqliteLedger
 from asyncrl.buffer.state import BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode

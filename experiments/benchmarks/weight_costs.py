@@ -18,9 +18,8 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.model.policy import made_ready, publishable_tensors
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.layout import copy_out, make_manifest, view_tensors
@@ -48,7 +47,7 @@ def delta_costs(num_steps: int, folder: Path = PRETRAINED) -> dict[str, float]:
         learner=LearnerConfig(learning_rate=LEARNING_RATE, warmup_steps=0),
     )
     model = made_ready(_opened(folder), config.learner)
-    trainee = TrainState(model, build_optimizer(model, config.learner, num_steps + 1))
+    trainee = TrainState(model, PolicyOptimizer(model.named_parameters(), config.learner, num_steps + 1))
     manifest = make_manifest(publishable_tensors(model), "bfloat16")
     before, after, received = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(3))
     copy_out(publishable_tensors(model), view_tensors(before, manifest))

@@ -66,13 +66,12 @@ class Workload:
     lengths: tuple[int, ...]
 
 
-def workloads() -> dict[str, Workload]:
-    """Return the two mixes of lengths of the engine benchmarks, by name."""
+def long_tailed() -> Workload:
+    """Return the requests of the engine benchmarks."""
     rng = np.random.default_rng(0)
     prompts = tuple(tuple(rng.integers(2, VOCABULARY, size).tolist()) for size in rng.integers(8, 33, NUM_REQUESTS))
-    lognormal = np.clip(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 1, 200).astype(int)
-    uniform = rng.integers(8, 113, NUM_REQUESTS)
-    return {"lognormal": Workload(prompts, tuple(lognormal.tolist())), "uniform": Workload(prompts, tuple(uniform.tolist()))}
+    lengths = np.clip(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 1, 200).astype(int)
+    return Workload(prompts, tuple(lengths.tolist()))
 
 
 def step_workloads() -> dict[str, Workload]:

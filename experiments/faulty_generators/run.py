@@ -95,7 +95,7 @@ async def kill_again_and_again(run: asyncrl.Run) -> None:
     while True:
         await asyncio.sleep(KILL_EVERY_S)
         with contextlib.suppress(KeyError, ProcessLookupError):
-            os.kill(read_pids(run.run_folder).processes["generator-0"].pid, signal.SIGKILL)
+            os.kill(read_pids(run.run_folder)["generator-0"].pid, signal.SIGKILL)
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -35,13 +35,13 @@ from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.vllm.embedded import EmbeddedVLLM
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
 from asyncrl.packing.tensors import pack_step
-from asyncrl.plan.memory import activations, training_state
+from asyncrl.plan.planner import activations, training_state
 from asyncrl.plan.spec import Question, parse_cluster
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes
 from asyncrl.schema.weights import WeightsAvailable
@@ -217,7 +217,7 @@ def learner_step(
     config = RunConfig(algorithm=AlgorithmConfig(groups_per_step=len(lengths) // 8, group_size=8), learner=learner)
     batch = step_batch(setting, len(lengths) // 8, lengths.astype(int).tolist(), tokens_per_row)
     model = made_ready(large_model() if size else setting.model().float(), learner)
-    trainee, prepared = TrainState(model, build_optimizer(model, learner, 100)), prepare(batch)
+    trainee, prepared = TrainState(model, PolicyOptimizer(model.named_parameters(), learner, 100)), prepare(batch)
     seconds = []
     for number in range(3 if setting.tiny else 6):
         if number == 1 and cuda:

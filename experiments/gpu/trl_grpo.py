@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from asyncrl.config.tasks import JsonlTask
+from asyncrl.config.run import JsonlTask
 from asyncrl.tasks.json_lines import build_jsonl
 
 GROUPS, GROUP_SIZE, MICRO_BATCH = 16, 8, 128

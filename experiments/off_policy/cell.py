@@ -34,7 +34,7 @@ from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.sweep.results import code_now, machine_now
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 
 HERE = Path(__file__).parent
 EVALUATE_EVERY = 20

@@ -94,7 +94,7 @@ class PeakMemory:
 def shared_memory_mib(run_folder: Path) -> float:
     """Return the proportional set size of the run's learner and generators, in MiB."""
     try:
-        table = read_pids(run_folder).processes
+        table = read_pids(run_folder)
     except (OSError, ValueError):
         return 0.0
     total = 0.0

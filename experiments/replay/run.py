@@ -54,7 +54,7 @@ async def disturbed(config: asyncrl.RunConfig) -> Path:
 
 def pid_of(folder: Path, name: str) -> int:
     """Return the process of a run, as its folder has it."""
-    return read_pids(folder).processes[name].pid
+    return read_pids(folder)[name].pid
 
 
 def replay(folder: Path, *arguments: str) -> tuple[int, list[str]]:

@@ -25,7 +25,7 @@ import asyncrl
 from asyncrl.models.number_format import hardware_format
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 from asyncrl.user_code import load_function
 
 WINDOW = 10

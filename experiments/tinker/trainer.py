@@ -27,8 +27,7 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import PREFIX, TrainerState, newest_checkpoint
-from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import run_row
+from asyncrl.learner.model.policy import publishable_tensors, run_row
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import build_layout

@@ -80,7 +80,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("option", "words"), [
     ("\udcff=1", "is not UTF-8 text"),
-    ("name=\udcff", "is not UTF-8 text"),
+    ("name=caf\udce9", r"or a value laid over it, is not UTF-8 text: 'caf\udce9'"),
+    (r'folder="a\u0000b"', r"folder has a null character: 'a\x00b'"),
     ("num_steps=" + "[" * 2000, "Expected `int`"),
 ])  # fmt: skip
 def test_an_option_of_any_bytes_is_refused_in_one_line(capsys, monkeypatch, option, words):

@@ -101,8 +101,10 @@ async def test_an_engine_with_no_slots_is_refused(tmp_path):
         assert len(world.buffer.state.pool) == 0
 
 
+OTHERS = {"group": "other"}
+"""Of a group that another generator has."""
 BAD_SAMPLES = {
-    "another generator's group": {"generator": GUEST, "group": "other"},
+    "another generator's group": {"generator": GUEST} | OTHERS,
     "in another's name": {"generator": "generator-0"},
     "an attempt that breaks the ledger": {"attempt": 2**63},
     "an attempt that was not given out": {"attempt": 7},
@@ -117,28 +119,8 @@ BAD_SAMPLES = {
     "lengths that are not its arrays'": {"lengths": (2**40,)},
     "a text of megabytes for two tokens": {"texts": ("A" * (2 << 20),)},
 }
-
-
-@pytest.mark.parametrize("case", BAD_SAMPLES)
-async def test_a_sample_that_is_not_this_guests_own_is_refused(tmp_path, case):
-    async with running(tmp_path) as world:
-        _, _, generator = await world.start(version_is_live=False)
-        guest = await world.let_in()
-        own = await receive(guest, GroupWork, Lane.DATA)
-        await receive(guest, GroupWork, Lane.DATA)
-        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        changes = dict(BAD_SAMPLES[case])
-        group = world.buffer.state.groups[own.group_id]
-        if changes.pop("group", ""):
-            group.holders[0] = "generator-0"
-        await guest.send(msgspec.structs.replace(answer_to(own, 1, GUEST), **changes))
-        await settled(world, 1)
-        assert group.members[1] == "pending"
-        assert world.controller.edge.refused == {(GUEST, "Samples"): 1}
-
-
 BAD_PROGRESS = {
-    "another generator's group": {"group": "other"},
+    "another generator's group": OTHERS,
     "an attempt that was not given out": {"attempt": 7},
     "no such member": {"index": 5},
     "no token": {"token_ids": b"", "logprobs": b""},
@@ -149,22 +131,29 @@ BAD_PROGRESS = {
     "a logprob that is no number": {"logprobs": logprobs_to_bytes([float("nan")])},
     "a token id below 0": {"token_ids": ids_to_bytes([-1])},
 }
+BAD = {f"{kind}: {case}": (kind, changes)
+       for kind, cases in (("Samples", BAD_SAMPLES), ("Progress", BAD_PROGRESS)) for case, changes in cases.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_PROGRESS)
-async def test_tokens_that_are_not_this_guests_own_to_tell_are_refused(tmp_path, case):
+@pytest.mark.parametrize(("kind", "changes"), BAD.values(), ids=BAD)
+async def test_samples_and_tokens_that_are_not_this_guests_own_are_refused(tmp_path, kind, changes):
     async with running(tmp_path) as world:
         _, _, generator = await world.start(version_is_live=False)
         guest = await world.let_in()
         own = await receive(guest, GroupWork, Lane.DATA)
+        await receive(guest, GroupWork, Lane.DATA)
         await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        right = Progress(own.group_id, 1, own.attempt, 0, ids_to_bytes([1]), logprobs_to_bytes([-1.0]))
-        changes = dict(BAD_PROGRESS[case])
-        if changes.pop("group", ""):
-            world.buffer.state.groups[own.group_id].holders[0] = "generator-0"
-        await guest.send(msgspec.structs.replace(right, **changes))
+        group, fields = world.buffer.state.groups[own.group_id], dict(changes)
+        if fields.pop("group", ""):
+            group.holders[0] = "generator-0"
+        right = {
+            "Samples": answer_to(own, 1, GUEST),
+            "Progress": Progress(own.group_id, 1, own.attempt, 0, ids_to_bytes([1]), logprobs_to_bytes([-1.0])),
+        }
+        await guest.send(msgspec.structs.replace(right[kind], **fields))
         await settled(world, 1)
-        assert world.controller.edge.refused == {(GUEST, "Progress"): 1}
+        assert group.members[1] == "pending"
+        assert world.controller.edge.refused == {(GUEST, kind): 1}
 
 
 async def test_a_sample_of_another_prompt_than_its_group_is_refused(tmp_path):

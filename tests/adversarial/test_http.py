@@ -1,7 +1,6 @@
 """The run's HTTP interface against requests that are wrong: each is answered, none reaches the run, memory stays bounded."""
 
 import asyncio
-import contextlib
 import io
 import os
 import resource
@@ -41,15 +40,22 @@ class Control:
         yield
 
 
-@contextlib.asynccontextmanager
-async def served(tmp_path, **limits):
+@pytest.fixture
+async def endpoint(tmp_path, request):
+    """Where a run answers, with limits of its interface; nothing that a test asks may reach the run."""
     control = Control()
-    async with serve_api(control, tmp_path, **limits) as endpoint:
-        yield control, endpoint
+    async with serve_api(control, tmp_path, **getattr(request, "param", {})) as one:
+        yield one
+    assert control.asked == []
 
 
-def session_of(endpoint) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(endpoint.url, headers={"Authorization": f"Bearer {endpoint.token}"})
+@pytest.fixture
+async def session(endpoint):
+    async with aiohttp.ClientSession(endpoint.url, headers={"Authorization": f"Bearer {endpoint.token}"}) as one:
+        yield one
+
+
+HURRIED = pytest.mark.parametrize("endpoint", [{"read_timeout_s": 0.2}], indirect=True)
 
 
 async def said(endpoint, request: bytes, timeout_s: float = 30.0) -> bytes:
@@ -91,74 +97,59 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "token", "body", "statuses"), WRONG, ids=range(len(WRONG)))
-async def test_a_wrong_token_step_route_or_body_is_answered_and_does_nothing(tmp_path, line, token, body, statuses):
-    async with served(tmp_path) as (control, endpoint):
-        given = bearer(endpoint) if token is None else b"Authorization: " + token
-        answer = await said(endpoint, raw(endpoint, line, given, body=body))
-        assert answer[9:12] in statuses
-        assert control.asked == []
+async def test_a_wrong_token_step_route_or_body_is_answered_and_does_nothing(endpoint, line, token, body, statuses):
+    given = bearer(endpoint) if token is None else b"Authorization: " + token
+    answer = await said(endpoint, raw(endpoint, line, given, body=body))
+    assert answer[9:12] in statuses
 
 
 @pytest.mark.parametrize("packing", [{}, {"Content-Encoding": "gzip"}, {"Content-Encoding": "deflate"}])
-async def test_a_body_that_cannot_be_unpacked_or_is_nested_without_end_is_400(tmp_path, packing):
+async def test_a_body_that_cannot_be_unpacked_or_is_nested_without_end_is_400(session, packing):
     body = b"\x81\xa6values\x81\xa1a" + b"\x91" * 100_000 + b"\x01"
-    async with served(tmp_path) as (control, endpoint), session_of(endpoint) as session:
-        async with session.post("/change", data=body, headers=packing) as answer:
-            assert answer.status == 400
-        assert control.asked == []
+    async with session.post("/change", data=body, headers=packing) as answer:
+        assert answer.status == 400
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_a_body_over_a_mebibyte_is_413_packed_or_not(tmp_path, packed):
+async def test_a_body_over_a_mebibyte_is_413_packed_or_not(session, packed):
     body = msgspec.msgpack.encode({"step": 1, "metrics": {"x" * (MOST_BODY_BYTES + 1): 1.0}})
     headers = {"Content-Encoding": "deflate"} if packed else {}
-    async with served(tmp_path) as (control, endpoint):
-        sent = io.BytesIO(zlib.compress(body) if packed else body)
-        async with session_of(endpoint) as session, session.post("/trained", data=sent, headers=headers) as answer:
-            assert answer.status == 413
-        assert control.asked == []
+    sent = io.BytesIO(zlib.compress(body) if packed else body)
+    async with session.post("/trained", data=sent, headers=headers) as answer:
+        assert answer.status == 413
 
 
-async def test_a_packed_body_that_unpacks_to_a_quarter_of_a_gibibyte_is_not_unpacked(tmp_path):
+async def test_a_packed_body_that_unpacks_to_a_quarter_of_a_gibibyte_is_not_unpacked(session):
     packer, bomb = zlib.compressobj(9), bytearray()
     for _ in range(256):
         bomb += packer.compress(bytes(1 << 20))
     bomb += packer.flush()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    packing = {"Content-Encoding": "deflate"}
-    async with (
-        served(tmp_path) as (control, endpoint),
-        session_of(endpoint) as session,
-        session.post("/trained", data=io.BytesIO(bomb), headers=packing) as answer,
-    ):
+    async with session.post("/trained", data=io.BytesIO(bomb), headers={"Content-Encoding": "deflate"}) as answer:
         assert answer.status == 413
-    assert control.asked == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
 
 
-async def test_a_body_that_never_comes_is_given_up(tmp_path):
-    async with served(tmp_path, read_timeout_s=0.2) as (control, endpoint):
-        request = raw(endpoint, "POST /trained", bearer(endpoint), b"Content-Length: 100") + b"\x81"
-        assert (await said(endpoint, request)).startswith(b"HTTP/1.1 408 ")
-        assert control.asked == []
+@HURRIED
+async def test_a_body_that_never_comes_is_given_up(endpoint):
+    request = raw(endpoint, "POST /trained", bearer(endpoint), b"Content-Length: 100") + b"\x81"
+    assert (await said(endpoint, request)).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_head_that_never_comes_is_given_up_on_a_new_connection_and_on_a_used_one(tmp_path):
-    async with served(tmp_path, read_timeout_s=0.2) as (_, endpoint):
-        assert await said(endpoint, b"GET /status HTTP/1.1\r\nHost: a\r\nX-A: ") == b""
-        begun = b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\nGET /status HTT"
-        assert (await said(endpoint, begun)).startswith(b"HTTP/1.1 401 ")
+@HURRIED
+async def test_a_head_that_never_comes_is_given_up_on_a_new_connection_and_on_a_used_one(endpoint):
+    assert await said(endpoint, b"GET /status HTTP/1.1\r\nHost: a\r\nX-A: ") == b""
+    begun = b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\nGET /status HTT"
+    assert (await said(endpoint, begun)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_bytes_that_are_no_http_leave_the_server_as_it_is(tmp_path):
-    async with served(tmp_path) as (control, endpoint):
-        for junk in (b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"\x16\x03\x01"):
-            parts = urlsplit(endpoint.url)
-            with socket.create_connection((parts.hostname, parts.port), timeout=5) as line:
-                line.sendall(junk)
-        answer = await said(endpoint, raw(endpoint, "GET /status", bearer(endpoint)))
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert control.asked == []
+async def test_bytes_that_are_no_http_leave_the_server_as_it_is(endpoint):
+    parts = urlsplit(endpoint.url)
+    for junk in (b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"\x16\x03\x01"):
+        with socket.create_connection((parts.hostname, parts.port), timeout=5) as line:
+            line.sendall(junk)
+    answer = await said(endpoint, raw(endpoint, "GET /status", bearer(endpoint)))
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_an_endpoint_that_cannot_be_read_does_not_mean_that_its_controller_is_gone(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, ReasoningGymReward
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward
 from asyncrl.schema.samples import Prompt
@@ -49,32 +49,24 @@ NOT_FIVE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "reference"), [
+RIGHT_NUMBERS = [
     *((text, "5") for text in FIVE),
     (r"10\,000", "10000"), ("10\u2009000", "10000"), ("10\u202f000", "10000"), ("5 cm\u00b2", "5 cm^2"), ("9.81 m/s\u00b2", "9.81"), ("½", "0.5"), ("½", "1/2"), ("1½", "3/2"), ("-¾", "-0.75"),
     ("2 ¾ cups", "2.75"), ("$5$ cm", "5 cm"), ("$5$ cm", "5"), (r"\(5\) km", "5 km"), (r"$5$ \text{cm}", "5"), ("USD 5", "5"), ("USD 5", "$5"), ("US$5", "5 dollars"), ("EUR 5", "€5"),
     ("1÷3", "1/3"), ("6 ÷ 2", "3"), ("1⁄3", "1/3"), ("3 × 10⁸", "300000000"), ("3 × 10⁻²", "0.03"), ("Answer = 5", "5"), ("AB = 5", "5"), (r"\alpha = 5", "5"), ("x_1 = 5", "5"), ("f(x) = 5", "5"),
-])  # fmt: skip
-def test_a_number_is_read_as_it_is_written_with_fractions_powers_blanks_and_currencies(text, reference):
-    assert scorer("numeric")(text, reference) == 1.0
-
-
-@pytest.mark.parametrize(("text", "reference"), [
+]  # fmt: skip
+WRONG_NUMBERS = [
     *((text, "5") for text in NOT_FIVE),
     ("1÷3", "3"), ("1÷2÷3", "1/6"), ("÷3", "3"), ("3÷", "3"), ("1÷0", "1"), ("Wrong = 5", "5"), ("not = 5", "5"), ("NOT = 5", "5"), ("NO=5", "5"), (r"\not = 5", "5"), (r"\ne = 5", "5"), ("5²", "5"), ("5²", "52"), ("½½", "1/2"), ("½ 5", "5"), ("½", "12"), (r"1\,0", "10"),
     (r"1\,23", "123"), ("1\u20092", "12"), ("$5$ or 6", "5"), ("$5$ wrong", "5"), ("$5$$6$ cm", "5"), ("USD 5 USD 6", "5"), ("USD 5 EUR", "5"), ("EUR 5", "$5"), ("5 cm²", "5 cm"), ("5 cm³", "5 cm²"),
-])  # fmt: skip
-def test_what_is_not_the_number_is_not_taken_for_it(text, reference):
-    assert scorer("numeric")(text, reference) == 0.0
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [
-    "1=7", "not 7", r"\not = 7", r"\neg = 7", r"\wrong = 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
-    "either 7", "7!", "7?", "7'", "7...", "7\\ldots", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
-    "\\begin{pmatrix}7\\end{pmatrix}x", "\\boxed{7", "\\pm 7", "7+x-x+y", "7;8", "$$ 7 $$ $$ 8 $$", "\\(7\\) \\(8\\)", "7 \\text{ km } 8",
-])  # fmt: skip
-def test_what_is_not_one_expression_is_not_seven(text):
-    assert scorer("math")(text, "7") == 0.0
+@pytest.mark.parametrize(
+    ("text", "reference", "is_right"), [*((*pair, 1) for pair in RIGHT_NUMBERS), *((*pair, 0) for pair in WRONG_NUMBERS)]
+)
+def test_a_number_is_read_as_it_is_written_and_nothing_else_is_taken_for_it(text, reference, is_right):
+    assert scorer("numeric")(text, reference) == is_right
 
 
 BOMBS = [
@@ -87,6 +79,21 @@ BOMBS = [
 ]  # fmt: skip
 
 
+NOT_SEVEN = [
+    "1=7", "not 7", r"\not = 7", r"\neg = 7", r"\wrong = 7", "1 or 2 or 7", "x^2=7", "$1$ $2$ $7$", "7, 8", "$7$ or $8$", "\\boxed{6}\\boxed{7}", "7 7", "\\text{7 or 8}", "x=7=8", "7 \\neq 8", "\\{6,7\\}", "(6,7)",
+    "either 7", "7!", "7?", "7'", "7...", "7\\ldots", "7 is not it", "the answer is not $7$", "$7$ is wrong", "6\\text{ or }7", "7 \\vee 8", "7\\mid 8", "7 8 9", "\\frac{7}", "٧", "7\\\\8", "7 & 8",
+    "\\begin{pmatrix}7\\end{pmatrix}x", "\\boxed{7", "\\pm 7", "7+x-x+y", "7;8", "$$ 7 $$ $$ 8 $$", "\\(7\\) \\(8\\)", "7 \\text{ km } 8",
+]  # fmt: skip
+"""What is not one expression."""
+BEHIND = [
+    (r"12\text{ km}{8}", r"12\text{ km}"), (r"12\text{ km}\pi–{8}", r"12\text{ km}"), (r"12\text{ k\text(8){a}m}", r"12\text{ km}"), (r"12\text{ km}^8", r"12\text{ km}"),
+    (r"-3\text{a}\gcd{8}", "-3"), (r"2\pi\infty^2", r"2\pi"), (r"\infty\sqrt{2}", r"\sqrt{2}"), ("8\\frac{1}{2}\\ ", r"\frac{1}{2}"), ("\\frac{1}{2}-\\ ", r"\frac{1}{2}"),
+    (r"\frac{1}{2}_\ ", r"\frac{1}{2}"), (r"x+1_\pi", "x+1"), (r"x<3_\pi", "x<3"), ("x=3e 8", "x=3"), ("x+1e m", "x+1"), ("2e i", "2"), ("x e e", "x"), ("x+1 m m", "x+1"), (r"0^\circ7", "7"),
+    (r"x+1\text{a}:\text{a}", "x+1"), ("2x x", "2"), ("x y x", "x"),
+]  # fmt: skip
+"""Nothing behind an answer is left out."""
+
+
 @pytest.mark.parametrize(("answer", "reference", "is_right"), [
     (r"\boxed{11,\! 111,\! 100}", "11111100", 1), (r"$3,\!2$", "32", 0), ("(3,2)", "(p,q)=(3,2)", 1), ("(q,p)=(3,2)", "(p,q)=(3,2)", 0),
     ("x^2+5=0", "x^2+2=0", 0), ("x^2=-1", "x^2=-4", 0), ("x^2=4", "x^2-4=0", 1), ("3", "3s", 0), ("5t", "5", 0), ("5 m", "5", 1), ("11/2", "1 1/2", 0),
@@ -96,19 +103,16 @@ BOMBS = [
     ("4, 5, and 6", "4,5,6", 1), (r"4, 5\text{ or }6", "4,5,6", 1), ("4, 5, and", "4,5", 0), ("4, and 5, and 7", "4,5,6", 0), ("1÷3", r"\frac13", 1), ("1÷3", "3", 0),
     ("3.14159265358979323846", r"\pi", 1), ("3.14159", r"\pi", 0), ("1.414214", r"\sqrt{2}", 1), (r"2.9999999\cdot 1", "3", 0), ("3.14159265358979323846", "3.2", 0),
     ("x <= 2", r"x \leq 2", 1), ("x != 3", r"x \ne 3", 1), ("x >= 2", r"x \leq 2", 0),
+    # Values decide where these are the same expressions.
+    (r"\sqrt{5+2\sqrt{6}}", r"\sqrt{2}+\sqrt{3}", 1), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}", 1), ("(2+3i)^2", "-5+12i", 1), (r"4+3\cdot i", "4+3i", 1),
+    (r"e^{i\pi}", "-1", 1), (r"\cos(\frac{\pi}{5})", r"\frac{1+\sqrt{5}}{4}", 1), (r"2\sin x\cos x", r"\sin 2x", 1), ("(x+1)^{30}", "(1+x)^{30}", 1), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}", "0", 1),
+    (r"\sqrt{2}+10^{-20}", r"\sqrt{2}", 0), ("7+10^{-99}", "7", 0), (r"\pi+10^{-90}", r"\pi", 0), ("|x|", "x", 0), (r"\sqrt{x^2}", "x", 0), (r"|x-10^{9}|", "10^{9}-x", 0), (r"\sqrt{(x-10^{9})^2}", "10^{9}-x", 0),
+    (r"\frac{355}{113}", r"\pi", 0), (r"e^{\pi\sqrt{163}}", "262537412640768744", 0), ("3.14", r"\pi", 0), ("0.5x", r"\frac{x}{2}", 1), ("0.5000001x", r"\frac{x}{2}", 0),
+    *((small, reference, 0) for small in ("0.0", "0", "0.0\\pi", "10^{-12}", "0.0000000\\pi") for reference in ("\\frac{\\pi}{10^{9}}", "0.000000001\\pi")),
+    *((answer, "7", 0) for answer in NOT_SEVEN), *((*pair, 0) for pair in BEHIND),
 ])  # fmt: skip
-def test_equations_letters_blanks_words_and_thousands_in_mathematics(answer, reference, is_right):
+def test_mathematics_is_equal_where_its_values_are_and_nothing_is_left_out(answer, reference, is_right):
     assert scorer("math")(answer, reference) == is_right
-
-
-@pytest.mark.parametrize(("answer", "reference"), [
-    (r"12\text{ km}{8}", r"12\text{ km}"), (r"12\text{ km}\pi–{8}", r"12\text{ km}"), (r"12\text{ k\text(8){a}m}", r"12\text{ km}"), (r"12\text{ km}^8", r"12\text{ km}"),
-    (r"-3\text{a}\gcd{8}", "-3"), (r"2\pi\infty^2", r"2\pi"), (r"\infty\sqrt{2}", r"\sqrt{2}"), ("8\\frac{1}{2}\\ ", r"\frac{1}{2}"), ("\\frac{1}{2}-\\ ", r"\frac{1}{2}"),
-    (r"\frac{1}{2}_\ ", r"\frac{1}{2}"), (r"x+1_\pi", "x+1"), (r"x<3_\pi", "x<3"), ("x=3e 8", "x=3"), ("x+1e m", "x+1"), ("2e i", "2"), ("x e e", "x"), ("x+1 m m", "x+1"), (r"0^\circ7", "7"),
-    (r"x+1\text{a}:\text{a}", "x+1"), ("2x x", "2"), ("x y x", "x"),
-])  # fmt: skip
-def test_nothing_behind_an_answer_is_left_out(answer, reference):
-    assert scorer("math")(answer, reference) == 0.0
 
 
 @pytest.mark.parametrize(("answer", "reference", "is_right"), [
@@ -118,12 +122,6 @@ def test_nothing_behind_an_answer_is_left_out(answer, reference):
 def test_small_numbers_are_not_nothing(answer, reference, is_right):
     assert scorer("numeric")(answer, reference) == is_right
     assert scorer("math")(answer, reference) == is_right
-
-
-@pytest.mark.parametrize("answer", ["0.0", "0", "0.0\\pi", "10^{-12}", "0.0000000\\pi"])
-def test_small_expressions_are_not_nothing(answer):
-    assert scorer("math")(answer, "\\frac{\\pi}{10^{9}}") == 0.0
-    assert scorer("math")(answer, "0.000000001\\pi") == 0.0
 
 
 @pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
@@ -187,16 +185,6 @@ def test_sympy_gets_two_seconds_of_an_answer_and_judges_the_next_one_as_ever():
         assert judge("x < 3", "3 > x") == 1.0
 
 
-@pytest.mark.parametrize(("answer", "reference", "is_right"), [
-    (r"\sqrt{5+2\sqrt{6}}", r"\sqrt{2}+\sqrt{3}", 1), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}", 1), ("(2+3i)^2", "-5+12i", 1), (r"4+3\cdot i", "4+3i", 1),
-    (r"e^{i\pi}", "-1", 1), (r"\cos(\frac{\pi}{5})", r"\frac{1+\sqrt{5}}{4}", 1), (r"2\sin x\cos x", r"\sin 2x", 1), ("(x+1)^{30}", "(1+x)^{30}", 1), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}", "0", 1),
-    (r"\sqrt{2}+10^{-20}", r"\sqrt{2}", 0), ("7+10^{-99}", "7", 0), (r"\pi+10^{-90}", r"\pi", 0), ("|x|", "x", 0), (r"\sqrt{x^2}", "x", 0), (r"|x-10^{9}|", "10^{9}-x", 0), (r"\sqrt{(x-10^{9})^2}", "10^{9}-x", 0),
-    (r"\frac{355}{113}", r"\pi", 0), (r"e^{\pi\sqrt{163}}", "262537412640768744", 0), ("3.14", r"\pi", 0), ("1.414214", r"\sqrt{2}", 1), ("0.5x", r"\frac{x}{2}", 1), ("0.5000001x", r"\frac{x}{2}", 0),
-])  # fmt: skip
-def test_expressions_are_equal_where_their_values_are(answer, reference, is_right):
-    assert scorer("math")(answer, reference) == is_right
-
-
 @pytest.mark.parametrize(("pattern", "text"), [
     ("<answer>(.*?)</answer>", "<answer>" * 50_000),
     ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
@@ -246,5 +234,5 @@ def test_a_pattern_without_linear_time_is_refused_with_what_to_do(pattern):
         build_reward(AnswerMatchReward(extract=pattern))
     with pytest.raises(ConfigError, match=r"pattern: .*cannot run in linear time"):
         build_reward(FormatCheckReward(pattern=pattern))
-    with pytest.raises(RewardError, match=r"reference: .*cannot run in linear time"):
+    with pytest.raises(ConfigError, match=r"reference: .*cannot run in linear time"):
         scorer("regex")("a", pattern)

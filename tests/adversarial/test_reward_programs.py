@@ -240,6 +240,10 @@ def add(a, b):
     "kills everything it can": "import os, signal\nos.kill(-1, signal.SIGKILL)",
     "reads the tests": "import glob\nfor path in glob.glob('/tmp/*') + glob.glob('/w/*'):\n    print(open(path).read())",
     "runs the tests on itself with patched assertions": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef add(a, b): return unittest.mock.ANY if hasattr(unittest, 'mock') else None",
+    "forges the words of a sandbox that cannot start": """
+import os, signal
+for fd in (1, 2): os.write(fd, b'bwrap: cannot start')
+os.kill(os.getppid(), signal.SIGKILL)""",
     "is not Python": "def add(a, b) return a + b",
     "is empty": "",
 }  # fmt: skip
@@ -248,6 +252,36 @@ def add(a, b):
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_passes_nothing_and_raises_nothing(cheat):
     assert passed(CHEATS[cheat], *ADD, wall_s=3) == 0
+
+
+OF_TESTS_OF_THEIR_OWN = {
+    "changes what it is not called with": ("class Any:\n    def __contains__(self, v):\n        v.clear()\n        return True\ndef got(): return Any()\ndef f(): return []",
+     "expected = [1, 2]\nassert expected in got()\nassert f() == expected"),
+    "looks for the expected value in its memory": ("import gc\nsecret = 31337 * 7\ndef f():\n    return any(isinstance(v, str) and str(secret) in v for v in gc.get_objects() if isinstance(v, str))",
+     {"function": "f", "expected": True}, {"function": "f", "expected": 219359}),
+    "reaches into the test through what it is handed": ("""
+def apply(function):
+    for path in ('__globals__', '__code__', '__closure__', 'gi_frame', '__self__'):
+        value = getattr(function, path, None)
+        if '918273645' in repr(value): return value
+    return None
+""", "secret = 918273645\nassert apply(lambda: secret) is not None"),
+    "swallows the assertion of a with block": ("class Quiet:\n    def __enter__(self): return self\n    def __exit__(self, *e): return True\n    def value(self): raise KeyError\ndef quiet(): return Quiet()",
+     "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False"),
+    "says that it ended, and lives on in the next test": (FORGE + """
+def add(a, b):
+    session = next(each for each in pipes() if hasattr(each, "objects"))
+    session.pipe.write({"ended": True})
+    while True:
+        frame = session.pipe.read()
+        session.pipe.write({"ended": True, "value": 5, "changed": [], "names": {"add": {"t": "object", "v": 0}}})
+""", "add(0, 0)", "assert add(2, 3) == 5", "assert add(2, 3) == 5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", OF_TESTS_OF_THEIR_OWN)
+def test_a_cheat_of_a_test_of_its_own_passes_nothing(cheat):
+    assert passed(*OF_TESTS_OF_THEIR_OWN[cheat], wall_s=20) == 0
 
 
 def test_what_is_right_passes_all_of_them():
@@ -297,21 +331,10 @@ def add(a, b): return 4
     assert passed(code, *ADD[:2], ADD[-3], wall_s=2) == 0
 
 
-def test_a_forged_failure_of_the_sandbox_is_the_program_s_failure():
-    """The words of a sandbox that cannot start, after it has started: the sample scores 0 and is not failed."""
-    code = "import os, signal\nfor fd in (1, 2):\n    os.write(fd, b'bwrap: cannot start')\nos.kill(os.getppid(), signal.SIGKILL)"
-    assert passed(code, *ADD) == 0
-
-
 def test_a_program_longer_than_its_output_may_be_is_run():
     """Else a long completion would fail its sample, and escape a 0."""
     code = "def add(a, b): return a + b\n# " + "\u00e9" * 100_000
     assert passed(code, *ADD[:2], output_bytes=1 << 12) == 2
-
-
-def test_a_program_changes_what_it_is_called_with_and_nothing_else():
-    code = "class Any:\n    def __contains__(self, v):\n        v.clear()\n        return True\ndef got(): return Any()\ndef f(): return []"
-    assert passed(code, "expected = [1, 2]\nassert expected in got()\nassert f() == expected") == 0
 
 
 def test_nothing_of_an_earlier_test_is_alive_or_can_be_read():
@@ -341,18 +364,6 @@ def leave():
 """
     test = {"function": "nothing_left", "expected": []}
     assert passed(code, test, test, "assert nothing_left() == []", test) == 4
-
-
-def test_a_program_that_says_that_it_ended_does_not_live_on_in_the_next_test():
-    code = FORGE + """
-def add(a, b):
-    session = next(each for each in pipes() if hasattr(each, "objects"))
-    session.pipe.write({"ended": True})
-    while True:
-        frame = session.pipe.read()
-        session.pipe.write({"ended": True, "value": 5, "changed": [], "names": {"add": {"t": "object", "v": 0}}})
-"""  # fmt: skip
-    assert passed(code, "add(0, 0)", "assert add(2, 3) == 5", "assert add(2, 3) == 5", wall_s=20) == 0
 
 
 def test_what_an_ended_program_wrote_is_not_read_in_the_next_test():
@@ -392,20 +403,15 @@ def test_the_judge_is_up_before_the_time_of_the_program_begins():
     assert told[:3] == [("judge", "ready"), ("program", "begin"), ("program", "send")]
 
 
-def test_an_assertion_in_a_with_block_of_the_program_s_counts():
-    code = "class Quiet:\n    def __enter__(self): return self\n    def __exit__(self, *e): return True\n    def value(self): raise KeyError\ndef quiet(): return Quiet()"
-    assert passed(code, "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False") == 0
-
-
 def test_lists_whose_order_does_not_matter_have_the_same_values():
-    cases = [
-        ("{2, 1}", [1, 2]),
-        ("[2, 1, 1]", [1, 1, 2]),
-        ("(x for x in (2, 1))", [1, 2]),
-        ("[[2], [1]]", [[1], [2]]),
-        ("[0.1 + 0.2, 1]", [1, 0.3]),
-    ]
-    tests = [{"function": "f", "args": [text], "expected": expected, "unordered": True} for text, expected in cases]
+    cases = {
+        "{2, 1}": [1, 2],
+        "[2, 1, 1]": [1, 1, 2],
+        "(x for x in (2, 1))": [1, 2],
+        "[[2], [1]]": [[1], [2]],
+        "[0.1 + 0.2, 1]": [1, 0.3],
+    }
+    tests = [{"function": "f", "args": [text], "expected": expected, "unordered": True} for text, expected in cases.items()]
     assert passed("def f(text): return eval(text)", *tests) == len(cases)
     tests = [{**test, "expected": [*test["expected"][:-1], 7]} for test in tests]
     assert passed("def f(text): return eval(text)", *tests) == 0
@@ -720,38 +726,35 @@ def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):
     with pytest.raises(RewardError, match=said):
         parse_tests(json.dumps({"tests": [test]}), "p")
     prompts = [
-        Prompt("good", reference_json='{"tests": ["assert f() == 1"]}'),
-        Prompt("bad/17", reference_json=json.dumps({"tests": [test]})),
+        Prompt(name, reference_json=json.dumps({"tests": [each]}))
+        for name, each in (("good", "assert f() == 1"), ("bad/17", test))
     ]
     with pytest.raises(ConfigError, match="cannot judge 1 prompts") as refused:
         check_tests(RewardConfig(functions=(CodeExecReward(),)), prompts)
     assert "'bad/17': test 0, line" in str(refused.value)
 
 
+FINE = [
+    "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'",
+    "add = f\nassert add(1) == 2",
+    "from solution import fork\nassert f().fork() == fork() == 2",
+    "assert isclose(1, 1.0)",
+    "assert add(1)(2) == 3",
+    "assert sqrt(4) == 2 and cube(2) == 8 and abs(sqrt(2) - 1.4142) < 1e-3",
+    "c = Counter()\nc.add('a')\nassert c.total == double(1)",
+    "from solution import Counter\nc = Counter(tokens('a b'))\nassert c.total == 2",
+    "from math import sqrt\nassert f(2) == sqrt(2)",
+    "random.seed(1)\nassert f(1) == 2",
+]
+
+
 def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
-    parse_tests(
-        json.dumps({
-            "tests": [
-                "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'",
-                "add = f\nassert add(1) == 2",
-                "from solution import fork\nassert f().fork() == fork() == 2",
-                "assert isclose(1, 1.0)",
-                "assert add(1)(2) == 3",
-                "assert sqrt(4) == 2 and cube(2) == 8 and abs(sqrt(2) - 1.4142) < 1e-3",
-                "c = Counter()\nc.add('a')\nassert c.total == double(1)",
-                "from solution import Counter\nc = Counter(tokens('a b'))\nassert c.total == 2",
-                "from math import sqrt\nassert f(2) == sqrt(2)",
-                "random.seed(1)\nassert f(1) == 2",
-            ]
-        }),
-        "p",
-    )
+    assert len(parse_tests(json.dumps({"tests": FINE}), "p")) == len(FINE)
 
 
 def test_a_whole_completion_is_scored():
     reward = build_reward(CodeExecReward(wall_s=60))
     text = "Thinking.\n\n```bash\nls\n```\n1. Code:\n   ```{python}\n   def add(a, b):\n       return a + b\n   ```\n"
-    prompt = Prompt(
-        "p", reference_json=json.dumps({"tests": ["assert add(1, 2) == 3", {"function": "add", "args": [1, 1], "expected": 2}]})
-    )
+    tests = ["assert add(1, 2) == 3", {"function": "add", "args": [1, 1], "expected": 2}]
+    prompt = Prompt("p", reference_json=json.dumps({"tests": tests}))
     assert reward(RewardInput(prompt, text, "stop", 9)) == 1.0

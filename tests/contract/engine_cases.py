@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -84,6 +85,14 @@ def reference_logprobs(model, prompt: Sequence[int], token_ids: Sequence[int], t
 def reference_score(model, token_ids: Sequence[int]) -> list[float]:
     """Logprob of each token after the first, as `Engine.score` returns them."""
     return reference_logprobs(model, token_ids[:1], token_ids[1:])
+
+
+async def assert_holds(engine: Engine, model, abs_error: float = 1e-5) -> None:
+    """Every tensor of the model is the engine's: a forward agrees, and so does a generated sequence."""
+    probe = list(range(2, 40))
+    assert await engine.score(probe) == pytest.approx(reference_score(model, probe), abs=abs_error)
+    held = await collect(engine.submit(make_request("holds", prompt=tuple(probe))))
+    assert held.logprobs == pytest.approx(reference_logprobs(model, tuple(probe), held.token_ids), abs=abs_error)
 
 
 def kept_logprobs(old, new, prompt: tuple[int, ...], token_ids: list[int], first: int) -> list[float]:

@@ -65,10 +65,6 @@ class LineProcess:
             message = self.hear(kind)
         return message
 
-    def has_spoken(self) -> bool:
-        """Return whether there is a message to hear."""
-        return not self._lines.empty()
-
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The channel contract, held by every implementation: in-process, ipc and tcp in plain text, tcp with CURVE."""
+"""The channel contract, held by every implementation: in-process, ipc in plain text, tcp with CURVE."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from asyncrl.config.run import TransportConfig
-from asyncrl.errors import CodecError, ConnectionClosed, TransportError
+from asyncrl.errors import ConnectionClosed, TransportError
 from asyncrl.schema.control import PROTOCOL, Heartbeat, Hello
 from asyncrl.schema.samples import Prompt, SampleFailure, ScoredGroup
 from asyncrl.transport.protocol import GOODBYE, Connection, Lane, LinkLimits, Listener, new_hello
@@ -24,7 +24,7 @@ LIMITS = LinkLimits(
 """No link breaks here: however long the machine stands still, nobody is given up, or closed without a goodbye."""
 WAIT_S = 30.0
 
-KINDS = ["inprocess", "ipc-plain", "tcp-plain", "tcp-curve"]
+KINDS = ["inprocess", "ipc-plain", "tcp-curve"]
 
 
 @dataclasses.dataclass
@@ -116,12 +116,14 @@ async def test_large_and_small_messages_keep_their_order_and_content(channel):
     assert await take(far) == group
 
 
-async def test_send_waits_when_the_window_is_full_and_goes_on_after_an_acknowledgement(channel):
+async def test_send_waits_when_the_window_is_full_goes_on_after_an_acknowledgement_and_holds_up_no_control(channel):
     far, near = await open_pair(channel)
     for number in range(WINDOW):
         await far.send(failure(number))
     assert far.try_send(failure(99)) is False
     assert far.unacknowledged() == WINDOW
+    await asyncio.wait_for(far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL), WAIT_S)
+    assert (await take(near, Lane.CONTROL)).name == "generator-0"
     async with asyncio.TaskGroup() as tasks:
         blocked = tasks.create_task(far.send(failure(WINDOW)))
         deliveries = [await asyncio.wait_for(near.receive(), WAIT_S) for _ in range(WINDOW)]
@@ -140,15 +142,6 @@ async def test_blocked_senders_go_in_the_order_they_came(channel):
             tasks.create_task(far.send(failure(number)))
         numbers = [(await take(near)).group_id for _ in range(3 * WINDOW)]
     assert numbers == list(range(3 * WINDOW))
-
-
-async def test_a_full_data_lane_does_not_hold_up_control(channel):
-    far, near = await open_pair(channel)
-    for number in range(WINDOW):
-        await far.send(failure(number))
-    await asyncio.wait_for(far.send(Heartbeat("generator-0", 1.0), Lane.CONTROL), WAIT_S)
-    assert (await take(near, Lane.CONTROL)).name == "generator-0"
-    assert far.try_send(failure(99)) is False
 
 
 async def test_what_was_sent_before_a_close_is_received_and_then_the_connection_is_closed_and_closing_repeats(channel):
@@ -206,19 +199,11 @@ async def test_a_new_incarnation_closes_the_connection_of_the_old(channel):
     assert (await take(near_again)).group_id == 2
 
 
-async def test_a_message_over_the_limit_is_refused_where_it_is_sent(channel):
-    far, near = await open_pair(channel)
-    with pytest.raises(CodecError, match="max_message_bytes"):
-        await far.send(failure(1, "x" * (LIMITS.max_message_bytes + 1)))
-    await far.send(failure(2))
-    assert (await take(near)).group_id == 2
-
-
 async def test_a_peer_of_another_protocol_is_told_so_and_counted(channel):
     stranger = Hello(PROTOCOL + 1, "generator", "generator-0", "i", 1)
     with pytest.raises(TransportError, match=f"protocol {PROTOCOL}, .* {PROTOCOL + 1}"):
         await channel.connect(stranger)
-    assert channel.listener.refused.wrong_protocol == 1
+    assert channel.listener.refused["wrong protocol"] == 1
     await open_pair(channel)
 
 

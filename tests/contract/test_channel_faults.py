@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import resource
 import stat
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener
 from tests.builders import cancelled_after, until
 from tests.contract.tcp_proxy import tcp_proxy
-from tests.descriptors import open_descriptors
+from tests.descriptors import descriptors_left
 
 LIMITS = LinkLimits(
     window=32, max_message_bytes=1 << 20, ping_s=0.05, reconnect_after_s=0.5, silence_timeout_s=5.0, give_up_s=20.0
@@ -49,8 +48,8 @@ def failure(number: int, reason: str = "") -> SampleFailure:
     return SampleFailure(group_id=number, index=0, attempt=1, stage="generate", reason=reason)
 
 
-def make_listener(address: str, keys=None, limits: LinkLimits = LIMITS, **more) -> ZmqListener:
-    return ZmqListener(address, new_hello("controller", "controller"), limits, keys, **more)
+def make_listener(address: str = "tcp://127.0.0.1:*", keys=None, limits: LinkLimits = LIMITS) -> ZmqListener:
+    return ZmqListener(address, new_hello("controller", "controller"), limits, keys)
 
 
 async def connect(address: str, name: str = "generator-0", limits: LinkLimits = LIMITS) -> tuple[ZmqConnector, Connection]:
@@ -65,7 +64,7 @@ async def accept(listener: ZmqListener) -> Connection:
 @contextlib.asynccontextmanager
 async def linked(limits: LinkLimits = LIMITS, of_listener: LinkLimits = LIMITS):
     """Yield a listener, a connector, and the connection between them at the connector's and at the listener's end."""
-    listener = make_listener("tcp://127.0.0.1:*", limits=of_listener)
+    listener = make_listener(limits=of_listener)
     async with closing(listener):
         connector, far = await connect(listener.address, limits=limits)
         async with closing(connector):
@@ -120,44 +119,13 @@ async def test_the_listener_s_sizes_hold_at_both_ends():
             assert await consume(near, LIMITS.window) == list(range(LIMITS.window))
 
 
-@contextlib.contextmanager
-def no_descriptor_left():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 async def test_a_connector_that_finds_no_descriptor_tries_until_there_is_one(caplog):
     async with linked() as (_, connector, far, near):
-        with no_descriptor_left():
+        with descriptors_left(0):
             connector._reopen()
             await far.send(failure(1))
             await until(lambda: caplog.text.count("Too many open files") >= 2)
         assert await consume(near, 1) == [1]
-
-
-async def test_what_cannot_be_opened_leaves_no_descriptor(tmp_path):
-    keys, client_keys = make_keys(tmp_path), load_client_keys(tmp_path)
-    descriptors = open_descriptors()
-    for these in (client_keys, msgspec.structs.replace(client_keys, public="too short"), None):
-        with pytest.raises(TransportError, match="no socket to tcp://nowhere could be opened"):
-            ZmqConnector("tcp://nowhere", new_hello("generator", "generator-0"), LIMITS, these)
-        assert open_descriptors() <= descriptors
-    for these in (keys, msgspec.structs.replace(keys, public="too short"), None):
-        with pytest.raises(TransportError, match="cannot listen on tcp://nowhere"):
-            make_listener("tcp://nowhere", these)
-        assert open_descriptors() <= descriptors
-
-
-async def test_a_listener_that_cannot_be_opened_leaves_no_folder(tmp_path, folders):
-    with pytest.raises(OverflowError):
-        await open_listener(
-            TransportConfig(kind="ipc", encryption="plain"), tmp_path, limits=LinkLimits(max_message_bytes=1 << 63)
-        )
-    assert folders() == []
 
 
 async def test_a_listener_that_is_cancelled_as_it_closes_leaves_no_folder(tmp_path, folders):
@@ -170,7 +138,7 @@ async def test_a_listener_that_is_cancelled_as_it_closes_leaves_no_folder(tmp_pa
 
 async def test_a_link_that_breaks_again_and_again_loses_and_repeats_nothing():
     count = 1500
-    listener = make_listener("tcp://127.0.0.1:*")
+    listener = make_listener()
     async with closing(listener):
         with tcp_proxy(listener.address) as proxy:
             connector, far = await connect(proxy.address)
@@ -250,14 +218,6 @@ async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_come
         await works(listener, far)
 
 
-async def test_a_peer_that_the_listener_does_not_want_is_told_why():
-    listener = make_listener("tcp://127.0.0.1:*", judge=lambda hello, _: f"{hello.name} is not of this run")
-    async with closing(listener):
-        with pytest.raises(TransportError, match="generator-0 is not of this run"):
-            await connect(listener.address)
-        assert listener.refused.unknown_peer == 1
-
-
 async def test_a_wrong_key_is_refused_and_counted(tmp_path):
     config = TransportConfig(kind="tcp", encryption="curve")
     listener = await open_listener(config, tmp_path / "ours", limits=LIMITS)
@@ -267,11 +227,11 @@ async def test_a_wrong_key_is_refused_and_counted(tmp_path):
         wrong_client = msgspec.structs.replace(load_client_keys(tmp_path / "theirs"), listener_public=right.listener_public)
         with pytest.raises(TransportError, match="key"):
             await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS, wrong_client).connect(5.0)
-        assert listener.refused.unauthenticated >= 1
+        assert listener.refused["unauthenticated"] >= 1
         for keys in (load_client_keys(tmp_path / "theirs"), None):
-            before = listener.refused.unauthenticated
+            before = listener.refused["unauthenticated"]
             async with asyncio.timeout(WAIT_S):
-                while listener.refused.unauthenticated == before:  # so short a time may be over before it has asked
+                while listener.refused["unauthenticated"] == before:  # so short a time may be over before it has asked
                     with pytest.raises(TransportError, match="no welcome"):
                         await ZmqConnector(listener.address, new_hello("client", "c"), LIMITS, keys).connect(0.3)
         far = await open_connection(listener.address, new_hello("client", "c"), config, tmp_path / "ours", WAIT_S, LIMITS)
@@ -317,10 +277,10 @@ async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_
                 for packet in packets:
                     await socket.send_multipart(packet)
             assert received.result() == list(range(500))
-            await until(lambda: listener.refused.total >= count)
-            assert listener.refused.total == count
-            assert listener.refused.malformed > count // 3
-            assert listener.refused.oversized >= count // 120
+            await until(lambda: listener.refused.total() >= count)
+            assert listener.refused.total() == count
+            assert listener.refused["malformed"] > count // 3
+            assert listener.refused["oversized"] >= count // 120
             assert await far.flush(WAIT_S)
 
 
@@ -330,7 +290,7 @@ def near_session(listener: ZmqListener) -> str:
 
 
 async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
-    listener = make_listener("tcp://127.0.0.1:*")
+    listener = make_listener()
     async with closing(listener):
         with bare_dealer(listener.address) as socket:
             await socket.send(build_greeting(new_hello("client", "c"), "token", ""))
@@ -340,12 +300,12 @@ async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
             for seq, body in enumerate(bodies):
                 await socket.send_multipart(build_parcel(near_session(listener), Parcel(([], []), [Item(Lane.DATA, seq, body)])))
             assert await consume(near, 1) == [1]
-            assert (listener.refused.malformed, listener.refused.oversized) == (3, 1)
+            assert (listener.refused["malformed"], listener.refused["oversized"]) == (3, 1)
 
 
 @pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100])
 async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
-    listener = make_listener("tcp://127.0.0.1:*")
+    listener = make_listener()
     async with closing(listener):
         _, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
         writer.write(opening)

@@ -184,7 +184,7 @@ def test_masked_importance_sampling(case):
     got = run_loss("decoupled_ppo", inputs, LossConfig(corrections=(correction,), **clip_options(params)))
     kept = correct(inputs, (correction,)).kept
     dropped_fraction = 1 - kept.sum() / inputs.mask.sum().double()
-    kept_rows = count_denominators(inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, denominator="kept").num_sequences
+    kept_rows = count_denominators(kept, inputs.sequence_ids, inputs.num_sequences).num_sequences
     of_rows = params.get("level") == "sequence"
     got |= {
         "mask": kept,
@@ -261,7 +261,7 @@ def test_m2po_mask(case):
     corrections = (kinds.SecondMomentMask(threshold=params["threshold"]),)
     inputs = flat_inputs(case)
     kept = correct(inputs, corrections).kept
-    counted = count_denominators(inputs.mask, kept, inputs.sequence_ids, inputs.num_sequences, denominator="kept")
+    counted = count_denominators(kept, inputs.sequence_ids, inputs.num_sequences)
     fields = {name: getattr(inputs, name) for name in LossInputs.__dataclass_fields__} | {"denominators": counted}
     config = LossConfig(corrections=corrections, denominator="kept", **clip_options(params))
     check(case, run_loss("ppo_clip", LossInputs(**fields), config) | {"mask": kept})
@@ -300,7 +300,7 @@ def test_loss_aggregation(case):
     loss, mask = matrix(case, "loss_matrix").requires_grad_(), matrix(case, "mask").bool()
     ids = torch.arange(mask.shape[0]).repeat_interleave(mask.shape[1])
     flat_mask, scale = mask.reshape(-1), params.get("loss_scale_factor", 1.0)
-    local = count_denominators(flat_mask, flat_mask, ids, mask.shape[0])
+    local = count_denominators(flat_mask, ids, mask.shape[0])
     denominators = Denominators(
         params.get("batch_num_tokens", local.num_tokens), params.get("global_batch_size", local.num_sequences), scale
     )

@@ -14,8 +14,7 @@ SHAPE = {
 PROBE = list(range(2, 60))
 
 
-@pytest.mark.parametrize("level", [1, 2])
-async def test_device_memory_is_free_asleep_and_the_request_goes_on_after(tmp_path: Path, level) -> None:
+async def test_device_memory_is_free_asleep_and_the_request_goes_on_after(tmp_path: Path) -> None:
     model = cases.make_model(0, **SHAPE)
     model.save_pretrained(tmp_path)
     async with cases.transformers_engine(tmp_path, 8, max_sequence_tokens=512, device="cuda") as engine:
@@ -24,11 +23,10 @@ async def test_device_memory_is_free_asleep_and_the_request_goes_on_after(tmp_pa
         stream = engine.submit(cases.make_request("r", 7, max_new_tokens=400))
         first = await anext(stream)
         awake_bytes = torch.cuda.memory_allocated()
-        await engine.sleep(level)
+        await engine.sleep()
         assert torch.cuda.memory_allocated() < 0.1 * awake_bytes
         await engine.wake()
-        if level == 2:
-            await engine.load_weights(1, cases.tensors_of(model), "keep")
+        await engine.load_weights(1, cases.tensors_of(model), "keep")
         assert await engine.score(PROBE) == before
         whole = await cases.collect(stream, first)
     assert whole.logprobs == pytest.approx(cases.reference_logprobs(model, cases.PROMPT, whole.token_ids), abs=1e-2)

@@ -10,14 +10,14 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.config.load import parse_config
 from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber
-from tests.builders import make_sample
+from tests.builders import make_sample, until
 from tests.contract.engine_cases import PROMPT, collect, make_request, transformers_engine
 
 
@@ -46,7 +46,7 @@ def _batch():
 def _trained(folder: Path, device: str) -> dict[str, torch.Tensor]:
     config = parse_config({"learner": {"device": device, "learning_rate": 1e-2, "warmup_steps": 0}})
     model = made_ready(AutoModelForCausalLM.from_pretrained(folder).to(device), config.learner)
-    train_step(TrainState(model, build_optimizer(model, config.learner, 10)), _batch(), config)
+    train_step(TrainState(model, PolicyOptimizer(model.named_parameters(), config.learner, 10)), _batch(), config)
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 
 
@@ -66,7 +66,7 @@ async def test_weights_leave_a_device_whole(model_folder, tmp_path, medium):
     publisher, subscriber = Publisher(config, tmp_path, announced.append, SystemClock()), Subscriber(config, tmp_path)
     try:
         publisher.publish(0, dict(model.named_parameters()))
-        assert publisher.flush(30.0)
+        await until(lambda: announced)
         tensors = await subscriber.fetch(announced[0])
         for name, parameter in model.named_parameters():
             assert torch.equal(tensors[name], parameter.detach().cpu()), name

@@ -7,6 +7,7 @@ import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig
+from asyncrl.config.run import PlacementConfig
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import CudaDevice
@@ -47,7 +48,7 @@ def manager_of(device, folder, model, optimizer, offload_to="host"):
         TensorComponent.of_module("policy", model, device, folder),
         TensorComponent(NAMES[1], device, optimizer.state_tensors, folder),
     ]
-    return ResidencyManager("learner", components, PHASES, device, SystemClock(), offload_to=offload_to)
+    return ResidencyManager(PlacementConfig(offload_to=offload_to), folder, "learner", components, PHASES, device, SystemClock())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,4 +69,5 @@ def test_a_switch_gives_the_memory_to_the_driver_and_brings_every_bit_back(devic
     manager.switch("train", 1)
     assert all(torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))
     step(model, optimizer, 1)
+    manager.close()
     assert any(not torch.equal(tensor.detach().cpu(), old) for tensor, old in zip(tensors, before, strict=True))

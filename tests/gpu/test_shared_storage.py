@@ -10,7 +10,7 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.media.shared_params import HybridPublisher, HybridSubscriber
+from asyncrl.weights.media.learner_memory import HybridPublisher, HybridSubscriber
 
 
 def _read(run_folder: str, announced: bytes) -> list[float]:

@@ -57,12 +57,11 @@ async def assert_holds(engine: VLLMEngine, seed: int) -> None:
     assert await engine.score(ids) == pytest.approx(reference_score(model_of(seed), ids), abs=1e-2)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-async def test_memory_is_given_back_and_requests_go_on_after_it(engine: VLLMEngine, level) -> None:
+async def test_memory_is_given_back_and_requests_go_on_after_it(engine: VLLMEngine) -> None:
     stream = engine.submit(make_request("a", max_new_tokens=NUM_TOKENS))
     first = await anext(stream)
     awake_bytes = free_bytes()
-    await engine.sleep(level)
+    await engine.sleep()
     assert free_bytes() - awake_bytes > 0.9 * KV_GIB * 2**30
     late = engine.submit(make_request("late", max_new_tokens=5))
     with pytest.raises(GenerationError, match="asleep; wake it first"):
@@ -70,28 +69,28 @@ async def test_memory_is_given_back_and_requests_go_on_after_it(engine: VLLMEngi
     with pytest.raises(GenerationError, match="asleep; wake it first"):
         await engine.score([1, 2, 3])
     await engine.wake()
-    if level == 2:
-        waiting = asyncio.ensure_future(anext(late))  # noqa: TID251 - awaited below
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(waiting), 0.5)
-        with pytest.raises(GenerationError, match="load others first"):
-            await engine.score([1, 2, 3])
-        await load(engine, 1)
-        assert set((await waiting).versions) == {1}
+    waiting = asyncio.ensure_future(anext(late))  # noqa: TID251 - awaited below
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.5)
+    with pytest.raises(GenerationError, match="load others first"):
+        await engine.score([1, 2, 3])
+    await load(engine, 1)
+    assert set((await waiting).versions) == {1}
     whole = await collect(stream, first)
     assert len(whole.token_ids) == NUM_TOKENS
     assert whole.versions == sorted(whole.versions)
-    assert set(whole.versions) <= ({0, 1} if level == 2 else {0})
-    assert len((await collect(late, *([await waiting] if level == 2 else []))).token_ids) == 5
-    await assert_holds(engine, 1 if level == 2 else 0)
+    assert set(whole.versions) <= {0, 1}
+    assert len((await collect(late, await waiting)).token_ids) == 5
+    await assert_holds(engine, 1)
 
 
 async def test_a_paused_engine_stays_paused_over_a_sleep(engine: VLLMEngine) -> None:
     await engine.pause()
     stream = engine.submit(make_request("a"))
     waiting = asyncio.ensure_future(anext(stream))  # noqa: TID251 - awaited below
-    await engine.sleep(1)
+    await engine.sleep()
     await engine.wake()
+    await load(engine, 0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.5)
     await assert_holds(engine, 0)

@@ -230,7 +230,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def recorded_pids(run_folder: Path) -> dict[str, int]:
     """Return pids by process name, from the run's own record."""
-    return {name: record.pid for name, record in read_pids(run_folder).processes.items()}
+    return {name: record.pid for name, record in read_pids(run_folder).items()}
 
 
 def kill(run_folder: Path, name: str) -> None:

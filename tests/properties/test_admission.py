@@ -107,7 +107,7 @@ class Schedule:
         for name in self.live:
             held, room = sum(generator == name for generator, _ in self.running.values()), self.num_slots[int(name[1:])]
             assert held == self.state.pool.members_on(name)
-            assert held <= max(held_before.get(name, 0), room + self.state.limits.queue_ahead_groups, 1), (name, held, room)
+            assert held <= max(held_before.get(name, 0), room + 1, 1), (name, held, room)
             if held == 0 and self.live[name] == self.version:
                 assert self.state.capacity(self.version) <= 0, f"{name} may have a group and holds none"
 

@@ -69,7 +69,7 @@ class Learner:
         self._medium.flat = flat
         buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
         whole, deltas = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
-        self._offers._chain.check_invariants()
+        self._offers.check_invariants()
         return WeightsAvailable(
             version, "any", whole.location, MANIFEST, version_fingerprint(buckets), 0.0, bucket_fingerprints=buckets,
             full_version=whole.version, full_bucket_fingerprints=whole.bucket_fingerprints, deltas=deltas,
@@ -113,7 +113,7 @@ def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_s
                 assert not keeps_slots, "the whole was there"
                 held[index] = None
             else:
-                assert bytes(received.numpy().data) == bytes(flat)
+                assert bytes(received.flat.numpy().data) == bytes(flat)
                 most = bytes_of(available.deltas) + (0 if held[index] in before else MANIFEST.total_bytes)
                 assert is_spoiled or (sum(medium.fetched) <= most and MANIFEST.total_bytes not in medium.fetched[1:])
                 held[index] = (available.version, available.fingerprint)
@@ -121,7 +121,7 @@ def test_what_goes_live_is_the_learners_snapshot_bit_for_bit_or_an_error(keeps_s
     for step in range(1, full_every + 1):
         available = learner.publish(version + step, flat)
     for generator in generators:
-        assert bytes(generator.receive(available, NOT_CANCELLED).numpy().data) == bytes(flat)
+        assert bytes(generator.receive(available, NOT_CANCELLED).flat.numpy().data) == bytes(flat)
 
 
 @settings(max_examples=200)

@@ -1,21 +1,16 @@
-"""What the ledger is told, and the contract of a ledger, with the variant that keeps nothing.
-
-A write is a unit: all of its records are committed or none is, and units are committed in the order written. `on_committed` runs
-after that, so an acknowledgement sent from it promises what is on disk.
-"""
+"""What the ledger is told, and what it gives back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import msgspec
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.events import GroupState
 from asyncrl.buffer.staleness import VersionCounts
-from asyncrl.errors import LedgerError
-from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, Scores
+from asyncrl.schema.samples import Prompt, Sample, Samples, ScoredGroup, ScoredSample, Scores
 
 OnCommitted = Callable[[], None]
 
@@ -94,7 +89,6 @@ class MovedRecord(Record, frozen=True, gc=False):
     """A group changed its state (taken and trained come with their step instead)."""
 
     group_id: int
-    before: GroupState
     after: GroupState
     reason: str
     now: float
@@ -102,7 +96,11 @@ class MovedRecord(Record, frozen=True, gc=False):
     """How often the prompt failed, where it is to be issued again; else -1."""
 
 
-class TakenRecord(Record, frozen=True):
+class WideRecord(Record, frozen=True):
+    """A record that changes rows of many groups."""
+
+
+class TakenRecord(WideRecord, frozen=True):
     """A step and its groups, in order."""
 
     step: int
@@ -112,7 +110,7 @@ class TakenRecord(Record, frozen=True):
     now: float
 
 
-class TrainedRecord(Record, frozen=True):
+class TrainedRecord(WideRecord, frozen=True):
     """The optimizer step of these groups is done."""
 
     step: int
@@ -120,20 +118,20 @@ class TrainedRecord(Record, frozen=True):
     now: float
 
 
-class RestartedRecord(Record, frozen=True):
+class RestartedRecord(WideRecord, frozen=True):
     """Steps from `version` on are to be repeated; those before it are trained."""
 
     version: int
     now: float
 
 
-class RescoreRecord(Record, frozen=True):
+class RescoreRecord(WideRecord, frozen=True):
     """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
 
     now: float
 
 
-class ChangedRecord(Record, frozen=True):
+class ChangedRecord(WideRecord, frozen=True):
     """The run's config changed while it went on: from `step` on."""
 
     step: int
@@ -142,13 +140,13 @@ class ChangedRecord(Record, frozen=True):
     now: float
 
 
-class ForgetRecord(Record, frozen=True):
+class ForgetRecord(WideRecord, frozen=True):
     """Payloads of steps before this one are not needed any more."""
 
     before_step: int
 
 
-class SetAsideRecord(Record, frozen=True):
+class SetAsideRecord(WideRecord, frozen=True):
     """The groups of this step are dropped, and later steps move up by one."""
 
     step: int
@@ -157,61 +155,47 @@ class SetAsideRecord(Record, frozen=True):
     now: float
 
 
-class Ledger(Protocol):
-    """Where the books are kept."""
+@dataclass(slots=True)
+class HeldGroup:
+    """Payloads of a live group: generated members, of which some are scored."""
 
-    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
-        """Queue one unit; wait while too many are queued. No records: `on_committed` runs once all before it is committed.
+    prompt: Prompt
+    samples: dict[int, Sample] = field(default_factory=dict)
+    scored: dict[int, ScoredSample] = field(default_factory=dict)
 
-        Raises:
-            LedgerError: The ledger is closed, or an earlier commit failed.
-        """
-        ...
+    def as_scored(self, group_id: int) -> ScoredGroup:
+        """Return what is trained, failed members left out."""
+        return ScoredGroup(group_id, self.prompt, tuple(self.scored[index] for index in sorted(self.scored)))
 
-    def sync(self, timeout_s: float = 60.0) -> None:
-        """Return once everything written so far is committed.
-
-        Raises:
-            LedgerError: It took longer than `timeout_s`, or a commit failed.
-        """
-        ...
-
-    def state_counts(self) -> dict[str, int] | None:
-        """Return the number of groups per state, as committed; call `sync` before. None where nothing is kept."""
-        ...
-
-    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
-        """Return scored groups with their payloads, in the order asked for.
-
-        Raises:
-            LedgerError: A payload is gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """Commit what is queued and release the ledger."""
-        ...
+    def prompt_ids(self) -> tuple[bytes, str]:
+        """Return the token ids of the prompt, as far as the task or the generator that is named says."""
+        if self.prompt.token_ids or not self.samples:
+            return self.prompt.token_ids, ""
+        first = next(iter(self.samples.values()))
+        return first.prompt_ids, first.generator
 
 
-class MemoryLedger:
-    """Keeps nothing: commits at once, and nothing outlives the process. For benchmarks and simulation."""
+@dataclass(slots=True)
+class Restored:
+    """What a ledger holds besides the state."""
 
-    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:  # noqa: ARG002 - see Ledger
-        """Call back at once."""
-        if on_committed is not None:
-            on_committed()
+    held: dict[int, HeldGroup] = field(default_factory=dict)
+    returned: dict[int, Prompt] = field(default_factory=dict)
+    """Prompts to be issued again, by the group that was dropped or failed."""
+    step_params: dict[int, StepParams] = field(default_factory=dict)
+    """Of steps that may be repeated."""
+    steps_without_reference: frozenset[int] = frozenset()
+    """Steps taken with scores that brought no reference log-probabilities."""
+    newest_version: int = 0
+    cursor: int = 0
 
-    def sync(self, timeout_s: float = 60.0) -> None:
-        """Do nothing: everything is committed."""
-
-    def state_counts(self) -> None:
-        """Return nothing: nothing is counted."""
-
-    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
-        """Raise: nothing is kept once it is trained."""
-        raise LedgerError(
-            f"groups {list(group_ids)[:4]}... cannot be repeated: buffer.ledger is 'memory'; use 'disk' for runs that may restart"
+    def why_not_repeated(self, to_repeat: Sequence[int]) -> str:
+        """Return why these steps cannot be repeated by a run whose reference is on inference workers, or nothing."""
+        steps = [step for step in to_repeat if step in self.steps_without_reference]
+        if not steps:
+            return ""
+        return (
+            f"steps {steps[0]} to {steps[-1]} were taken and are to be trained (again), and their samples were scored without "
+            "reference log-probabilities: algorithm.reference.where = 'worker' (or a reference that was not there before) can be "
+            "set once they are trained and a checkpoint is written; resume with the settings as they were until then"
         )
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sqlite3
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,7 +58,6 @@ _EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES {rows}"
 _OF_GROUPS = " WHERE group_id IN (SELECT value FROM json_each(?))"
 
 _encoder = msgspec.msgpack.Encoder()
-_json = msgspec.json.Encoder()
 
 
 def sample_key(group_id: int, index: int) -> int:
@@ -74,6 +74,11 @@ def rows_of(connection: sqlite3.Connection, table: str, columns: str, group_id: 
 def keys_of(group_id: int) -> tuple[int, int]:
     """Return the first key of a group, and the first behind it."""
     return sample_key(group_id, 0), sample_key(group_id + 1, 0)
+
+
+def _text(value: object) -> str:
+    """Return a value as it is stored in a column of text: JSON."""
+    return msgspec.json.encode(value).decode()
 
 
 def checksum(*parts: int | float | str | bytes) -> int:
@@ -107,24 +112,31 @@ def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], append
     Records of groups and members are written kind by kind, for speed, in an order in which rows exist before they are changed;
     records of steps change many rows at once, so everything before them is written first.
     """
-    by_kind: dict[type, list[Any]] = {}
+    by_kind = defaultdict[type, list[Any]](list)
     for record in records:
-        if type(record) in _STEP_WRITERS:
+        if isinstance(record, rec.WideRecord):
             _insert_by_kind(connection, by_kind, append)
-            by_kind = {}
-            _STEP_WRITERS[type(record)](connection, record)
+            by_kind.clear()
+            _insert_wide(connection, record)
         else:
-            by_kind.setdefault(type(record), []).append(record)
+            by_kind[type(record)].append(record)
     _insert_by_kind(connection, by_kind, append)
 
 
-def _insert_by_kind(connection: sqlite3.Connection, by_kind: dict[type, list[Any]], append: Append) -> None:
-    if samples := by_kind.pop(rec.SamplesRecord, None):
-        bodies = [pack_samples(record.samples) for record in samples]
-        by_kind[rec.SamplesRecord] = list(zip(samples, bodies, append(bodies), strict=True))
-    for kind, writer in _WRITERS:
-        if of_kind := by_kind.get(kind):
-            writer(connection, of_kind)
+def _insert_by_kind(connection: sqlite3.Connection, by_kind: defaultdict[type, list[Any]], append: Append) -> None:
+    _issued(connection, by_kind[rec.IssuedRecord])
+    placed: list[rec.PlacedRecord] = by_kind[rec.PlacedRecord]
+    places = [(r.version, r.attempt, r.group_id) for r in placed]
+    connection.executemany("UPDATE groups SET version = min(version, ?), attempt = ? WHERE group_id = ?", places)
+    told = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in placed]
+    _execute_for_all(connection, _EVENT, told)
+    if by_kind[rec.SamplesRecord]:
+        _samples(connection, by_kind[rec.SamplesRecord], append)
+    _scores(connection, by_kind[rec.ScoresRecord])
+    failures = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now) for r in by_kind[rec.FailureRecord]]
+    statement = "INSERT OR IGNORE INTO failures (key, attempt, stage, reason, settled_s) VALUES (?, ?, ?, ?, ?)"
+    connection.executemany(statement, failures)
+    _moved(connection, by_kind[rec.MovedRecord])
 
 
 def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord]) -> None:
@@ -141,18 +153,9 @@ def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord])
     )
 
 
-def _placed(connection: sqlite3.Connection, records: Sequence[rec.PlacedRecord]) -> None:
-    connection.executemany(
-        "UPDATE groups SET version = min(version, ?), attempt = ? WHERE group_id = ?",
-        [(r.version, r.attempt, r.group_id) for r in records],
-    )
-    events = [(r.now, r.group_id, "issued again", f"{r.generator} v{r.version} attempt {r.attempt}") for r in records]
-    _execute_for_all(connection, _EVENT, events)
-
-
-def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.SamplesRecord, bytes, Place]]) -> None:
-    rows = []
-    for record, body, place in written:
+def _samples(connection: sqlite3.Connection, records: Sequence[rec.SamplesRecord], append: Append) -> None:
+    bodies, rows = [pack_samples(record.samples) for record in records], []
+    for record, body, place in zip(records, bodies, append(bodies), strict=True):
         made = record.samples
         key = sample_key(made.group_id, made.indices[0])
         told = [
@@ -162,7 +165,7 @@ def _samples(connection: sqlite3.Connection, written: Sequence[tuple[rec.Samples
             )
         ]
         times = (made.started_s, made.finished_s, record.now)
-        members = _json.encode(told).decode()
+        members = _text(told)
         newest = max(counts[-1][0] for counts in record.version_counts)
         rows.append((key, made.attempt, made.generator, newest, members, *times, checksum(key, body), *place))
     _execute_for_all(
@@ -193,7 +196,7 @@ def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoresRecord])
     for record in records:
         scores = record.scores
         key = sample_key(scores.group_id, scores.scores[0].index)
-        members = _json.encode([(score.index, float(score.reward), score.parts) for score in scores.scores]).decode()
+        members = _text([(score.index, float(score.reward), score.parts) for score in scores.scores])
         logprobs = [score.reference_logprobs for score in scores.scores]
         reference = _encoder.encode(logprobs) if any(logprobs) else b""
         rows.append((key, scores.worker, members, record.now, checksum(key, members, reference), reference))
@@ -201,26 +204,15 @@ def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoresRecord])
     _execute_for_all(connection, statement, rows)
 
 
-def _failures(connection: sqlite3.Connection, records: Sequence[rec.FailureRecord]) -> None:
-    connection.executemany(
-        "INSERT OR IGNORE INTO failures (key, attempt, stage, reason, settled_s) VALUES (?, ?, ?, ?, ?)",
-        [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now) for r in records],
-    )
-
-
 def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:
     # What moved at one time and alike is one statement; in order, since a group may move twice.
     for (after, reason, returns, now), alike in itertools.groupby(records, lambda r: (r.after, r.reason, r.returns, r.now)):
         ready_s = ", ready_s = ?" if after == "ready" else ""
-        values = (after, reason, returns, *((now,) if ready_s else ()), _ids(r.group_id for r in alike))
+        values = (after, reason, returns, *((now,) if ready_s else ()), _text([r.group_id for r in alike]))
         connection.execute(f"UPDATE groups SET state = ?, reason = ?, returns = ?{ready_s}{_OF_GROUPS}", values)  # noqa: S608
     ended = [r for r in records if r.after in {"dropped", "failed"}]
     _execute_for_all(connection, _EVENT, [(r.now, r.group_id, r.after, r.reason) for r in ended])
     _let_go(connection, [r.group_id for r in ended])
-
-
-def _ids(group_ids: Iterable[int]) -> str:
-    return _json.encode(list(group_ids)).decode()
 
 
 def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
@@ -230,85 +222,60 @@ def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
     connection.executemany("UPDATE scores SET reference = NULL WHERE key >= ? AND key < ? AND reference <> x''", ranges)
 
 
-def _taken(connection: sqlite3.Connection, r: rec.TakenRecord) -> None:
-    group_ids, params = _json.encode(r.group_ids).decode(), _json.encode(r.params).decode()
-    connection.execute(
-        "INSERT INTO steps (step, group_ids, state, params, max_staleness, trained_before, taken_s, checksum)"
-        " VALUES (?, ?, 'taken', ?, ?, 0, ?, ?)",
-        (r.step, group_ids, params, r.max_staleness, r.now, checksum(group_ids, params)),
-    )
-    connection.execute(f"UPDATE groups SET state = 'taken', step = ?{_OF_GROUPS}", (r.step, group_ids))  # noqa: S608
-
-
-def _trained(connection: sqlite3.Connection, r: rec.TrainedRecord) -> None:
-    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (r.now, r.step))
-    connection.execute(f"UPDATE groups SET state = 'trained'{_OF_GROUPS}", (_ids(r.group_ids),))  # noqa: S608
-
-
-def _restarted(connection: sqlite3.Connection, r: rec.RestartedRecord) -> None:
-    connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (r.version,))
-    connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (r.version,))
-    connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (r.version,))
-    connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (r.version,))
-    _execute_for_all(connection, _EVENT, [(r.now, None, "learner restarted", f"version {r.version}")])
-
-
-def _rescore(connection: sqlite3.Connection, r: rec.RescoreRecord) -> None:
-    live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
-    for (group_id,) in live:
-        if connection.execute("DELETE FROM scores WHERE key >= ? AND key < ? AND reference = x''", keys_of(group_id)).rowcount:
+def _insert_wide(connection: sqlite3.Connection, record: rec.Record) -> None:
+    """Write a record that changes the rows of many groups."""
+    events = list[tuple[Any, ...]]()
+    match record:
+        case rec.TakenRecord(step, group_ids, params):
+            of_groups, of_params = _text(group_ids), _text(params)
             connection.execute(
-                "UPDATE groups SET state = 'scoring', ready_s = NULL WHERE group_id = ? AND state = 'ready'", (group_id,)
+                "INSERT INTO steps (step, group_ids, state, params, max_staleness, trained_before, taken_s, checksum)"
+                " VALUES (?, ?, 'taken', ?, ?, 0, ?, ?)",
+                (step, of_groups, of_params, record.max_staleness, record.now, checksum(of_groups, of_params)),
             )
-            _execute_for_all(connection, _EVENT, [(r.now, group_id, "scored again", "for reference logprobs")])
-
-
-def _forget(connection: sqlite3.Connection, r: rec.ForgetRecord) -> None:
-    before_step = max(r.before_step, forgotten_before(connection))
-    gone = connection.execute(
-        "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?",
-        (before_step, forgotten_before(connection)),
-    ).fetchall()
-    _let_go(connection, itertools.chain.from_iterable(msgspec.json.decode(group_ids, type=list[int]) for (group_ids,) in gone))
-    connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (str(before_step),))
-
-
-def _changed(connection: sqlite3.Connection, r: rec.ChangedRecord) -> None:
-    _execute_for_all(connection, _EVENT, [(r.now, None, "changed", f"from step {r.step} on: {r.what}")])
-
-
-def _set_aside(connection: sqlite3.Connection, r: rec.SetAsideRecord) -> None:
-    dropped = f"UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1{_OF_GROUPS}"  # noqa: S608
-    connection.execute(dropped, (r.reason, _ids(r.group_ids)))
-    _execute_for_all(connection, _EVENT, [(r.now, group_id, "dropped", r.reason) for group_id in r.group_ids])
-    _let_go(connection, r.group_ids)
-    connection.execute("DELETE FROM steps WHERE step = ?", (r.step,))
-    # One after the other, in order: the step before has made room for each.
-    for (step,) in connection.execute("SELECT step FROM steps WHERE step > ? ORDER BY step", (r.step,)).fetchall():
-        connection.execute("UPDATE steps SET step = step - 1 WHERE step = ?", (step,))
-        connection.execute("UPDATE groups SET step = step - 1 WHERE step = ?", (step,))
+            connection.execute(f"UPDATE groups SET state = 'taken', step = ?{_OF_GROUPS}", (step, of_groups))  # noqa: S608
+        case rec.TrainedRecord(step, group_ids, now):
+            connection.execute(
+                "UPDATE steps SET state = 'trained', trained_before = 1, trained_s = ? WHERE step = ?", (now, step)
+            )
+            connection.execute(f"UPDATE groups SET state = 'trained'{_OF_GROUPS}", (_text(group_ids),))  # noqa: S608
+        case rec.RestartedRecord(version, now):
+            connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (version,))
+            connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (version,))
+            connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (version,))
+            connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (version,))
+            events = [(now, None, "learner restarted", f"version {version}")]
+        case rec.RescoreRecord(now):
+            live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
+            unset = "DELETE FROM scores WHERE key >= ? AND key < ? AND reference = x''"
+            again = [group_id for (group_id,) in live if connection.execute(unset, keys_of(group_id)).rowcount]
+            statement = f"UPDATE groups SET state = 'scoring', ready_s = NULL{_OF_GROUPS} AND state = 'ready'"  # noqa: S608
+            connection.execute(statement, (_text(again),))
+            events = [(now, group_id, "scored again", "for reference logprobs") for group_id in again]
+        case rec.ForgetRecord(before_step):
+            since = forgotten_before(connection)
+            gone = connection.execute(
+                "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?", (before_step, since)
+            ).fetchall()
+            _let_go(connection, itertools.chain.from_iterable(msgspec.json.decode(ids, type=list[int]) for (ids,) in gone))
+            value = str(max(before_step, since))
+            connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (value,))
+        case rec.ChangedRecord(step, what, now):
+            events = [(now, None, "changed", f"from step {step} on: {what}")]
+        case rec.SetAsideRecord(step, group_ids, reason, now):
+            dropped = f"UPDATE groups SET state = 'dropped', reason = ?, step = NULL, returns = -1{_OF_GROUPS}"  # noqa: S608
+            connection.execute(dropped, (reason, _text(group_ids)))
+            events = [(now, group_id, "dropped", reason) for group_id in group_ids]
+            _let_go(connection, group_ids)
+            connection.execute("DELETE FROM steps WHERE step = ?", (step,))
+            # One after the other, in order: the step before has made room for each.
+            for later in connection.execute("SELECT step FROM steps WHERE step > ? ORDER BY step", (step,)).fetchall():
+                connection.execute("UPDATE steps SET step = step - 1 WHERE step = ?", later)
+                connection.execute("UPDATE groups SET step = step - 1 WHERE step = ?", later)
+    _execute_for_all(connection, _EVENT, events)
 
 
 def forgotten_before(connection: sqlite3.Connection) -> int:
     """Return the step before which payloads are gone."""
     row = connection.execute("SELECT value FROM meta WHERE name = 'forgotten_before'").fetchone()
     return int(row[0]) if row else 0
-
-
-_WRITERS: tuple[tuple[type, Callable[[sqlite3.Connection, Any], None]], ...] = (
-    (rec.IssuedRecord, _issued),
-    (rec.PlacedRecord, _placed),
-    (rec.SamplesRecord, _samples),
-    (rec.ScoresRecord, _scores),
-    (rec.FailureRecord, _failures),
-    (rec.MovedRecord, _moved),
-)
-_STEP_WRITERS: dict[type, Callable[[sqlite3.Connection, Any], None]] = {
-    rec.TakenRecord: _taken,
-    rec.TrainedRecord: _trained,
-    rec.RestartedRecord: _restarted,
-    rec.RescoreRecord: _rescore,
-    rec.ForgetRecord: _forget,
-    rec.SetAsideRecord: _set_aside,
-    rec.ChangedRecord: _changed,
-}

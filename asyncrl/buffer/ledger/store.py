@@ -12,6 +12,9 @@ is written once, in one call a commit, before the row that says where it lies is
 payload, and what a crash left without a row is never looked at. SQLite would write every payload twice, page by page: to the log
 and to the file. Each start of a run begins a new file.
 
+A write is a unit: all of its records are committed or none is, and units are committed in the order written. `on_committed` runs
+after that, so an acknowledgement sent from it promises what is on disk.
+
 Every record that is read to be trained carries a checksum (schema.py). What is damaged is a LedgerError with table, row and what
 to do. Owns the thread and all of these files.
 """
@@ -30,7 +33,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -40,10 +42,8 @@ from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, ScoredSample
 
 COMMIT_EVERY_S = 0.05
-COMMIT_RECORDS = 512
-"""From here on nothing waits for the next turn."""
 COMMIT_SOON_BYTES = 256 << 10
-"""The same, of queued payload: beside that much of it the pages that a commit touches anyway do not count."""
+"""Of queued payload, which is then written at once: beside that much the pages that a commit touches anyway do not count."""
 COMMIT_BYTES = 8 << 20
 """Most payload of one transaction."""
 PAGE_BYTES = 4096
@@ -54,7 +54,8 @@ WAL_BYTES = 16 << 20
 REMEDY = "the file is damaged there; restore the run's folder from a copy, or start a new run from its newest checkpoint"
 
 CallSoon = Callable[[Callable[[], None]], object]
-_Unit = tuple[Sequence[Record], OnCommitted | None]
+_Unit = tuple[Sequence[Record], OnCommitted | None, int]
+"""With about how much its samples' token ids, log-probabilities and texts take."""
 # Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. An error that ended the thread
 # unsaid would leave whoever waits for a commit waiting for ever.
 _NOT_WRITTEN = (sqlite3.Error, OSError, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
@@ -78,21 +79,18 @@ class SqliteLedger:
     """Called once, the same way, when a commit fails; every later call raises that error."""
     max_queued: int = 8192
     """Records waiting to be committed before `write` waits."""
-    synchronous: Literal["normal", "full"] = "normal"
-    """`full` also survives a power cut, at one disk flush a commit."""
 
     def __post_init__(self) -> None:
-        path = self.path
-        self._lock_fd = _lock(path)
+        self._lock_fd = _lock(self.path)
         try:
-            self._connection = _open(path, self.identity, self.synchronous)
-        except sqlite3.Error as error:
+            self._connection = _open(self.path, self.identity)
+        except BaseException as error:
             os.close(self._lock_fd)
-            raise LedgerError(f"{path} cannot be opened: {error}; it is no ledger, it is damaged, or its disk is full") from error
-        except BaseException:
-            os.close(self._lock_fd)
-            raise
-        self._payloads = PayloadFiles(path, flushes=self.synchronous == "full")
+            if not isinstance(error, sqlite3.Error):
+                raise
+            reason = f"{error}; it is no ledger, it is damaged, or its disk is full"
+            raise LedgerError(f"{self.path} cannot be opened: {reason}") from error
+        self._payloads = PayloadFiles(self.path)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: list[_Unit] = []
@@ -106,7 +104,11 @@ class SqliteLedger:
         self._thread.start()
 
     def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
-        """Queue one unit; see `Ledger.write`."""
+        """Queue one unit; wait while too many are queued. No records: `on_committed` runs once all before it is committed.
+
+        Raises:
+            LedgerError: The ledger is closed, or an earlier commit failed.
+        """
         with self._lock:
             while self._num_queued >= self.max_queued and self._error is None:
                 self._changed.wait()
@@ -114,20 +116,22 @@ class SqliteLedger:
                 raise self._error or LedgerError(f"{self.path} is closed")
             has_work = bool(records or self._queue or self._busy)
             if has_work:
-                self._queue.append((records, on_committed))
+                num_bytes = sum(3 * len(record.samples.token_ids) for record in records if type(record) is SamplesRecord)
+                self._queue.append((records, on_committed, num_bytes))
                 self._num_queued += len(records)
-                for record in records:
-                    if type(record) is SamplesRecord:
-                        self._queued_bytes += _payload_bytes(record)
-                    elif type(record) is TakenRecord:
-                        self._is_urgent = True
+                self._queued_bytes += num_bytes
+                self._is_urgent = self._is_urgent or any(type(record) is TakenRecord for record in records)
                 if not self._busy and (len(self._queue) == 1 or self._is_worth_a_commit()):
                     self._changed.notify_all()
         if not has_work and on_committed is not None:
             self._deliver([on_committed])
 
     def sync(self, timeout_s: float = 60.0) -> None:
-        """Wait until everything written is committed; see `Ledger.sync`."""
+        """Return once everything written so far is committed.
+
+        Raises:
+            LedgerError: It took longer than `timeout_s`, or a commit failed.
+        """
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
@@ -139,15 +143,31 @@ class SqliteLedger:
                 raise self._error
 
     def state_counts(self) -> dict[str, int]:
-        """Return the number of groups per state, as committed."""
+        """Return the number of groups per state, as committed; call `sync` before."""
         with connect_read_only(self.path) as connection:
             return dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
 
     def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
-        """Return scored groups with their payloads; see `Ledger.load_groups`."""
+        """Return scored groups with their payloads, in the order asked for.
+
+        Raises:
+            LedgerError: A payload is gone.
+        """
         self.sync()
         with connect_read_only(self.path) as connection:
-            return [_load_group(self.path, connection, group_id) for group_id in group_ids]
+            return [self._load_group(connection, group_id) for group_id in group_ids]
+
+    def _load_group(self, connection: sqlite3.Connection, group_id: int) -> ScoredGroup:
+        query = "SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?"
+        row = connection.execute(query, (group_id,)).fetchone()
+        if row is None:
+            raise LedgerError(f"{self.path}: table groups has no row {group_id}; {REMEDY}")
+        prompt, scores = read_prompt(self.path, group_id, *row), read_scores(self.path, connection, group_id)
+        made = [samples for _, samples in read_samples(self.path, connection, group_id)]
+        samples = {sample.index: sample for each in made for sample in each.members()}
+        with reading(self.path, "scores", group_id):
+            members = tuple(ScoredSample(samples[index], *scores[index]) for index in sorted(scores))
+        return ScoredGroup(group_id, prompt, members)
 
     def close(self) -> None:
         """Commit what is queued, stop the thread, release file and lock. Safe to repeat."""
@@ -176,29 +196,37 @@ class SqliteLedger:
                 self._busy = True
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
-                insert(self._connection, (record for records, _ in units for record in records), self._payloads.append)
+                records = [record for unit in units for record in unit[0]]
+                insert(self._connection, records, self._payloads.append)
                 self._connection.execute("COMMIT")
-                if any(type(record) is ForgetRecord for records, _ in units for record in records):
+                if any(type(record) is ForgetRecord for record in records):
                     used = self._connection.execute("SELECT DISTINCT file FROM samples WHERE file IS NOT NULL").fetchall()
                     self._payloads.remove_all_but({number for (number,) in used})
-            except _NOT_WRITTEN as error:
-                self._fail(error)
+            except _NOT_WRITTEN as cause:
+                error = LedgerError(
+                    f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop; `asyncrl resume` "
+                    "goes on from what is committed"
+                )
+                with self._changed:
+                    self._error, self._busy = error, False
+                    self._changed.notify_all()
+                if self.on_failure is not None:
+                    self._deliver([functools.partial(self.on_failure, error)])
                 return
             committed_s = time.monotonic()
-            self._deliver([on_committed for _, on_committed in units if on_committed is not None])
+            self._deliver([on_committed for _, on_committed, _ in units if on_committed is not None])
 
     def _is_worth_a_commit(self) -> bool:
-        return self._is_urgent or self._num_queued >= COMMIT_RECORDS or self._queued_bytes >= COMMIT_SOON_BYTES
+        return self._is_urgent or self._queued_bytes >= COMMIT_SOON_BYTES or self._num_queued >= self.max_queued
 
     def _next_units(self) -> list[_Unit]:
         """Take what the next transaction writes off the queue."""
         num_bytes = num_units = 0
         while num_units < len(self._queue) and num_bytes <= COMMIT_BYTES:
-            records, _ = self._queue[num_units]
-            num_bytes += sum(_payload_bytes(record) for record in records if type(record) is SamplesRecord)
+            num_bytes += self._queue[num_units][2]
             num_units += 1
         units, self._queue = self._queue[:num_units], self._queue[num_units:]
-        self._num_queued -= sum(len(records) for records, _ in units)
+        self._num_queued -= sum(len(unit[0]) for unit in units)
         self._queued_bytes -= num_bytes
         self._is_urgent = self._is_urgent and bool(self._queue)
         return units
@@ -215,34 +243,40 @@ class SqliteLedger:
             with contextlib.suppress(RuntimeError):
                 self.call_soon(run_all)
 
-    def _fail(self, cause: Exception) -> None:
-        error = LedgerError(
-            f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop; `asyncrl resume` goes on "
-            "from what is committed"
+
+class MemoryLedger:
+    """Keeps nothing: commits at once, and nothing outlives the process. For benchmarks and simulation."""
+
+    def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:  # noqa: ARG002 - as SqliteLedger
+        """Call back at once."""
+        if on_committed is not None:
+            on_committed()
+
+    def sync(self, timeout_s: float = 60.0) -> None:
+        """Do nothing: everything is committed."""
+
+    def state_counts(self) -> None:
+        """Return nothing: nothing is counted."""
+
+    def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
+        """Raise: nothing is kept once it is trained."""
+        raise LedgerError(
+            f"groups {list(group_ids)[:4]}... cannot be repeated: buffer.ledger is 'memory'; use 'disk' for runs that may restart"
         )
-        with self._changed:
-            self._error = error
-            self._busy = False
-            self._changed.notify_all()
-        if self.on_failure is not None:
-            self._deliver([functools.partial(self.on_failure, error)])
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
-def _payload_bytes(record: SamplesRecord) -> int:
-    """Return about how much the samples' token ids, log-probabilities and texts take."""
-    return 3 * len(record.samples.token_ids)
+Ledger = SqliteLedger | MemoryLedger
+"""Where the books are kept."""
 
 
 class PayloadFiles:
-    """The writing end of the payload files of the ledger at `path`.
+    """The writing end of the payload files of the ledger at `path`."""
 
-    Args:
-        flushes: Have the disk itself confirm each append.
-    """
-
-    def __init__(self, path: Path, *, flushes: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._flushes = flushes
         self._number = max(_payload_numbers(path), default=0)
         self._fd = -1
         self._end = 0
@@ -264,15 +298,12 @@ class PayloadFiles:
         rest = memoryview(b"".join(bodies))
         while rest:
             rest = rest[os.write(self._fd, rest) :]
-        if self._flushes:
-            os.fdatasync(self._fd)
         return places
 
     def remove_all_but(self, used: Collection[int]) -> None:
         """Delete the files that no row points into; the one that is being written stays."""
-        for number in _payload_numbers(self._path):
-            if number not in used and (number != self._number or self._fd < 0):
-                _payload_at(self._path, number).unlink(missing_ok=True)
+        for number in _payload_numbers(self._path).difference(used, [self._number] if self._fd >= 0 else []):
+            _payload_at(self._path, number).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the file that is being written."""
@@ -281,26 +312,13 @@ class PayloadFiles:
             self._fd = -1
 
 
-def read_payload(path: Path, number: int, start: int, num_bytes: int) -> bytes:
-    """Return a payload of the ledger at `path`.
-
-    Raises:
-        OSError: There is no such file.
-        ValueError: The file ends before the payload does.
-    """
-    with _payload_at(path, number).open("rb") as file:
-        if not 0 <= start <= start + num_bytes <= os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{num_bytes} bytes at {start} do not lie in {file.name}")
-        return os.pread(file.fileno(), num_bytes, start)
-
-
 def _payload_at(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.payloads-{number:06d}")
 
 
-def _payload_numbers(path: Path) -> list[int]:
+def _payload_numbers(path: Path) -> set[int]:
     named = re.compile(re.escape(path.name) + r"\.payloads-(\d{6,})")
-    return [int(found[1]) for each in path.parent.iterdir() if (found := named.fullmatch(each.name))]
+    return {int(found[1]) for each in path.parent.iterdir() if (found := named.fullmatch(each.name))}
 
 
 @contextlib.contextmanager
@@ -341,13 +359,13 @@ def _lock(path: Path) -> int:
     return lock_fd
 
 
-def _open(path: Path, identity: dict[str, str], synchronous: str) -> sqlite3.Connection:
+def _open(path: Path, identity: dict[str, str]) -> sqlite3.Connection:
     with contextlib.ExitStack() as undo:
         connection = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
         undo.callback(connection.close)
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // PAGE_BYTES}")
         connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -379,12 +397,10 @@ def reading(path: Path, table: str, row: object) -> Iterator[None]:
         raise LedgerError(f"{path}: table {table}, row {row}: {error}; {REMEDY}") from error
 
 
-def check_sum(path: Path, table: str, row: object, stored: object, *content: int | float | str | bytes) -> None:
-    """Raise LedgerError where a record is not what was written."""
-    with reading(path, table, row):
-        found = checksum(*content)
-    if stored != found:
-        raise LedgerError(f"{path}: table {table}, row {row}: the checksum is {found}, and {stored} was written; {REMEDY}")
+def check_sum(stored: object, *content: int | float | str | bytes) -> None:
+    """Raise ValueError where a record is not what was written."""
+    if stored != (found := checksum(*content)):
+        raise ValueError(f"the checksum is {found}, and {stored} was written")
 
 
 Scored = tuple[float, dict[str, float], bytes]
@@ -401,9 +417,11 @@ def read_samples(path: Path, connection: sqlite3.Connection, group_id: int) -> I
         if file is None:
             raise LedgerError(f"the payloads of group {group_id} are gone: it was trained before the oldest checkpoint kept")
         with reading(path, "samples", key):
-            body = read_payload(path, file, start, size)
-        check_sum(path, "samples", key, stored, key, body)
-        with reading(path, "samples", key):
+            with _payload_at(path, file).open("rb") as payloads:
+                if not 0 <= start <= start + size <= os.fstat(payloads.fileno()).st_size:
+                    raise ValueError(f"{size} bytes at {start} do not lie in {payloads.name}")
+                body = os.pread(payloads.fileno(), size, start)
+            check_sum(stored, key, body)
             samples = unpack_samples(body)
             if sample_key(samples.group_id, samples.indices[0]) != key:
                 raise ValueError(f"it holds g{samples.group_id}.{samples.indices[0]}")
@@ -414,8 +432,8 @@ def read_scores(path: Path, connection: sqlite3.Connection, group_id: int) -> di
     """Return the scores of a group's members, once their checksums are right."""
     scores = dict[int, Scored]()
     for key, stored, told, reference in rows_of(connection, "scores", "key, checksum, members, reference", group_id):
-        check_sum(path, "scores", key, stored, key, told, reference)
         with reading(path, "scores", key):
+            check_sum(stored, key, told, reference)
             members = msgspec.json.decode(told, type=list[tuple[int, float, dict[str, float]]])
             logprobs = msgspec.msgpack.decode(reference, type=list[bytes]) if reference else [b""] * len(members)
             scores.update((index, (reward, parts, own)) for (index, reward, parts), own in zip(members, logprobs, strict=True))
@@ -424,17 +442,6 @@ def read_scores(path: Path, connection: sqlite3.Connection, group_id: int) -> di
 
 def read_prompt(path: Path, group_id: int, prompt_id: str, prompt: bytes, size: int, stored: object) -> Prompt:
     """Return a group's prompt, once the group's checksum is right."""
-    check_sum(path, "groups", group_id, stored, group_id, prompt_id, prompt, size)
     with reading(path, "groups", group_id):
+        check_sum(stored, group_id, prompt_id, prompt, size)
         return msgspec.msgpack.decode(prompt, type=Prompt)
-
-
-def _load_group(path: Path, connection: sqlite3.Connection, group_id: int) -> ScoredGroup:
-    row = connection.execute("SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-    if row is None:
-        raise LedgerError(f"{path}: table groups has no row {group_id}; {REMEDY}")
-    prompt = read_prompt(path, group_id, *row)
-    scores = read_scores(path, connection, group_id)
-    samples = {sample.index: sample for _, made in read_samples(path, connection, group_id) for sample in made.members()}
-    with reading(path, "scores", group_id):
-        return ScoredGroup(group_id, prompt, tuple(ScoredSample(samples[index], *scores[index]) for index in sorted(scores)))

@@ -16,14 +16,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.launch.local import LocalLauncher, ProcessHandle, ProcessSpec, child_environment
 from asyncrl.control.launch.process_main import PID_FILE
+from asyncrl.control.launch.processes import LocalLauncher, ProcessHandle, ProcessSpec, child_environment
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.schema.status import ApiEndpoint
 
@@ -32,16 +33,16 @@ LOOK_S = 0.02
 """Between looks for api.json."""
 
 
+@dataclass(eq=False)
 class ControllerProcess:
     """The controller of one run, held by its owner."""
 
-    def __init__(self, config: RunConfig, run_folder: Path) -> None:
-        self.code: int | None = None
-        """Its exit code once it is gone."""
-        self._config = config
-        self._run_folder = run_folder
-        self._process: ProcessHandle | None = None
-        self._waiting: asyncio.Task[None] | None = None
+    config: RunConfig
+    run_folder: Path
+    code: int | None = None
+    """Its exit code once it is gone."""
+    _process: ProcessHandle | None = None
+    _waiting: asyncio.Task[None] | None = None
 
     async def start(self, environment: Mapping[str, str] | None = None) -> None:
         """Start it; `endpoint` returns once it answers.
@@ -53,11 +54,11 @@ class ControllerProcess:
             RunLostError: It was killed as it began.
             LaunchError: It could not be started, no Ray cluster answers, or a run on Ray is to be detached.
         """
-        (self._run_folder / "api.json").unlink(missing_ok=True)
-        launch, name, detached = self._config.launch, "controller", () if environment is None else ("detached",)
-        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", name, name, str(self._run_folder), *detached)
+        (self.run_folder / "api.json").unlink(missing_ok=True)
+        launch, name, detached = self.config.launch, "controller", () if environment is None else ("detached",)
+        command = (sys.executable, "-P", "-m", "asyncrl.pipeline", name, name, str(self.run_folder), *detached)
         spec = ProcessSpec(
-            "controller", "controller", 1, command, self._run_folder / "logs" / "controller.log", env=environment or {}
+            "controller", "controller", 1, command, self.run_folder / "logs" / "controller.log", env=environment or {}
         )
         if environment is not None:
             if isinstance(launch, RayLaunch):
@@ -65,12 +66,12 @@ class ControllerProcess:
                     "a run on Ray cannot be detached, as Ray ends it with its driver: use `ray job submit` (docs/scale.md)"
                 )
             await asyncio.to_thread(_start_detached, spec)
-            watching = self._watch(int((self._run_folder / PID_FILE).read_text(encoding="utf-8")))
+            watching = self._watch(int((self.run_folder / PID_FILE).read_text(encoding="utf-8")))
         else:
             if isinstance(launch, RayLaunch):
                 from asyncrl.control.launch.ray import start_beside  # noqa: PLC0415 - only runs on Ray need Ray
 
-                self._process = await start_beside(launch, spec, self._run_folder)
+                self._process = await start_beside(launch, spec, self.run_folder)
             else:
                 self._process = await LocalLauncher().start(spec)
             watching = self._wait(self._process)
@@ -79,7 +80,7 @@ class ControllerProcess:
     async def endpoint(self) -> ApiEndpoint | None:
         """Return where it answers, waiting until it does; None once it is gone."""
         while self.code is None:
-            if endpoint := read_endpoint(self._run_folder):
+            if endpoint := read_endpoint(self.run_folder):
                 return endpoint
             await asyncio.sleep(LOOK_S)
         return None
@@ -90,7 +91,7 @@ class ControllerProcess:
             return
         if self._process is None:
             if late:
-                kill_controllers(self._run_folder)
+                kill_controllers(self.run_folder)
             self._waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._waiting

@@ -2,7 +2,7 @@
 
 That import takes 3 s of CPU. The fork server, a child of the controller, does it once. A process that is started, or started
 again, then computes after tenths of a second, and shares the memory of what was imported. What uses an accelerator is started by
-its command (local.py), for a CUDA context does not survive a fork.
+its command (processes.py), for a CUDA context does not survive a fork.
 
 The server has one thread, so a fork is a whole process. It reads one request a line from a socket, answers with the child's pid,
 and says the exit code once the child is gone. A child has the server's standard input, which only the controller holds open.
@@ -27,15 +27,22 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
 from setproctitle import setproctitle
 
-from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessHandle, ProcessSpec, child_environment, kill_group
 from asyncrl.control.launch.process_main import EXIT_OK, FORK_SERVER, imports_without_gc, leave
+from asyncrl.control.launch.processes import (
+    LocalLauncher,
+    LocalProcess,
+    ProcessHandle,
+    ProcessSpec,
+    child_environment,
+    kill_group,
+)
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
 
@@ -60,44 +67,38 @@ class ForkAnswer(msgspec.Struct, frozen=True):
     code: int | None = None
     """Its exit code once it is gone; negative for a signal."""
     error: str = ""
-    """Why it could not be started."""
 
 
+@dataclass(eq=False)
 class ForkLauncher:
     """Forks processes of some kinds, and starts the others by their command."""
 
-    def __init__(self, run_folder: Path, kinds: Collection[ProcessKind], modules: Sequence[str], timeout_s: float) -> None:
-        """Start nothing yet.
-
-        Args:
-            run_folder: Of the run.
-            kinds: Which are forked.
-            modules: What they import.
-            timeout_s: For a start, the import included.
-        """
-        self._run_folder = run_folder
-        self._kinds = kinds
-        self._modules = modules
-        self._timeout_s = timeout_s
-        self._local = LocalLauncher()
-        self._server: _Server | None = None
-        self._process: LocalProcess | None = None
-        self._starting = asyncio.Lock()
+    run_folder: Path
+    kinds: Collection[ProcessKind]
+    """Which are forked."""
+    modules: Sequence[str]
+    """What they import."""
+    timeout_s: float
+    """For a start, the import included."""
+    _local: LocalLauncher = field(default_factory=LocalLauncher)
+    _server: _Server | None = None
+    _process: LocalProcess | None = None
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start one process; see `Launcher.start`."""
-        if spec.kind not in self._kinds:
+        if spec.kind not in self.kinds:
             return await self._local.start(spec)
         async with self._starting:
             if self._server is None or self._server.is_gone:
                 await self.close()
                 self._server = await self._start_server(spec)
-        return await self._server.fork(spec, self._timeout_s)
+        return await self._server.fork(spec, self.timeout_s)
 
     async def close(self) -> None:
         """End the server, and its children where any are left."""
         if self._server is not None:
-            self._server.close()
+            self._server.give_up()
         if self._process is not None:
             self._process.kill()
             await self._process.wait()
@@ -105,8 +106,8 @@ class ForkLauncher:
     async def _start_server(self, spec: ProcessSpec) -> _Server:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (*spec.command[:4], FORK_SERVER, str(self._run_folder), str(theirs.fileno()), *self._modules)
-            log_path = self._run_folder / "logs" / "controller.log"
+            command = (*spec.command[:4], FORK_SERVER, str(self.run_folder), str(theirs.fileno()), *self.modules)
+            log_path = self.run_folder / "logs" / "controller.log"
             server = replace(spec, name=FORK_SERVER, command=command, log_path=log_path, num_threads=1, env={})
             try:
                 self._process = await self._local.start(server, pass_fds=(theirs.fileno(),))
@@ -116,14 +117,14 @@ class ForkLauncher:
         return (await asyncio.get_running_loop().create_unix_connection(_Server, sock=ours))[1]
 
 
+@dataclass(eq=False)
 class ForkedProcess:
     """A child of the fork server and everything in its process group."""
 
-    def __init__(self, pid: int, code: asyncio.Future[int], give_up: Callable[[], None]) -> None:
-        self.pid = pid
-        """Also the id of its group."""
-        self._code = code
-        self._give_up_server = give_up
+    pid: int
+    """Also the id of its group."""
+    _code: asyncio.Future[int]
+    _give_up_server: Callable[[], None]
 
     async def wait(self) -> int:
         """Return its exit code once it is gone and the rest of its group was killed."""
@@ -152,15 +153,15 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
 
+@dataclass(eq=False)
 class _Server(asyncio.Protocol):
     """The controller's end of the socket."""
 
-    def __init__(self) -> None:
-        self.is_gone = False
-        self._transport: asyncio.WriteTransport | None = None
-        self._pending = b""
-        self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
-        self._codes: dict[int, asyncio.Future[int]] = {}
+    is_gone: bool = False
+    _transport: asyncio.WriteTransport | None = None
+    _pending: bytes = b""
+    _asked: deque[asyncio.Future[ForkedProcess]] = field(default_factory=deque)
+    _codes: dict[int, asyncio.Future[int]] = field(default_factory=dict)
 
     async def fork(self, spec: ProcessSpec, timeout_s: float) -> ForkedProcess:
         """Start one child.
@@ -188,13 +189,8 @@ class _Server(asyncio.Protocol):
         except OSError as error:
             raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error}") from error
 
-    def close(self) -> None:
-        """Close the socket, which ends the server."""
-        assert self._transport is not None
-        self._transport.close()
-
     def give_up(self) -> None:
-        """Take it for gone."""
+        """Take it for gone, and close the socket, which ends it."""
         assert self._transport is not None
         self.is_gone = True
         self._transport.abort()

@@ -44,7 +44,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config.load import NODE_ADDRESS
 from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch
-from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import LaunchError, first_line
 from asyncrl.schema.control import ProcessKind
@@ -71,7 +71,6 @@ class Started:
 
     pid: int = 0
     node: str = ""
-    """Address."""
     refusal: str = ""
     """Why there is no process; empty where there is one."""
 
@@ -79,8 +78,7 @@ class Started:
 class ProcessHost:
     """The actor: holds one child from its start to its end."""
 
-    def __init__(self) -> None:
-        self._process: LocalProcess | None = None
+    _process: LocalProcess | None = None
 
     async def start(self, spec: ProcessSpec, folder: str, run_folder: str, digest: str) -> Started:
         """Start the child with this node's own Python; see `Launcher.start`.
@@ -129,7 +127,6 @@ class RayLauncher:
     run_folder: Path
     """On storage that every node sees."""
     needs_for: Callable[[ProcessKind], ProcessNeeds]
-    """What a process of a kind asks of its node."""
     planned: Sequence[ProcessPlan]
     """What the run begins with."""
     _group: PlacementGroup | None = None
@@ -157,18 +154,17 @@ class RayLauncher:
         )
 
 
+@dataclass(eq=False)
 class RayProcess:
     """A child of an actor somewhere; see `ProcessHandle`."""
 
-    def __init__(self, name: str, actor: Any, started: Started, release: Callable[[], None]) -> None:  # noqa: ANN401 - Ray's
-        self.pid = started.pid
-        """On its own node."""
-        self.node = started.node
-        """Address of the node it runs on."""
-        self._name = name
-        self._actor = actor
-        self._release = release
-        self._code: int | None = None
+    pid: int
+    """On its own node."""
+    node: str
+    _name: str
+    _actor: Any
+    _release: Callable[[], None]
+    _code: int | None = None
 
     async def wait(self) -> int:
         """Return its exit code, or LOST, once it is gone and its place is free."""
@@ -315,7 +311,7 @@ async def _start_in(
         end()
         raise LaunchError(f"cannot start {spec.name}: {started.refusal}")
     log.info("%s is on node %s (pid %d)", spec.name, started.node, started.pid)
-    return RayProcess(spec.name, actor, started, end)
+    return RayProcess(started.pid, started.node, spec.name, actor, end)
 
 
 def bundle_of(needs: ProcessNeeds) -> dict[str, float]:

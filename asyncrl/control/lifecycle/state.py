@@ -21,7 +21,7 @@ from typing import Literal
 
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.observe.decisions.machine import Machine
+from asyncrl.observe.decisions import Machine
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import ENDED, Phase
 
@@ -58,6 +58,7 @@ class ProcessRecord:
     """Why it was killed or said it would die; empty where nobody knows."""
 
 
+@dataclass(eq=False)
 class Heartbeats:
     """When each process was last heard of.
 
@@ -65,11 +66,10 @@ class Heartbeats:
     that every gap may last `heartbeat_timeout_s`. A process that beats and is not ready yet is not late: preparing may take long.
     """
 
-    def __init__(self, config: SupervisionConfig) -> None:
-        self._config = config
-        self._heard: dict[str, tuple[float, bool]] = {}
-        """When, and whether that was a heartbeat; else its start."""
-        self._looked_s: float | None = None
+    config: SupervisionConfig
+    _heard: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """When, and whether that was a heartbeat; else its start."""
+    _looked_s: float | None = None
 
     def expect(self, name: str, now: float) -> None:
         """Begin to wait for the first heartbeat of a new incarnation."""
@@ -86,14 +86,14 @@ class Heartbeats:
 
     def overdue(self, now: float) -> dict[str, str]:
         """Return who is late at `now`, and in words by how much. Call it every `heartbeat_s`."""
-        away_s = 0.0 if self._looked_s is None else now - self._looked_s - self._config.heartbeat_s
+        away_s = 0.0 if self._looked_s is None else now - self._looked_s - self.config.heartbeat_s
         self._looked_s = now
-        if away_s > 2 * self._config.heartbeat_s:
+        if away_s > 2 * self.config.heartbeat_s:
             self._heard = {name: (heard_s + away_s, beats) for name, (heard_s, beats) in self._heard.items()}
         late = {}
         for name, (heard_s, beats) in self._heard.items():
             waited_s = now - heard_s
-            if waited_s > (self._config.heartbeat_timeout_s if beats else self._config.start_timeout_s):
+            if waited_s > (self.config.heartbeat_timeout_s if beats else self.config.start_timeout_s):
                 late[name] = f"{name} sent no heartbeat " + (
                     f"for {waited_s:.0f} s" if beats else f"in {waited_s:.0f} s since its start"
                 )
@@ -115,13 +115,9 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
     plan: InitVar[Iterable[ev.ProcessPlan]]
     """Every process the run wants, by unique name; may be empty (everything is outside code)."""
     config: SupervisionConfig
-    """Deaths allowed, their window, the back-off, and how long a process may be silent and a drain may take."""
     evaluate_first: bool = False
-    """Pass through `evaluating` before `running`."""
     evaluate_last: bool = False
-    """Pass through `evaluating` once the goal is reached."""
     logs_folder: str = "logs"
-    """Where the processes' logs lie, for messages."""
 
     def __post_init__(self, plan: Iterable[ev.ProcessPlan]) -> None:
         self.phase: Phase = "starting"

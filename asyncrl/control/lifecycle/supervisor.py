@@ -31,7 +31,7 @@ import psutil
 
 from asyncrl.clock import Clock
 from asyncrl.config.run import SupervisionConfig
-from asyncrl.control.launch.local import Launcher, ProcessHandle, ProcessSpec
+from asyncrl.control.launch.processes import Launcher, ProcessHandle, ProcessSpec
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.errors import LaunchError
@@ -51,7 +51,7 @@ END_BY_ITSELF_S = 5.0
 
 
 class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process."""
+    """One process; without an end while it lives."""
 
     name: str
     kind: ProcessKind
@@ -59,14 +59,6 @@ class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: int
     started_s: float
     ended_s: float | None = None
-    """None while it lives."""
-
-
-class PidTable(msgspec.Struct, frozen=True):
-    """All live processes of a run."""
-
-    controller: int
-    processes: dict[str, PidRecord] = {}
 
 
 @dataclass(slots=True)
@@ -98,14 +90,12 @@ class Supervisor:
     config: SupervisionConfig
     clock: Clock
     run_folder: Path
-    """Where pids.jsonl lies."""
     on_dead: Callable[[str, ProcessKind], None]
     """A process is gone and will come back: issue its groups again, or replay its steps."""
     on_phase: Callable[[Phase], None]
     on_end: Callable[[bool, str], None]
     """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
     on_restart: Callable[[PidRecord], None] = lambda _: None
-    """A process that was there before is started again."""
     on_leave: Callable[[str], None] = lambda _: None
     """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
     live: dict[str, LiveProcess] = field(default_factory=dict, init=False)
@@ -144,8 +134,6 @@ class Supervisor:
 
         Cancelling it kills every process before it returns.
         """
-        if self._closing:
-            return
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -252,12 +240,9 @@ class Supervisor:
 
     async def _gone_within(self, deadline_s: float) -> bool:
         """Return whether every process was gone before `deadline_s` had passed."""
-        async with asyncio.TaskGroup() as group:
-            gone = group.create_task(self._none_left.wait(), name="none-left")
-            late = group.create_task(self.clock.sleep(deadline_s), name="deadline")
-            await asyncio.wait({gone, late}, return_when=asyncio.FIRST_COMPLETED)
-            gone.cancel()
-            late.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._none_left.wait()
         return self._none_left.is_set()
 
 
@@ -265,7 +250,7 @@ def end_left(run_folder: Path) -> None:
     """End what a dead controller left. A process that is stopped (SIGSTOP) or hangs does not see that its parent is gone."""
     left = []
     with contextlib.suppress(OSError, KeyError, msgspec.DecodeError):
-        for record in read_pids(run_folder).processes.values():
+        for record in read_pids(run_folder).values():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(record.pid)
                 if f" {record.name} {run_folder.resolve()} " in " ".join(process.cmdline()):  # and no other program by now
@@ -287,18 +272,18 @@ def note_pid(run_folder: Path, record: PidRecord) -> None:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
-def read_pids(run_folder: Path) -> PidTable:
-    """Return the table of a run.
+def read_pids(run_folder: Path) -> dict[str, PidRecord]:
+    """Return the live processes of a run by name, the controller not among them.
 
     Raises:
         FileNotFoundError: The run has never started a process.
     """
-    records: dict[str, PidRecord] = {}
+    live: dict[str, PidRecord] = {}
     *lines, _cut_short = (run_folder / PIDS_FILE).read_bytes().split(b"\n")
     for line in lines:
         record = msgspec.json.decode(line, type=PidRecord)
-        if record.ended_s is None:
-            records[record.name] = record
-        else:
-            records.pop(record.name, None)
-    return PidTable(controller=records.pop("controller").pid, processes=records)
+        if record.ended_s is not None:
+            live.pop(record.name, None)
+        elif record.kind != "controller":
+            live[record.name] = record
+    return live

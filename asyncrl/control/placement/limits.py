@@ -1,15 +1,36 @@
-"""Cores and memory that this process may use: the machine's, or what a control group (a container, a unit of systemd) leaves.
+"""Cores and memory that a process may use: the machine's, what a control group leaves, and generation's share beside training.
 
-Reads control groups of version 2; elsewhere the machine's own numbers are returned.
+Reads control groups of version 2 (a container, a unit of systemd); elsewhere the machine's own numbers are returned.
+
+What `placement.generation_share` s of `placement.kind = "async_hybrid"` means in time for n generators on one device:
+
+- on a CPU all generators run on the same floor(s x cores) cores, whatever their number and threads; training may use every core,
+  and goes first (niceness);
+- on a GPU each gets floor(100 s / n) % of the multiprocessors, by MPS; where its daemon does not run, kernels take turns and
+  nothing bounds them.
+
+What it means in memory is in memory.py. Joined generators (join.py) on the run's own machine keep to the same cores; on machines
+of their own nothing holds them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection
+from math import floor, inf
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
+from asyncrl.config.places import places_of
+from asyncrl.config.run import LocalLaunch, RunConfig
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -31,11 +52,6 @@ def core_quota() -> float:
 def num_cores() -> float:
     """Return how many cores' time this process may take."""
     return min(float(len(usable_cores())), core_quota())
-
-
-def memory_limit() -> int | None:
-    """Return the bytes that this process's control groups may hold; None: no limit."""
-    return min((limit for limit, _ in _memory_limits()), default=None)
 
 
 def total_memory() -> int:
@@ -62,15 +78,77 @@ def _memory_limits() -> list[tuple[int, int]]:
 
 def _control_groups() -> list[Path]:
     """Return the folders of this process's group and those above it; within a container that is often the root alone."""
-    path = next((line[3:] for line in _read(Path("/proc/self/cgroup"), lines=True) if line.startswith("0::/")), "/")
+    path = next((word[3:] for word in _read(Path("/proc/self/cgroup")) if word.startswith("0::/")), "/")
     own = CONTROL_GROUPS / path.lstrip("/")
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(CONTROL_GROUPS)]
 
 
-def _read(path: Path, *, lines: bool = False) -> list[str]:
-    """Return a file's words (or lines); none where it cannot be read."""
+def _read(path: Path) -> list[str]:
+    """Return a file's words; none where it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace").split()
     except OSError:
         return []
-    return text.splitlines() if lines else text.split()
+
+
+# -- generation's share ------------------------------------------------------------------------------------------------
+
+
+def shares_device(config: RunConfig) -> bool:
+    """Return whether generators of this run are bound to a share of the learner's device."""
+    return config.placement.kind == "async_hybrid" and isinstance(config.launch, LocalLaunch)
+
+
+def most_generators(config: RunConfig) -> int:
+    """Return how many generators of its own a run has at most."""
+    elastic = config.launch.elastic
+    return max(elastic.max_generators if elastic is not None else config.generate.num_workers, 1)
+
+
+def as_joined(config: RunConfig, *, on_same_machine: bool) -> RunConfig:
+    """Return the config as a joined generator reads it: on a machine of its own it shares nobody's device."""
+    if on_same_machine or not shares_device(config):
+        return config
+    return replace(config, placement=replace(config.placement, kind="disaggregated"))
+
+
+def own_cores(share: float, cores: Collection[int], quota: float = inf) -> frozenset[int]:
+    """Return the cores of all generators together: the last floor(share x cores), or of as many as a container's quota gives.
+
+    Raises:
+        ConfigError: That is none.
+    """
+    most = min(len(cores), quota)
+    number = floor(share * most + 1e-9)
+    if number == 0:
+        raise ConfigError(
+            f"placement.generation_share {share:g} of {most:g} cores is {share * most:.2f} cores, and generators are "
+            f"held to whole ones: set it to at least {1 / most:.2f}" + ("" if most > 1 else ", on a machine of two cores or more")
+        )
+    return frozenset(sorted(cores)[-number:])
+
+
+def keep_to_own_cores(config: RunConfig) -> frozenset[int]:
+    """Hold this process, a generator, and all it will start to the generators' cores; return them, or nothing where none are set.
+
+    Call it before torch is imported: threads that exist already stay where they are.
+    """
+    if not shares_device(config) or on_gpu(config) or not hasattr(os, "sched_setaffinity"):
+        return frozenset()
+    cores = own_cores(config.placement.generation_share, usable_cores(), core_quota())
+    os.sched_setaffinity(0, cores)
+    log.info("held to cores %s (placement.generation_share %g)", sorted(cores), config.placement.generation_share)
+    return cores
+
+
+def generator_environment(config: RunConfig) -> dict[str, str]:
+    """Return what a generator's process needs in its environment to keep to its share of a GPU's time."""
+    if not shares_device(config) or not on_gpu(config):
+        return {}
+    return {MPS_PERCENTAGE: str(max(1, floor(100 * config.placement.generation_share / most_generators(config))))}
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Return whether this run's generators compute on a GPU."""
+    places = places_of(config)
+    return bool(places.engine_gpus) if config.generate.engine.receives else places.learner_gpu is not None

@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.observe.decisions.machine import Machine, Value
+from asyncrl.observe.decisions import Machine, Value
 from asyncrl.schema.control import Phase, ProcessKind, SetPhase
 
 Stage = Literal["settled", "giving", "taking"]
@@ -112,7 +112,6 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
         self.stage: Stage = "taking"
         self.wanted: Phase = "train"
         self.number = 0
-        """Of the last switch."""
         self._members: dict[str, _Member] = {}
         self._story: deque[str] = deque(maxlen=40)
 

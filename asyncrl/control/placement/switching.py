@@ -24,10 +24,10 @@ from msgspec.structs import replace
 from asyncrl.clock import Clock
 from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
+from asyncrl.control.lifecycle.failure_watch import StallDetector, Wait
 from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement import state as st
 from asyncrl.control.reporter import Reporter
-from asyncrl.control.stall_detector import StallDetector, Wait
 from asyncrl.observe.spans import PHASE, span, spans_of
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
@@ -49,11 +49,8 @@ class Switching:
     """The phases of one run whose placement takes turns; at first nobody holds the device."""
 
     peers: Peers
-    """Of the run; orders go to them."""
     dispatcher: Dispatcher
-    """Held, except in `rollout`."""
     feeder: BatchFeeder
-    """One step ahead, except in `train`."""
     reporter: Reporter
     stall_detector: StallDetector
     clock: Clock
@@ -78,10 +75,6 @@ class Switching:
 
     # -- what happens ----------------------------------------------------------------------------------------------------
 
-    def takes_turns(self, kind: ProcessKind) -> bool:
-        """Return whether processes of this kind are on the shared device."""
-        return kind in {"learner", "generator"} or (kind == "inference" and self.judges_too)
-
     def join(self, peer: Peer, model_folder: str) -> None:
         """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
         self._model_folder = model_folder
@@ -100,7 +93,7 @@ class Switching:
         """Take in a process's answer."""
         self.stall_detector.moved(f"phase {answer.phase}", self.clock.now())
         self._answers.append(answer)
-        self.reporter.note_spans(*spans_of(answer))
+        self.reporter.spans.write(*spans_of(answer))
         self._handle(st.Reached(answer.name, answer.number))
         self.consider()
 
@@ -192,7 +185,7 @@ class Switching:
         now = self._count()
         took_s = now - self._began_s
         of_phase = span(PHASE, self._began_s, now, "controller", phase=self._activity, number=self._activity_number)
-        self.reporter.note_spans(of_phase)
+        self.reporter.spans.write(of_phase)
         self._activity, self._activity_number, self._began_s = activity, self.phases.number, now
         self.stall_detector.moved(f"phase {activity}", now)
         return took_s

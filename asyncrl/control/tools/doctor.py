@@ -1,6 +1,6 @@
 """`asyncrl doctor`: what is installed, what works on this machine, and what to do about what does not.
 
-Invariants: looking changes nothing; no heavy library is imported in this process (torch, vLLM and zmq are asked in others, with a
+Invariants: looking changes nothing; no heavy library is imported in this process (torch and vLLM are asked in others, with a
 deadline); every finding that is not ok says what to do.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from asyncrl.control.placement.limits import available_memory, memory_limit, num_cores
+from asyncrl.control.placement.limits import available_memory, num_cores, total_memory
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.launch import installed_version as installed_vllm
 from asyncrl.models.number_format import hardware_format
@@ -43,7 +43,6 @@ devices = [
 built_for = torch.version.cuda or torch.version.hip or ""
 print(json.dumps({"version": torch.__version__, "built_for": built_for, "devices": "; ".join(devices)}))
 """
-_ZMQ_PROBE = "import json, zmq; print(json.dumps({'version': zmq.zmq_version(), 'curve': bool(zmq.has('curve'))}))"
 _VLLM_PROBE = """
 import json
 import vllm.v1.engine.async_llm
@@ -59,9 +58,7 @@ class Finding:
     name: str
     ok: bool
     detail: str
-    """What was found, with the numbers."""
     advice: str = ""
-    """What to do, where it is not ok."""
     required: bool = True
     """False: only some uses need it; the advice says which."""
 
@@ -76,8 +73,8 @@ def diagnose() -> list[Finding]:
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
-    cores, memory_bytes, limit_bytes = num_cores(), available_memory(), memory_limit()
-    limited = f", container limit {limit_bytes / GIB:.1f} GiB" if limit_bytes else ""
+    cores, memory_bytes, most_bytes = num_cores(), available_memory(), total_memory()
+    limited = f", container limit {most_bytes / GIB:.1f} GiB" if most_bytes < psutil.virtual_memory().total else ""
     shared = Path("/dev/shm")  # noqa: S108 - the system's, not ours
     free_shared = shutil.disk_usage(shared).free if shared.is_dir() else 0
     free_disk, files = shutil.disk_usage(Path.cwd()).free, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -100,7 +97,6 @@ def diagnose() -> list[Finding]:
         _judge_torch(),
         Finding("dtype auto", ok=True, detail="on this CPU {}: {}".format(*hardware_format("cpu"))),
         _judge_vllm(),
-        judge_curve(),
         Finding(
             "shared memory", free_shared >= LEAST_SHARED_MEMORY_BYTES,
             f"{free_shared / GIB:.1f} GiB free" if shared.is_dir() else f"no {shared}",
@@ -150,16 +146,6 @@ def _judge_vllm() -> Finding:
     advice = "reinstall it beside the torch that is here; where torchvision is not built for this torch, uninstall torchvision"
     detail = f"on {told['device'] or 'no device'}" if isinstance(told, dict) else f"but its import fails: {told}"
     return Finding("vllm", isinstance(told, dict), f"{found.number}, {detail}", advice, required=False)
-
-
-def judge_curve() -> Finding:
-    """Judge whether this ZeroMQ can encrypt."""
-    told = _probe(_ZMQ_PROBE)
-    if isinstance(told, str):
-        return Finding("zeromq curve", ok=False, detail=told, advice="pip install pyzmq")
-    detail = f"libzmq {told['version']}, " + ("CURVE works" if told["curve"] else "built without CURVE")
-    advice = 'install pyzmq from its wheel, or set transport.encryption = "plain" on a machine that is yours alone'
-    return Finding("zeromq curve", bool(told["curve"]), detail, advice)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:

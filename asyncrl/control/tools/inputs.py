@@ -24,11 +24,10 @@ from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import parse_config
 from asyncrl.config.reward import PythonReward
-from asyncrl.config.run import RunConfig, has_own_environment
-from asyncrl.config.tasks import PythonTask
-from asyncrl.control.placement.gpu_share import check_phase_room
+from asyncrl.config.run import PythonTask, RunConfig, has_own_environment
+from asyncrl.control.placement.memory import check_phase_room
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
-from asyncrl.generate.tokenizer import TokenizerCodec
+from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.tasks.json_lines import missing_files
 from asyncrl.tasks.registry import build_task
@@ -40,6 +39,8 @@ RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "l
 TIMEOUT_S = 300.0
 MOST_PROMPTS = 2000
 """Prompts whose length is looked at."""
+IN_FULL = "in-full"
+"""Argument of the other process: it looks at devices and prompts, too."""
 NO_TOKENIZER = "has no tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -52,16 +53,8 @@ class UserFunction(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...]
 
 
-class Question(msgspec.Struct, frozen=True):
-    """What the other process is asked."""
-
-    functions: list[UserFunction]
-    config: dict[str, Any] = {}
-    """Empty: only the functions are looked at."""
-
-
 class Findings(msgspec.Struct):
-    """What it answers."""
+    """What the other process answers."""
 
     faults: list[str] = []
     figures: dict[str, str] = {}
@@ -83,19 +76,8 @@ def user_functions(config: RunConfig) -> list[UserFunction]:
     return found
 
 
-def function_faults(config: RunConfig) -> list[str]:
-    """Import every function the config names, and return which cannot be, or do not take what they are called with."""
-    functions = user_functions(config)
-    if not functions or has_own_environment(config.launch):
-        return []
-    try:
-        return _ask(Question(functions), f"importing {', '.join(f'{one.field} {one.path!r}' for one in functions)}").faults
-    except ConfigError as error:  # one has ended the process
-        return [str(error)]
-
-
 def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = True) -> list[str]:
-    """Return all that keeps a run from starting: files, folders, functions, a phase without room on its device.
+    """Return what keeps a run from starting: files, folders, functions, a phase without room on its device.
 
     Args:
         config: Of the run.
@@ -107,7 +89,9 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
         check_phase_room(config)
     except ConfigError as error:
         faults += beside(faults, error)
-    return faults + (function_faults(config) if imports else [])
+    if imports and user_functions(config) and not has_own_environment(config.launch):
+        faults += _ask(config, in_full=False).faults
+    return faults
 
 
 def beside(faults: Sequence[str], error: ConfigError) -> list[str]:
@@ -151,26 +135,22 @@ def wrong_kinds(run_folder: Path) -> list[str]:
 
 
 def examine(config: RunConfig) -> Findings:
-    """Build the task, tokenise prompts and open devices, and return what is wrong and what was counted.
-
-    Raises:
-        ConfigError: The task's own code ended the process that builds it.
-    """
-    faults = start_faults(config)
-    if faults or has_own_environment(config.launch):
-        return Findings(faults)
-    return _ask(Question([], msgspec.to_builtins(config)), "looking at the task's prompts")
+    """Import functions, build the task, tokenise prompts and open devices; return what is wrong and what was counted."""
+    faults = start_faults(config, imports=False)
+    found = Findings() if has_own_environment(config.launch) else _ask(config, in_full=not faults)
+    return Findings(faults + found.faults, found.figures)
 
 
-def _ask(question: Question, what: str) -> Findings:
-    command = (sys.executable, "-P", "-m", "asyncrl.control.tools.inputs")
+def _ask(config: RunConfig, *, in_full: bool) -> Findings:
+    command = (sys.executable, "-P", "-m", "asyncrl.control.tools.inputs", *([IN_FULL] if in_full else []))
+    what = ", ".join([f"{one.field} {one.path!r}" for one in user_functions(config)] + ["prompts"] * in_full)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:  # no pipe: a process that an import starts
-        given.write(msgspec.json.encode(question))  # could hold it open
+        given.write(msgspec.msgpack.encode(msgspec.to_builtins(config)))  # could hold it open
         given.seek(0)
         try:
             code = subprocess.call(command, stdin=given, stdout=output, stderr=output, timeout=TIMEOUT_S)  # noqa: S603 - ours
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{what} has not ended after {TIMEOUT_S:.0f} s") from error
+        except subprocess.TimeoutExpired:
+            return Findings([f"looking at {what} has not ended after {TIMEOUT_S:.0f} s"])
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
     try:
@@ -178,22 +158,22 @@ def _ask(question: Question, what: str) -> Findings:
             return msgspec.json.decode(said.rpartition("\n")[2], type=Findings)
     except msgspec.MsgspecError:
         pass  # it said something else: what it was to import, or to call, ended the process
-    raise ConfigError(f"{what} ended the process with exit code {code} and no answer: {said[-2000:] or 'it said nothing'}")
+    said = said[-2000:] or "it said nothing"
+    return Findings([f"looking at {what} ended the process with exit code {code} and no answer: {said}"])
 
 
 # -- in the other process ------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Answer the question on standard input; the last line that is said is the answer."""
-    question, findings = msgspec.json.decode(sys.stdin.buffer.read(), type=Question), Findings()
-    for function in question.functions:
+    """Look at the config on standard input; the last line that is said is the answer."""
+    config, findings = parse_config(msgspec.msgpack.decode(sys.stdin.buffer.read())), Findings()
+    for function in user_functions(config):
         try:
             load_function(function.path, function.field, function.arguments)
         except ConfigError as error:
             findings.faults.append(" ".join(str(error).splitlines()))
-    if question.config:
-        config = parse_config(question.config)
+    if sys.argv[1:] == [IN_FULL] and not findings.faults:
         findings.faults += device_faults(config)
         try:
             _look_at_prompts(config, findings)

@@ -5,8 +5,8 @@ thread that touches the model. That thread runs what the event loop asks for at 
 comes back in batches, one `call_soon_threadsafe` each: requests that ended at once, and every `_NEWS_INTERVAL_S` those that have
 `_NEWS_TOKENS` more since they were last heard of. So short completions come whole.
 
-What the engine promises stands in generate/engine.py. How it keeps it: scheduler.py (slots, refill, versions), model.py and
-kv_cache.py (forwards of fixed shape), sampling.py (draws from (seed, position)).
+What the engine promises stands in generate/engine.py. How it keeps it: scheduler.py (slots, refill, draws, versions), model.py
+and kv_cache.py (forwards of fixed shape).
 
 Invariants:
 - Requests (submit, abort, pause, weights, score) are served in the order they were handed over, between two steps.
@@ -19,10 +19,9 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ import torch
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, RequestRules, SleepLevel, TokenStream
+from asyncrl.generate.engine import EngineRequest, KVPolicy, RequestRules, TokenStream
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, News, SlotDecoder
 from asyncrl.weights.tensors import ArrivingTensors, DeferredTensors, Receiver, make_receiver
@@ -70,7 +69,7 @@ class TransformersEngine:
         self._load = partial(
             SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
         )
-        self._streams: dict[str, weakref.ref[TokenStream]] = {}
+        self._streams: dict[str, TokenStream] = {}
         self.version = -1
         self.resident: dict[str, int] = {}
         """Bytes of weights and KV cache, as far as they are on the device now."""
@@ -83,7 +82,6 @@ class TransformersEngine:
         self._is_closing = False
         self._fault: EngineDied | None = None
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
-        self._loop: asyncio.AbstractEventLoop
         self._started: Future[None] = Future()
 
     # -- on the event loop -------------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ class TransformersEngine:
         request_id, flight = request.request_id, InFlight(request, self._rules.stop_ids(request))
         stream = TokenStream(lambda: self.abort(request_id), news)
         self._post(lambda decoder: decoder.submit(flight))
-        self._streams[request_id] = weakref.ref(stream)
+        self._streams[request_id] = stream
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -133,9 +131,9 @@ class TransformersEngine:
         """Go on after `pause`."""
         await self._call(lambda _: setattr(self, "_is_paused", False))
 
-    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
-        """Give memory back; see `Engine.sleep`. On a CPU level 1 leaves the weights where they are."""
-        await self._call(lambda decoder: decoder.sleep(level, kv))
+    async def sleep(self, kv: KVPolicy = "recompute") -> None:
+        """Give memory back; see `Engine.sleep`."""
+        await self._call(lambda decoder: decoder.sleep(kv))
 
     async def wake(self) -> None:
         """Take it again after `sleep`."""
@@ -176,13 +174,8 @@ class TransformersEngine:
             self._receiver = None
 
     async def _call(self, act: Callable[[SlotDecoder], T]) -> T:
-        def run(decoder: SlotDecoder) -> T:
-            result = act(decoder)
-            self.resident = decoder.model.resident
-            return result
-
         done: Future[T] = Future()
-        self._post(run, done)
+        self._post(act, done)
         return await asyncio.wrap_future(done)
 
     def _post(self, act: Callable[[SlotDecoder], T], done: Future[T] | None = None) -> None:
@@ -193,14 +186,14 @@ class TransformersEngine:
             self._asked.append((act, done))
             self._wake.notify()
 
-    def _hear(self, all_news: list[News]) -> None:
+    def _hear(self, all_news: list[News] | EngineDied) -> None:
+        """Hand on what came of requests, or what all of them died of."""
+        if isinstance(all_news, EngineDied):
+            all_news = [(request_id, EngineDied(str(all_news))) for request_id in self._streams]
         for request_id, news in all_news:
-            reference = self._streams.get(request_id)
-            stream = reference() if reference is not None else None
+            self._streams[request_id].put(news)
             if isinstance(news, GenerationError) or news.finish_reason is not None:
-                self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.put(news)
+                del self._streams[request_id]
 
     # -- in the thread -----------------------------------------------------------------------------------------------------
 
@@ -220,16 +213,16 @@ class TransformersEngine:
         try:
             self._decode(decoder)
             self._tell(decoder.abort_all())
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave requests hanging
-            fault = _death_by(error)
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave anyone waiting
+            fault = EngineDied(f"the decode loop failed: {type(error).__name__}: {error}")
+            fault.__cause__ = error
             with self._wake:
                 self._fault = fault
-                unserved = list(self._asked)
-                self._asked.clear()
-            for _, done in unserved:
-                if done is not None and done.set_running_or_notify_cancel():
-                    done.set_exception(fault)
-            self._on_loop(lambda: self._hear([(request_id, EngineDied(str(fault))) for request_id in self._streams]))
+            for _, done in self._asked:
+                with contextlib.suppress(InvalidStateError):  # cancelled
+                    if done is not None:
+                        done.set_exception(fault)
+            self._tell(fault)
 
     def _decode(self, decoder: SlotDecoder) -> None:
         """Serve what is asked for and step, until closed."""
@@ -250,31 +243,20 @@ class TransformersEngine:
     def _serve(self, decoder: SlotDecoder) -> bool:
         """Run everything asked for; return False once closing."""
         while self._asked:
-            act, done = self._asked.popleft()
+            act, done = self._asked[0]
             if done is None:
                 act(decoder)
-                continue
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                done.set_result(act(decoder))
-            except (GenerationError, BroadcastError) as error:
-                done.set_exception(error)
-            except BaseException as error:
-                done.set_exception(_death_by(error))
-                raise
+            elif done.set_running_or_notify_cancel():
+                try:
+                    result = act(decoder)
+                    self.resident = decoder.model.resident
+                    done.set_result(result)
+                except (GenerationError, BroadcastError) as error:
+                    done.set_exception(error)
+            self._asked.popleft()  # not before: what fails otherwise is told with those that wait
         return not self._is_closing
 
-    def _tell(self, news: list[News]) -> None:
+    def _tell(self, news: list[News] | EngineDied) -> None:
         if news:
-            self._on_loop(lambda: self._hear(news))
-
-    def _on_loop(self, act: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
-            self._loop.call_soon_threadsafe(act)
-
-
-def _death_by(error: BaseException) -> EngineDied:
-    death = EngineDied(f"the decode loop failed: {type(error).__name__}: {error}")
-    death.__cause__ = error
-    return death
+            with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
+                self._loop.call_soon_threadsafe(self._hear, news)

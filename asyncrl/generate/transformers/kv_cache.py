@@ -40,29 +40,26 @@ class SlotCache:
         self.block_tokens = min(BLOCK_TOKENS, -(-max_tokens // 16) * 16)
         self.num_blocks = -(-max_tokens // self.block_tokens)
         self.idle_position = self.num_blocks * self.block_tokens - 1
-        self._layers: dict[int, KeysValues] = {}
+        self.layers: dict[int, KeysValues] = {}
+        """All of them once a whole forward was run."""
         self._given_back: dict[int, KeysValues] = {}
         """On no device: their shapes and dtypes."""
-        self._kept: dict[int, KeysValues] = {}
+        self._kept: dict[int, list[torch.Tensor]] = {}
         """Of each layer given back, the first blocks, in host memory."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes allocated so far."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
-
-    def is_last(self, layer: int) -> bool:
-        """Return whether no later layer has storage; known once a whole forward was run."""
-        return layer == max(self._layers)
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
 
     def write(self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
         """Write key and value [batch, H, T, D] to the places of `flat_index`; return the layer's storage, made at the first."""
-        if layer not in self._layers:
+        if layer not in self.layers:
             shape = (self.num_blocks, self.num_rows, key.shape[1], self.block_tokens)
-            self._layers[layer] = (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
-        for storage, new in zip(self._layers[layer], (key, value), strict=True):
+            self.layers[layer] = (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]))
+        for storage, new in zip(self.layers[layer], (key, value), strict=True):
             storage.view(-1, new.shape[3]).index_copy_(0, index, new.transpose(1, 2).reshape(-1, new.shape[3]))
-        return self._layers[layer]
+        return self.layers[layer]
 
     def give_back(self, keep_tokens: int = 0) -> None:
         """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew.
@@ -70,33 +67,24 @@ class SlotCache:
         Raises:
             GenerationError: Host memory has no room for what is kept; nothing is freed then.
         """
-        blocks = -(-keep_tokens // self.block_tokens)
-        kept: dict[int, KeysValues] = {}
+        blocks, pins = -(-keep_tokens // self.block_tokens), self.device.type != "cpu"
+        kept: dict[int, list[torch.Tensor]] = {}
         try:
-            for layer, (keys, values) in self._layers.items() if blocks else ():
-                kept[layer] = (_on_host(keys[:blocks]), _on_host(values[:blocks]))
+            for layer, storages in self.layers.items():
+                firsts = [storage[:blocks] for storage in storages]
+                kept[layer] = [torch.empty_like(first, device="cpu", pin_memory=pins).copy_(first) for first in firsts]
         except (RuntimeError, MemoryError) as error:
             raise GenerationError(f"cannot sleep: no room in host memory for the keys and values to keep: {error}") from error
-        if self._layers or not blocks:  # given back already, what was kept then stays
-            self._kept = kept
-        self._given_back |= {layer: (keys.to("meta"), values.to("meta")) for layer, (keys, values) in self._layers.items()}
-        self._layers.clear()
+        self._kept = kept
+        self._given_back = {layer: (keys.to("meta"), values.to("meta")) for layer, (keys, values) in self.layers.items()}
+        self.layers.clear()
 
     def take_again(self) -> None:
-        """Allocate what `give_back` freed, empty but for what it kept.
-
-        Raises:
-            GenerationError: There is not enough memory; nothing is held then.
-        """
-        try:
-            for layer, (keys, values) in self._given_back.items():
-                taken = (torch.zeros_like(keys, device=self.device), torch.zeros_like(values, device=self.device))
-                self._layers[layer] = taken
-        except RuntimeError as error:
-            self._layers.clear()
-            raise GenerationError(f"cannot wake: no room for the KV cache on {self.device}: {error}") from error
+        """Allocate what `give_back` freed, empty but for what it kept. Raises RuntimeError: there is too little memory."""
+        for layer, (keys, values) in self._given_back.items():
+            self.layers[layer] = (torch.zeros_like(keys, device=self.device), torch.zeros_like(values, device=self.device))
         for layer, kept in self._kept.items():
-            for storage, host in zip(self._layers[layer], kept, strict=True):
+            for storage, host in zip(self.layers[layer], kept, strict=True):
                 storage[: len(host)].copy_(host)
         self._given_back.clear()
         self._kept.clear()
@@ -121,14 +109,9 @@ class SlotCache:
         for blocks, rows in by_blocks.items():
             sources_N, targets_N, num_tokens_N = torch.tensor(rows, device=self.device).T
             tokens = int(num_tokens_N.max()) if blocks == 1 else self.block_tokens
-            for storage in (storage for layer in self._layers.values() for storage in layer):
+            for storage in (storage for layer in self.layers.values() for storage in layer):
                 places = storage[:blocks, :, :, :tokens]
                 places.index_copy_(1, targets_N, places.index_select(1, sources_N))
-
-
-def _on_host(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, pinned where that means something."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu").copy_(values)
 
 
 @dataclass(slots=True)
@@ -231,7 +214,7 @@ class PrefillPlan:
         if kv_heads not in self._index:
             self._index[kv_heads] = self.cache.flat_index(*self._places, kv_heads)
         keys, values = self.cache.write(layer, self._index[kv_heads], key, value)
-        if self.cache.is_last(layer):
+        if layer == max(self.cache.layers):
             raise CacheFilledError
         output = query.new_zeros(1, self.num_tokens, query.shape[1], value.shape[3])
         for start, pieces in self._runs:

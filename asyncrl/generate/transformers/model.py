@@ -30,7 +30,6 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.generate.engine import SleepLevel
 from asyncrl.generate.transformers.kv_cache import (
     AttentionPlan,
     CacheFilledError,
@@ -88,30 +87,16 @@ def _slot_attention(
     return slot_plan.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
 
 
-def rows_for(num_slots: int) -> int:
-    """Return how many rows a batch of `num_slots` is padded to.
-
-    Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such a
-    row count there is no remainder, and all rows are treated alike.
-    """
-    if num_slots >= 32:
-        return -(-num_slots // 32) * 32
-    return max(8, 1 << (num_slots - 1).bit_length())
-
-
-def forward_tokens(num_slots: int) -> ForwardTokens:
-    """Return the lengths of prefill forwards on a CPU. More slots are refilled with more prompts at once: half a token a slot."""
-    least = min(256, 1 << max(5, (num_slots // 2).bit_length() - 1))
-    return tuple((longest, max(longest, least)) for longest in (16, _PIECE_TOKENS))
-
-
 class SlotModel:
     """The model, its cache, and the forwards that generation consists of."""
 
     def __init__(self, model: Any, config: TransformersEngineConfig, *, adapters_only: bool) -> None:  # noqa: ANN401
         self._model = model
         self.device = torch.device(config.device)
-        self.num_rows, self.max_tokens = rows_for(config.slots), config.max_sequence_tokens
+        # Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such
+        # a row count there is no remainder, and all rows are treated alike.
+        slots, self.max_tokens = config.slots, config.max_sequence_tokens
+        self.num_rows = -(-slots // LEAST_ROWS) * LEAST_ROWS if slots >= LEAST_ROWS else max(8, 1 << (slots - 1).bit_length())
         self.cache = SlotCache(self.num_rows, self.max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         end = getattr(model.generation_config, "eos_token_id", None)
@@ -121,7 +106,10 @@ class SlotModel:
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
         self.row_counts: tuple[int, ...] = (self.num_rows,)
         """How many rows `decode` may run, ascending."""
-        self._forward_tokens = forward_tokens(config.slots) if self._graphs is None else _GPU_FORWARD_TOKENS
+        # More slots are refilled with more prompts at once: half a token a slot.
+        least = min(256, 1 << max(5, (slots // 2).bit_length() - 1))
+        on_cpu = tuple((longest, max(longest, least)) for longest in (16, _PIECE_TOKENS))
+        self._forward_tokens: ForwardTokens = on_cpu if self._graphs is None else _GPU_FORWARD_TOKENS
         self.piece_tokens = self._forward_tokens[-1][0]
         """A prefill runs so many tokens of a sequence at once; a piece's bits do not depend on what computed those before it."""
         self._has_adopted = False
@@ -272,18 +260,21 @@ class SlotModel:
         else:
             self.weights.load(tensors)
 
-    def sleep(self, level: SleepLevel, keep_tokens: int = 0) -> None:
-        """Free the cache but for the first tokens of every row, and the weights as the level says; no forward until `wake`."""
+    def sleep(self, keep_tokens: int = 0) -> None:
+        """Free the weights, and the cache but for the first tokens of every row; no forward until `wake`."""
         if self._graphs is not None:  # recordings read memory which is about to go
             self._graphs.clear()
         self.cache.give_back(keep_tokens)
         if not self._has_adopted:
-            self.weights.leave(level)
+            self.weights.leave()
 
     def wake(self) -> None:
-        """Take the memory again; the cache has what was kept, after level 2 the weights no values. Raises GenerationError."""
-        self.weights.come_back()
-        self.cache.take_again()
+        """Take the memory again; the cache has what was kept, the weights no values. Raises GenerationError: too little."""
+        try:
+            self.weights.come_back()
+            self.cache.take_again()
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
+            raise GenerationError(f"cannot wake: no room for weights and KV cache on {self.device}: {error}") from error
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         logits: torch.Tensor = self._model(input_ids=tokens, position_ids=positions, use_cache=False, slot_plan=plan).logits

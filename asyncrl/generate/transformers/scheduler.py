@@ -3,7 +3,12 @@
 A step refills free slots, runs the model once, draws a token a row and sees who is done. Owns every request between submit and
 its last token. Synchronous, no threads, no clocks: the thread in engine.py runs it.
 
-Invariants:
+Invariants of drawing a token:
+- Its logprob is that of the final distribution: divided by the temperature, filtered, renormalised.
+- A token of probability 0 is never drawn. Temperature 0 is greedy, with logprob 0.
+- Row r of the result depends on row r of the inputs only, and on (seed, position); every operation works on rows one by one.
+
+Invariants of the rows:
 - A free slot is refilled before the next step whenever a request waits; requests start in the order they came.
 - A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
 - Keys and values are shared only if they were computed under the current weights by a prefill of the prompt alone, and nobody
@@ -11,6 +16,8 @@ Invariants:
   they begin with. Sharing changes no bit.
 - Where few rows are left, their requests move to the first ones, so that fewer are run.
 - A row is free or holds one request. Its position is that of the token it feeds next, -1 while it is free.
+
+R rows, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +27,103 @@ import heapq
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, SleepLevel, TokenChunk
+from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk, refuse_asleep, uniforms
 from asyncrl.generate.transformers.model import SlotModel
-from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
 from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import ArrivingTensors, MappedTensors
+
+DRAW_FIELDS: Final = [("seed", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)]
+"""Of a row: how it draws. Temperature 1, top_p 1 and top_k 0 are the plainest way."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each of R rows draws its tokens, as tensors, at one moment."""
+
+    seeds_R: NDArray[np.uint64]  # noqa: N815
+    temperatures_R1: torch.Tensor  # noqa: N815
+    """float32; 1 where the row is greedy."""
+    greedy_R: torch.Tensor  # noqa: N815
+    """bool."""
+    any_greedy: bool
+    all_unscaled: bool
+    """Every temperature is 1: the division can be left out."""
+    top_k_rows: torch.Tensor
+    """int64 [K], the rows with a top-k filter."""
+    top_k: tuple[int, ...]
+    top_p_rows: torch.Tensor
+    """int64 [P], the rows with a top-p filter."""
+    top_p_P1: torch.Tensor  # noqa: N815
+
+    @classmethod
+    def of(cls, rows_R: NDArray[Any], device: torch.device | str = "cpu") -> SamplingBatch:
+        """Copy the fields `DRAW_FIELDS` of a structured array."""
+        greedy_R = rows_R["temperature"] == 0
+        scales_R = np.where(greedy_R, np.float32(1), rows_R["temperature"])
+        k_rows, p_rows = np.flatnonzero(rows_R["top_k"]), np.flatnonzero(rows_R["top_p"] < 1)
+        return cls(
+            seeds_R=rows_R["seed"].copy(),
+            temperatures_R1=torch.from_numpy(scales_R).to(device).unsqueeze(1),
+            greedy_R=torch.from_numpy(greedy_R).to(device),
+            any_greedy=bool(greedy_R.any()),
+            all_unscaled=bool((scales_R == 1).all()),
+            top_k_rows=torch.from_numpy(k_rows).to(device),
+            top_k=tuple(rows_R["top_k"][k_rows].tolist()),
+            top_p_rows=torch.from_numpy(p_rows).to(device),
+            top_p_P1=torch.from_numpy(rows_R["top_p"][p_rows]).to(device).unsqueeze(1),
+        )
+
+
+def sample(
+    logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw one token a row.
+
+    Args:
+        logits_RV: Any float dtype; not changed.
+        batch: The rows' parameters and seeds.
+        positions_R: Ordinal of the token within its request's completion.
+
+    Returns:
+        Token ids and behaviour logprobs [R]. A row of non-finite logits gives a non-finite logprob. Ties at the top-k threshold
+        are all kept.
+    """
+    scores_RV = logits_RV.float()
+    if not batch.all_unscaled:
+        scores_RV = scores_RV / batch.temperatures_R1
+    if len(batch.top_k) or len(batch.top_p_rows):
+        scores_RV = scores_RV.clone()
+    if len(batch.top_k):
+        scores_KV, vocabulary = scores_RV[batch.top_k_rows], scores_RV.shape[-1]
+        ranks = torch.tensor([min(k, vocabulary) - 1 for k in batch.top_k], device=scores_KV.device).unsqueeze(1)
+        largest = scores_KV.topk(min(max(batch.top_k), vocabulary), dim=-1).values
+        scores_RV[batch.top_k_rows] = scores_KV.masked_fill(scores_KV < largest.gather(1, ranks), -torch.inf)
+    if len(batch.top_p_rows):
+        # The smallest set of most likely tokens whose mass reaches top_p stays; always at least one.
+        scores_PV = scores_RV[batch.top_p_rows]
+        ascending, order = scores_PV.sort(dim=-1)
+        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - batch.top_p_P1
+        cut[:, -1] = False
+        scores_RV[batch.top_p_rows] = scores_PV.masked_fill(cut.scatter(1, order, cut), -torch.inf)
+    logprobs_RV = torch.log_softmax(scores_RV, dim=-1)
+    draws_R1 = torch.from_numpy(uniforms(batch.seeds_R, positions_R)).to(logprobs_RV.device).unsqueeze(1)
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
+    targets_R1 = draws_R1 * cumulative_RV[:, -1:]
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp_(max=logprobs_RV.shape[-1] - 1)
+    chosen_R = logprobs_RV.gather(1, tokens_R1).squeeze(1)
+    if batch.any_greedy:
+        best_R, at_R = logprobs_RV.max(dim=-1)
+        tokens_R1 = torch.where(batch.greedy_R, at_R, tokens_R1.squeeze(1)).unsqueeze(1)
+        chosen_R = torch.where(batch.greedy_R, best_R - best_R, chosen_R)
+    return tokens_R1.squeeze(1).cpu().numpy(), chosen_R.cpu().numpy()
+
 
 _ROW = np.dtype([
     ("token", np.int64), ("position", np.int64), ("ordinal", np.int64), ("told", np.int64), ("most", np.int64), *DRAW_FIELDS
@@ -162,7 +254,7 @@ class SlotDecoder:
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor] | ArrivingTensors, kv: KVPolicy) -> None:
         """Go on with other weights; nothing is sampled with half of them. Raises as `Engine.load_weights`."""
-        self._refuse_asleep("load weights")
+        refuse_asleep("load weights", is_asleep=self._is_asleep)
         was_torn, self._is_torn = self._is_torn, True
         try:
             self.model.load_weights(tensors)
@@ -176,33 +268,26 @@ class SlotDecoder:
         if kv == "recompute" or not self._has_kv:
             self._recompute()
 
-    def sleep(self, level: SleepLevel, kv: KVPolicy) -> None:
-        """Give memory back; nothing steps until `wake`, after level 2 until weights are loaded too."""
+    def sleep(self, kv: KVPolicy) -> None:
+        """Give memory back; nothing steps until it is awake and weights are loaded."""
+        if self._is_asleep:
+            return
         self._has_kv = self._has_kv and kv == "keep"
-        self.model.sleep(level, max(int(self._rows_R["position"].max()), 0) if self._has_kv else 0)
-        self._is_asleep = True
-        self._is_torn |= level == 2
+        self.model.sleep(max(int(self._rows_R["position"].max()), 0) if self._has_kv else 0)
+        self._is_asleep = self._is_torn = True
 
     def wake(self) -> None:
-        """Take the memory again; where the weights are still there, requests go on."""
-        if not self._is_asleep:
-            return
-        self.model.wake()
-        self._is_asleep = False
-        self._forget_prompts()
-        if not (self._is_torn or self._has_kv):
-            self._recompute()
+        """Take the memory again."""
+        if self._is_asleep:
+            self.model.wake()
+            self._is_asleep = False
 
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1."""
-        self._refuse_asleep("score")
+        refuse_asleep("score", is_asleep=self._is_asleep)
         if self._is_torn:
             raise GenerationError("cannot score: the engine has no whole weights; load some first")
         return self.model.score(token_ids)
-
-    def _refuse_asleep(self, what: str) -> None:
-        if self._is_asleep:
-            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
 
     def _recompute(self) -> None:
         """Compute running requests' keys and values under the current weights: all but of the last token, which is fed next."""
@@ -233,8 +318,12 @@ class SlotDecoder:
                 self._free.remove(row)
                 heapq.heapify(self._free)
             else:
-                if donor < 0:
-                    donor, num_shared = self._longest_prefix(prompt_ids)
+                if donor < 0:  # the running row that begins with most of the prompt's whole pieces
+                    digests = self._digests(prompt_ids)
+                    while digests and self._prefixes.get(digests[-1], -1) not in self._occupants:
+                        digests.pop()
+                    donor = self._prefixes[digests[-1]] if digests else -1
+                    num_shared = len(digests) * self.model.piece_tokens
                 row = heapq.heappop(self._free)
                 wave = wave_of[row] = wave_of.get(donor, -1) + 1
                 if wave == len(waves):
@@ -248,7 +337,7 @@ class SlotDecoder:
         states = []
         for request in (flight.request for flight in placed):
             prompt_ids, params = request.prompt_ids, request.sampling
-            draws = (request.seed_word, params.temperature, params.top_p, params.top_k)
+            draws = (request.seed, params.temperature, params.top_p, params.top_k)
             states.append((prompt_ids[-1], len(prompt_ids) - 1, 0, 0, params.max_new_tokens, *draws))
         self._rows_R[[flight.row for flight in placed]] = np.array(states, dtype=_ROW)
         self._stops_S = np.array(sorted({*self._stops_S.tolist()}.union(*(flight.stop_ids for flight in placed))), dtype=np.int64)
@@ -256,14 +345,6 @@ class SlotDecoder:
             self.model.cache.copy_rows((donor, row, num_shared) for row, _, donor, num_shared in wave_rows if num_shared)
             self.model.prefill((row, ids, num_shared) for row, ids, _, num_shared in wave_rows)
         self._sampling = None
-
-    def _longest_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, int]:
-        """Return the running row that begins with most of the prompt's whole pieces, and their tokens; (-1, 0): there is none."""
-        digests = self._digests(prompt_ids)
-        for count in range(len(digests), 0, -1):
-            if (row := self._prefixes.get(digests[count - 1], -1)) in self._occupants:
-                return row, count * self.model.piece_tokens
-        return -1, 0
 
     def _digests(self, prompt_ids: tuple[int, ...]) -> list[bytes]:
         """Return a digest of the prompt's first whole piece, of its first two, and so on; its last token is never prefilled."""

@@ -4,9 +4,9 @@ New weights are checked before anything is touched. Tied parameters (one storage
 names, or under several that agree. Where only adapters are trained, new weights are the adapters, and the rest stays as it was
 opened.
 
-Sleep level 1 keeps the values: on a device they go to pinned host memory, on a CPU they stay where they are. Level 2 gives up
-what new weights replace anyway; the rest (the base under adapters) is treated as in level 1. Buffers that are not part of the
-state dict (rotary tables) never move: they are small and nothing brings them again.
+Sleep gives up what new weights replace anyway. The rest (the base under adapters, buffers) keeps its values: on a device they go
+to pinned host memory, on a CPU they stay where they are. Buffers that are not part of the state dict (rotary tables) never move:
+they are small and nothing brings them again.
 
 Invariants: every name keeps its tensor object, of no elements while its memory is given back; tied names stay tied. Used from one
 thread, between forwards.
@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import SleepLevel, check_weights
+from asyncrl.generate.engine import check_weights
 from asyncrl.models.layout import copy_tensor, copy_tensors
 from asyncrl.weights.tensors import ArrivingTensors
 
@@ -36,10 +36,6 @@ class _Storage:
     host: torch.Tensor | None = None
     """The values, while they sleep."""
 
-    def put(self, values: torch.Tensor) -> None:
-        for one in self.objects:
-            one.data = values
-
 
 class WeightsInPlace:
     """One model's parameters and persistent buffers; all of them may be replaced, or the trainable ones alone."""
@@ -53,8 +49,7 @@ class WeightsInPlace:
         for name, tensor in own.items():
             storage = found.setdefault((tensor.data_ptr(), tensor.numel()), _Storage([], [], tensor.shape))
             storage.names.append(name)
-            if all(tensor is not known for known in storage.objects):
-                storage.objects.append(tensor)
+            storage.objects.append(tensor)
         self._storages = tuple(found.values())
         tied = ([name for name in storage.names if name in self._tensors] for storage in self._storages)
         self._tied = [names for names in tied if names]
@@ -110,37 +105,31 @@ class WeightsInPlace:
                 for name in names:
                     self._tensors[name].data = tensors[given]
 
-    def leave(self, level: SleepLevel) -> None:
-        """Give memory back; a second call may go deeper."""
+    def leave(self) -> None:
+        """Give memory back."""
         for storage in self._storages:
             own = storage.objects[0]
-            if level == 2 and any(name in self._tensors and name not in self._buffers for name in storage.names):
-                storage.host = None
-            elif own.device.type != "cpu" and own.numel() == storage.shape.numel():
+            if not any(name in self._tensors and name not in self._buffers for name in storage.names):
+                if own.device.type == "cpu":
+                    continue
                 storage.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=True).copy_(own.detach())
-            else:
-                continue
-            storage.put(torch.empty(0, dtype=own.dtype, device=own.device))
+            gone = torch.empty(0, dtype=own.dtype, device=own.device)
+            for one in storage.objects:
+                one.data = gone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
-        """Take the memory again; what level 2 gave up holds no values until weights are loaded.
-
-        Raises:
-            GenerationError: There is not enough; what has come back stays.
-        """
+        """Take the memory again; what was given up holds no values until weights are loaded. Raises RuntimeError: too little."""
         for storage in self._storages:
             own = storage.objects[0]
             if own.numel() == storage.shape.numel():
                 continue
-            try:
-                values = torch.empty(storage.shape, dtype=own.dtype, device=own.device)
-            except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
-                raise GenerationError(f"cannot wake: no room for the weights on {own.device}: {error}") from error
+            values = torch.empty(storage.shape, dtype=own.dtype, device=own.device)
             if storage.host is not None:
                 values.copy_(storage.host)
-            storage.put(values)
+            for one in storage.objects:
+                one.data = values
             storage.host = None
 
     def _refuse_misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

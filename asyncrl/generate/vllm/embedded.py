@@ -20,10 +20,16 @@ import psutil
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.folders import OwnedFolder
-from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
-from asyncrl.generate.vllm.backend import Piece, sampling_arguments
+from asyncrl.generate.engine import EngineRequest, Piece, RequestRules
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import installed_version, launch, processes_of, shut_down, socket_folder
+from asyncrl.generate.vllm.launch import (
+    installed_version,
+    launch,
+    processes_of,
+    sampling_arguments,
+    shut_down,
+    socket_folder,
+)
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
 
 DEATH = "vLLM's engine process died; its last words are in this process's log"
@@ -50,8 +56,6 @@ class EmbeddedVLLM:
         self.config, self._fp32_head = config, fp32_head
         self.num_slots, self.block_tokens = config.num_slots * config.data_parallel, 0
         """Most requests at once (vLLM takes one more, for a score), and tokens of a KV block; 0: it does not say."""
-        self.why_no_sleep = "" if config.sleep else "the engine cannot sleep: set generate.engine.sleep = true (GPU only)"
-        """Empty: it can sleep."""
         self.fullness: dict[int, tuple[float, int]] = {}
         """Of each replica: the free share of its KV cache, and how many requests run."""
         self.llm: Any = None
@@ -162,13 +166,13 @@ class EmbeddedVLLM:
         logprobs = (await self._call(score()))[-1].prompt_logprobs
         return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back."""
-        await self._call(self.llm.sleep(level, mode="keep"))
+    async def sleep(self) -> None:
+        """Give the memory of weights and KV cache back."""
+        await self._call(self.llm.sleep(2, mode="keep"))
 
-    async def wake_up(self, tag: str = "") -> None:
-        """Take the memory of `weights` or `kv_cache` again, or all of it. With the last of it vLLM goes on by itself."""
-        await self._call(self.llm.wake_up([tag] if tag else None))
+    async def wake_up(self, tag: str) -> None:
+        """Take the memory of `weights` or `kv_cache` again. With the last of it vLLM goes on by itself."""
+        await self._call(self.llm.wake_up([tag]))
 
     async def look(self) -> None:
         """Find out whether it still lives: `fault` knows."""

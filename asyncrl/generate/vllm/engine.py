@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,8 +36,7 @@ import msgspec
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, SleepLevel, TokenChunk, TokenStream
-from asyncrl.generate.vllm.backend import Piece
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, Piece, RequestRules, TokenChunk, TokenStream, refuse_asleep
 from asyncrl.generate.vllm.checkpoint import read_folder
 from asyncrl.generate.vllm.load_request import FileSource, LoadReply, load_request_on_thread
 from asyncrl.schema.samples import FinishReason
@@ -58,7 +56,7 @@ _REASONS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "
 @dataclass(slots=True, eq=False)
 class _Running:
     request: EngineRequest
-    stream: weakref.ref[TokenStream]
+    stream: TokenStream
     task: asyncio.Task[None] | None = None
     versions: list[int] = field(default_factory=list)
     """Of the tokens handed on."""
@@ -100,9 +98,9 @@ class VLLMEngine:
         self._is_paused = False
         self._is_torn = False
         """The weights are of no version, or not there, until a load succeeds."""
-        self._sleep_level = 0
+        self._is_asleep = False
         self._has_kv = True
-        self._is_started = self._is_closed = False
+        self._is_closed = False
 
     @property
     def num_slots(self) -> int:
@@ -130,7 +128,6 @@ class VLLMEngine:
             await self.close()
             raise
         self._gate.set()
-        self._is_started = True
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
         """Start a request; see `Engine.submit`."""
@@ -143,7 +140,7 @@ class VLLMEngine:
                 f"{LOWEST_TEMPERATURE}, the lowest that vLLM samples at"
             )
         stream = TokenStream(lambda: self.abort(request_id), news)
-        running = self._running[request_id] = _Running(request, weakref.ref(stream))
+        running = self._running[request_id] = _Running(request, stream)
         running.task = asyncio.get_running_loop().create_task(self._serve(running), name=f"vllm-{request_id}")
         self._tasks.add(running.task)
         running.task.add_done_callback(self._tasks.discard)
@@ -204,15 +201,14 @@ class VLLMEngine:
         if chunk.finish_reason is not None:
             self._room.note_finished(len(request.prompt_ids) + len(running.versions))
             self._end(running, chunk)
-        elif chunk.token_ids and (stream := running.stream()) is not None:
-            stream.put(chunk)
+        elif chunk.token_ids:
+            running.stream.put(chunk)
 
     def _end(self, running: _Running, news: TokenChunk | GenerationError) -> None:
         if self._running.get(running.request.request_id) is not running:
             return
         del self._running[running.request.request_id]
-        if (stream := running.stream()) is not None:
-            stream.put(news)
+        running.stream.put(news)
         if running.task is not None and running.task is not asyncio.current_task():
             running.task.cancel()
 
@@ -231,7 +227,7 @@ class VLLMEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
         async with self._alone():
-            self._refuse_asleep("load weights")
+            refuse_asleep("load weights", is_asleep=self._is_asleep)
             backend = self.backend
             async with load_request_on_thread(tensors, self._folder, self._lora, backend.shared_folder) as load:
                 started_s = perf_counter()
@@ -242,15 +238,10 @@ class VLLMEngine:
                     replies = await backend.load(msgspec.structs.replace(load, zero_kv=zero_kv and self._has_kv))
                     if isinstance(tensors, MappedTensors):
                         tensors.check()
-                    fault = next(
-                        (r for r in replies if r.fault), None if replies else LoadReply("generation", "no worker answered")
-                    )
-                    if fault is not None:
+                    if faults := [reply for reply in replies or (LoadReply("generation", "no worker answered"),) if reply.fault]:
                         hint = backend.load_hint if isinstance(load.source, FileSource) else ""
-                        is_gone = fault.fault == "broadcast" and not hint
-                        raise (BroadcastError if is_gone else GenerationError)(
-                            f"the weights were not loaded: {fault.message}{hint}"
-                        )
+                        kind = BroadcastError if faults[0].fault == "broadcast" and not hint else GenerationError
+                        raise kind(f"the weights were not loaded: {faults[0].message}{hint}")
                     await backend.name_weights(f"{self._mark}.{version}")
                     self.version = version
                     self._num_loads += 1
@@ -266,7 +257,7 @@ class VLLMEngine:
         most = min(self._config.max_sequence_tokens, (self._folder.max_positions or math.inf) - 1)
         ids = self._rules.scorable(token_ids, int(most))
         async with self._alone():
-            self._refuse_asleep("score")
+            refuse_asleep("score", is_asleep=self._is_asleep)
             if self._is_torn:
                 raise GenerationError(
                     "cannot score: the last weights came only in part, or went to sleep, so those there are of no version; "
@@ -281,34 +272,25 @@ class VLLMEngine:
             finally:
                 await self._stop(clear_cache=False)
 
-    async def sleep(self, level: SleepLevel, kv: KVPolicy = "recompute") -> None:
+    async def sleep(self, kv: KVPolicy = "recompute") -> None:
         """Give memory back; see `Engine.sleep`. Keys and values are computed anew."""
         del kv
-        self._check_alive()
-        if self.backend.why_no_sleep:
-            raise GenerationError(self.backend.why_no_sleep)
         async with self._alone():
-            if level <= self._sleep_level:
+            if self._is_asleep:
                 return
             await self._stop(clear_cache=True)
-            if not (self._has_kv or self._is_torn):  # vLLM sleeps no deeper than it does: it has to be up for a moment
-                await self.backend.wake_up()
-            try:
-                await self.backend.sleep(level)
-            except GenerationError:
-                await self._go_on()
-                raise
-            self._sleep_level, self._has_kv = level, False
-            self._is_torn = self._is_torn or level == 2
+            if not (self._has_kv or self._is_torn):  # it was woken while paused; vLLM falls asleep only with all of its memory
+                await self.backend.wake_up("kv_cache")
+            await self.backend.sleep()
+            self._is_asleep = self._is_torn = True
+            self._has_kv = False
 
     async def wake(self) -> None:
-        """Take memory again; see `Engine.wake`. That of the KV cache comes with the next token."""
+        """Take memory again; see `Engine.wake`. That of the KV cache comes when it may sample again."""
         async with self._alone():
-            if self._sleep_level:
+            if self._is_asleep:
                 await self.backend.wake_up("weights")
-                self._sleep_level = 0
-            if not self._has_kv:
-                await self._go_on()
+                self._is_asleep = False
 
     async def close(self) -> None:
         """Abort everything and end what was started; a server runs on. Safe to repeat."""
@@ -328,7 +310,7 @@ class VLLMEngine:
 
     async def _go_on(self) -> None:
         """Let vLLM sample again, unless something forbids it."""
-        if not (self._is_paused or self._is_torn or self._sleep_level):
+        if not (self._is_paused or self._is_torn):
             await self._run()
             self._gate.set()
 
@@ -336,14 +318,10 @@ class VLLMEngine:
         await (self.backend.resume() if self._has_kv else self.backend.wake_up("kv_cache"))
         self._has_kv = True
 
-    def _refuse_asleep(self, what: str) -> None:
-        if self._sleep_level:
-            raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
-
     def _check_alive(self) -> None:
         """Raise what ended it."""
-        if self._is_closed or not self._is_started:
-            raise GenerationError("the engine is closed" if self._is_closed else "the engine is not started")
+        if self._is_closed:
+            raise GenerationError("the engine is closed")
         if self.backend.fault:
             self._fail_all()
             raise EngineDied(self.backend.fault)

@@ -1,4 +1,6 @@
-"""Which vLLM is installed, what it is started with, and how its processes end. vllm itself is imported here for the first time.
+"""Which vLLM is installed, what it is started with and asked for, and how its processes end.
+
+vllm itself is imported here for the first time.
 
 The environment that vLLM's processes need is set while they are started and put back afterwards. The sockets by which they talk
 lie in a folder of the engine's own; a killed generator's is removed by vLLM's workers, which end with it (worker_extension.py).
@@ -16,18 +18,18 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.folders import OwnedFolder
+from asyncrl.generate.engine import EngineRequest, RequestRules
 
 if TYPE_CHECKING:
     from asyncrl.generate.vllm.checkpoint import ModelFolder
@@ -61,17 +63,13 @@ _OURS = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class VLLMVersion:
+class VLLMVersion(NamedTuple):
     """A vLLM and what it can do."""
 
     number: str
     release: tuple[int, int]
-
-    @property
-    def has_weight_versions(self) -> bool:
-        """Whether a completion ends with which weights sampled which tokens."""
-        return self.release >= _SPANS
+    has_weight_versions: bool
+    """A completion ends with which weights sampled which tokens."""
 
 
 def installed_version() -> VLLMVersion:
@@ -101,7 +99,7 @@ def parse_version(number: str) -> VLLMVersion:
         raise GenerationError(f"vLLM {number} is too old: the engine works with 0.26, and with 0.32 and newer")
     if release not in _TESTED:
         log.warning("vLLM %s was not tested with asyncrl: 0.26, 0.32 and 0.33 were", number)
-    return VLLMVersion(number, release)
+    return VLLMVersion(number, release, has_weight_versions=release >= _SPANS)
 
 
 def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
@@ -113,7 +111,6 @@ def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, presen
     (SPT_NOENV).
     """
     added: dict[str, str | None] = {**_QUIET, _SOCKETS: str(sockets), "TMPDIR": str(sockets), "SPT_NOENV": "1"}
-    added["VLLM_LOGGING_LEVEL"] = present.get("VLLM_LOGGING_LEVEL", "WARNING")
     if on_cpu:
         added |= {
             "TORCHDYNAMO_DISABLE": "1",
@@ -181,6 +178,25 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     return arguments | config.arguments
 
 
+def sampling_arguments(request: EngineRequest, rules: RequestRules) -> dict[str, Any]:
+    """Return the arguments of vLLM's SamplingParams that do not depend on how outputs travel.
+
+    `max_tokens` is 16 in vLLM unless set, and its end-of-sequence rules depend on a tokenizer that is not loaded.
+    """
+    sampling = request.sampling
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": request.seed,
+        "stop_token_ids": sorted(rules.stop_ids(request)),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
 def launch(
     config: VLLMEngineConfig, folder: ModelFolder, watch: Callable[..., Any], sockets: Path, *, fp32_head: bool = False
 ) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
@@ -199,7 +215,7 @@ def launch(
     Raises:
         GenerationError: It did not start; nothing of it is left.
     """
-    with _quiet():
+    with _environment(_QUIET):
         on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
     if config.device != "auto" and on_cpu != (config.device == "cpu"):
         raise GenerationError(
@@ -265,19 +281,16 @@ def end(processes: set[psutil.Process]) -> None:
 
 def import_vllm() -> None:
     """Import what `launch` will, so that it does not wait for it; an error comes again there, which says what it means."""
-    with _quiet(), contextlib.suppress(ImportError, OSError, RuntimeError):
+    with _environment(_QUIET), contextlib.suppress(ImportError, OSError, RuntimeError):
         import_module("vllm.engine.arg_utils")
         import_module("vllm.v1.engine.async_llm")
 
 
-def _quiet() -> contextlib.AbstractContextManager[None]:
-    return _environment({**_QUIET, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")})
-
-
 @contextlib.contextmanager
 def _environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for a while; what vLLM sets meanwhile is put back too."""
+    """Set variables for a while, VLLM_LOGGING_LEVEL too where it is not; what vLLM sets meanwhile is put back as well."""
     before = dict(os.environ)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for name, value in added.items():
         os.environ.pop(name, None)
         if value is not None:

@@ -26,10 +26,9 @@ import msgspec
 from asyncrl.clock import Clock
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, RequestRules, SleepLevel
-from asyncrl.generate.vllm.backend import Piece, sampling_arguments
+from asyncrl.generate.engine import EngineRequest, Piece, RequestRules
 from asyncrl.generate.vllm.checkpoint import ModelFolder
-from asyncrl.generate.vllm.launch import EXTENSION, parse_version
+from asyncrl.generate.vllm.launch import EXTENSION, parse_version, sampling_arguments
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
 
 LOOK_INTERVAL_S = 2.0
@@ -123,7 +122,7 @@ class GenerateReply(msgspec.Struct, frozen=True):
 
 
 class VLLMServer:
-    """One server; everything public is as `EmbeddedVLLM` has it."""
+    """One server; everything public is as `EmbeddedVLLM` has it, but it is never put to sleep."""
 
     load_hint = (
         ". If the server does not see this machine's files (another machine, a container), set generate.engine.shared_folder "
@@ -136,8 +135,7 @@ class VLLMServer:
         self._url = config.urls[0].rstrip("/")
         self.shared_folder = config.shared_folder
         self.num_slots, self.block_tokens = config.num_slots, 0
-        self.why_no_sleep = self.fault = ""
-        self._looking = asyncio.Lock()
+        self.fault = ""
         self._session: aiohttp.ClientSession | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -181,8 +179,6 @@ class VLLMServer:
             )
         most = int(said.get("scheduler_config", {}).get("max_num_seqs", 0))
         self.num_slots = min(config.num_slots, max(1, most - 2)) if most else config.num_slots  # as engine_arguments has it
-        if not said.get("model_config", {}).get("enable_sleep_mode", False):
-            self.why_no_sleep = f"the server at {self._url} cannot sleep: start it with --enable-sleep-mode (GPUs only)"
         self._started_s, _, _, self.block_tokens = read_gauges(await self._ask("GET", "/metrics"))
         self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="vllm-server-watch")
 
@@ -213,34 +209,32 @@ class VLLMServer:
         raw = await self._ask("POST", _GENERATE, GenerateBody("asyncrl-score", token_ids, sampling, salt))
         return self._decoded(raw, GenerateReply).scores(token_ids)
 
-    async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back."""
-        await self._ask("POST", "/sleep", params={"level": str(level), "mode": "keep"})
+    async def sleep(self) -> None:
+        """Refuse; a run that shares a device has no server (config/check.py)."""
+        raise GenerationError(f"the server at {self._url} is not this run's to put to sleep")
 
-    async def wake_up(self, tag: str = "") -> None:
-        """Take memory again."""
-        await self._ask("POST", "/wake_up", params={"tags": tag} if tag else None)
+    async def wake_up(self, tag: str) -> None:
+        """Do nothing, for it never sleeps."""
 
     async def look(self) -> None:
         """Ask how it is and read the gauges; take note of the room there is, or that the server is gone."""
-        async with self._looking:
-            if self.fault:
-                return
-            try:
-                await self._ask("GET", "/health")
-                started_s, running, free_blocks, block_tokens = read_gauges(await self._ask("GET", "/metrics"))
-            except ServerLost as error:
-                self.fault = str(error)
-            except ServerRefused as error:
-                self.fault = f"the vLLM server at {self._url} answers, but its engine is dead: {error}; start it again"
-            else:
-                if started_s != self._started_s:
-                    self.fault = (
-                        f"the vLLM server at {self._url} was restarted and has lost the weights it was given; a restarted "
-                        "generator gives it the newest"
-                    )
-                elif block_tokens:
-                    self._on_room(free_blocks, running)
+        if self.fault:
+            return
+        try:
+            await self._ask("GET", "/health")
+            started_s, running, free_blocks, block_tokens = read_gauges(await self._ask("GET", "/metrics"))
+        except ServerLost as error:
+            self.fault = str(error)
+        except ServerRefused as error:
+            self.fault = f"the vLLM server at {self._url} answers, but its engine is dead: {error}; start it again"
+        else:
+            if started_s != self._started_s:
+                self.fault = (
+                    f"the vLLM server at {self._url} was restarted and has lost the weights it was given; a restarted "
+                    "generator gives it the newest"
+                )
+            elif block_tokens:
+                self._on_room(free_blocks, running)
         if self.fault:
             self._on_death()
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.model.policy import open_model, row_hidden
+from asyncrl.learner.model.policy import row_hidden
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import divided_like, whole_tensors
 from asyncrl.learner.step.microbatch import Row
@@ -51,27 +51,6 @@ class SeparateCritic(torch.nn.Module):
 
 
 Critic = ValueHead | SeparateCritic
-
-
-def build_critic(
-    config: CriticConfig, learner: LearnerConfig, policy: PreTrainedModel, model_folder: Path, *, trust_remote_code: bool = False
-) -> Critic:
-    """Make a critic that has learned nothing yet, on the learner's device.
-
-    Args:
-        config: Which, and where a separate one starts from.
-        learner: Device, dtype and gradient checkpointing.
-        policy: What a head sits on.
-        model_folder: The policy's initial model, where `config.path` names no other.
-        trust_remote_code: Whether a folder's own code may run.
-
-    Raises:
-        ConfigError: The folder of a separate critic cannot be opened.
-    """
-    if config.kind == "head":
-        return ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
-    folder = Path(config.path) if config.path else model_folder
-    return SeparateCritic(open_model(folder, learner, trust_remote_code=trust_remote_code).base_model)
 
 
 def build_critic_optimizer(

@@ -80,11 +80,6 @@ def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
     return config.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def build_optimizer(model: torch.nn.Module, config: LearnerConfig, num_steps: int) -> PolicyOptimizer:
-    """Return the optimizer of a model's trainable parameters; `num_steps` is where a cosine schedule ends."""
-    return PolicyOptimizer(model.named_parameters(), config, num_steps)
-
-
 class PolicyOptimizer:
     """AdamW over a model's trainable parameters.
 

@@ -16,15 +16,12 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
-from asyncrl.learner.model.lora import publishable_tensors
-from asyncrl.learner.model.policy import make_probe
-from asyncrl.learner.ranks.group import joined_ranks
-from asyncrl.learner.ranks.launch import Begin, Help, ReachPhase, command_decoder, rank_device
+from asyncrl.learner.model.policy import make_probe, publishable_tensors
+from asyncrl.learner.ranks.fsdp import whole
+from asyncrl.learner.ranks.group import Begin, Help, ReachPhase, command_decoder, joined_ranks, rank_device
 from asyncrl.learner.resume import build_train_state
-from asyncrl.learner.step.microbatch import prepare
-from asyncrl.learner.step.train_step import division_of, train_step
+from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState, open_offload
-from asyncrl.models.layout import help_copy_out
 from asyncrl.schema.batches import StepBatch
 from asyncrl.weights.media.collective_group import join_store
 
@@ -58,18 +55,16 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
                     if command.settings:
                         config = with_settings(config, command.settings)
                         state.follow(config)
-                    train_step(state, prepare(command, division_of(state, config)), config)
+                    train_step(state, command, config)
                 case Help("publish"):
                     make_probe(state.model, config.generate.engine.max_sequence_tokens)
-                    help_copy_out(publishable_tensors(state.model))
+                    for tensor in publishable_tensors(state.model).values():
+                        whole(tensor)  # as rank 0 does when it copies them out
                 case Help("offload"):
                     leaving.callback(open_offload(state, config, run_folder, SystemClock()).manager.close)
                 case Help("save"):
                     with contextlib.nullcontext() if state.offload is None else state.offload.manager.readable():
                         contribute_checkpoint(state)
-                case Help("prefetch") | ReachPhase():
+                case ReachPhase():
                     assert state.offload is not None, "rank 0 has its offload first"
-                    if isinstance(command, ReachPhase):
-                        state.offload.reach(command.phase, command.number)
-                    else:
-                        state.offload.manager.prefetch("train")
+                    state.offload.reach(command.phase, command.number)

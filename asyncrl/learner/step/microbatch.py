@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from asyncrl.algorithms.returns import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
-from asyncrl.errors import LearnerError
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout, on_device
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
@@ -139,9 +138,6 @@ def prepare(batch: StepBatch, division: Division | None = None) -> PreparedBatch
     Args:
         batch: As it came.
         division: Into how many updates, and for which rank; None: one update, one rank.
-
-    Raises:
-        LearnerError: Arrays of a row differ in length, or a sample lies outside its row.
     """
     division = division or Division()
     samples = batch.samples
@@ -191,10 +187,7 @@ def _decode(row: PackedRow) -> _RowArrays:
     token_ids = ids_from_bytes(row.token_ids)
     mask = np.frombuffer(row.loss_mask, dtype=np.uint8)
     logprobs = logprobs_from_bytes(row.behaviour_logprobs)
-    if not len(token_ids) == len(mask) == len(logprobs):
-        raise LearnerError(
-            f"arrays of a row differ in length: {len(token_ids)} tokens, {len(mask)} of mask, {len(logprobs)} logprobs"
-        )
+    assert len(token_ids) == len(mask) == len(logprobs), "arrays of a row differ in length"
     versions = ids_from_bytes(row.versions) if row.versions else np.full(len(token_ids), -1, dtype=np.int32)
     reference = logprobs_from_bytes(row.reference_logprobs) if row.reference_logprobs else None
     return _RowArrays(token_ids, mask, logprobs, versions, reference)
@@ -203,14 +196,9 @@ def _decode(row: PackedRow) -> _RowArrays:
 def _trained(arrays: _RowArrays, sample: PackedSample) -> NDArray[np.int64]:
     """Return the places of a sample's trained tokens, counted from its first prompt token."""
     end = sample.start + sample.prompt_tokens + sample.response_tokens
-    if end > len(arrays.token_ids):
-        raise LearnerError(f"sample g{sample.group_id}.{sample.index} ends at {end}, its row at {len(arrays.token_ids)}")
+    assert end <= len(arrays.token_ids), f"{sample} ends after its row"
     trained = np.flatnonzero(arrays.mask[sample.start : end])
-    if len(trained) and trained[0] < max(1, sample.prompt_tokens):
-        raise LearnerError(
-            f"sample g{sample.group_id}.{sample.index}: token {trained[0]} is to be trained, and is part of the prompt "
-            f"({sample.prompt_tokens} tokens) or has nothing before it"
-        )
+    assert not len(trained) or trained[0] >= max(1, sample.prompt_tokens), f"a prompt token of {sample} is to be trained"
     return trained
 
 

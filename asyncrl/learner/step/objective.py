@@ -283,14 +283,8 @@ def plan_updates(plan: StepPlan, passes: Passes, advantages: FloatArray, ranks: 
             learner_version=plan.batch.step,
         )
         found = correct(inputs, plan.planned_corrections)
-        denominators = count_denominators(
-            inputs.mask,
-            found.kept,
-            inputs.sequence_ids,
-            inputs.num_sequences,
-            constant=algorithm.aggregation_constant,
-            denominator=algorithm.denominator,
-        )
+        counted = found.kept if algorithm.denominator == "kept" else inputs.mask
+        denominators = count_denominators(counted, inputs.sequence_ids, len(samples), algorithm.aggregation_constant)
         weights, kept = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.bool)
         weights[torch.from_numpy(mask)], kept[torch.from_numpy(mask)] = found.weights, found.kept
         updates.append(Update(first_row, trained, denominators, replace(found, weights=weights, kept=kept)))

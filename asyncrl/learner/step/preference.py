@@ -28,7 +28,7 @@ class PreferenceObjective:
         """Find the pairs of every update.
 
         Raises:
-            LearnerError: There is none, or its two samples lie in different rows.
+            LearnerError: There is none.
         """
         assert passes.reference, "a plan of preferences needs the reference"
         self._state, self._plan = state, plan
@@ -108,20 +108,14 @@ class PreferenceObjective:
 
 
 def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:
-    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token.
-
-    Raises:
-        LearnerError: The two samples of a pair lie in different rows.
-    """
+    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token."""
     sides: dict[int, list[int]] = {}
     for index, sample in enumerate(prepared.batch.samples):
         if sample.pair >= 0 and prepared.update_of_sample[index] >= 0:
             sides.setdefault(sample.pair, []).append(index)
     pair_of_sample = np.full(len(prepared.batch.samples), -1, dtype=np.int64)
     for pair, members in sides.items():
-        rows = {prepared.batch.samples[index].row for index in members}
-        if len(rows) > 1:
-            raise LearnerError(f"the samples of preference pair {pair} lie in rows {sorted(rows)}; a pair must share one")
+        assert len({prepared.batch.samples[index].row for index in members}) == 1, f"the samples of pair {pair} must share a row"
         if len({prepared.batch.samples[index].is_chosen for index in members}) == 2:
             pair_of_sample[members] = pair
     return pair_of_sample

@@ -31,8 +31,8 @@ from asyncrl.plan.simulator.scenario import WARM_UP, Outcome, Scenario
 MOST_MARKS = 8
 
 
-def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """Run the scenario to its last step and return what it did; `on_step` is told how many steps are done.
+def simulate(scenario: Scenario, on_step: Callable[[int, int], None] | None = None) -> Outcome:
+    """Run the scenario to its last step and return what it did; `on_step` is told how many steps are done, and of how many.
 
     Example:
         >>> simulate(Scenario(num_steps=10)).lost_groups
@@ -44,7 +44,7 @@ def simulate(scenario: Scenario, on_step: Callable[[int], None] | None = None) -
 class Simulation:
     """One simulated run."""
 
-    def __init__(self, scenario: Scenario, on_step: Callable[[int], None] | None = None) -> None:
+    def __init__(self, scenario: Scenario, on_step: Callable[[int, int], None] | None) -> None:
         self._scenario, self._on_step = scenario, on_step
         self._rng = rng = np.random.default_rng(scenario.seed)
         self._length, self._reward = scenario.lengths.drawer(rng), scenario.reward_s.drawer(rng)
@@ -54,16 +54,14 @@ class Simulation:
                 scenario.groups_per_step,
                 scenario.max_staleness,
                 scenario.policy,
-                group_size=scenario.group_size,
                 max_running_groups=scenario.max_running_groups,
                 max_groups=scenario.num_steps * scenario.groups_per_step,
                 as_needed=scenario.ahead == "as_needed",
             )
         )
-        names = [f"generator-{number}" for number in range(scenario.num_workers)]
-        self._generators = {name: SimulatedGenerator(name, scenario) for name in names}
+        self._generators: dict[str, SimulatedGenerator] = {}
+        """Those that live."""
         self._lengths: dict[int, list[float]] = {}
-        self._returned: deque[int] = deque()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now_s = 0.0
@@ -75,7 +73,8 @@ class Simulation:
         self._idle_since_s = 0.0
         # What is noted for the outcome; lists are by step.
         self._num_events = self._num_lost = 0
-        self._generated_tokens = 0.0
+        self._generated_tokens = self._busy_slot_s = 0.0
+        """Slots x seconds in which they decoded; here of generators that died."""
         self._taken: list[StalenessFigures] = []
         self._idle_s: list[float] = []
         self._marks: list[tuple[float, float, float]] = []
@@ -85,14 +84,40 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Simulate until the last step is done; speeds and shares are of the steps after the warm-up."""
-        for generator in self._generators.values():
-            self._start(generator)
+        for number in range(self._scenario.num_workers):
+            self._start(f"generator-{number}")
         while self._heap and self._version < self._scenario.num_steps:
             self._now_s, _, act = heapq.heappop(self._heap)
             self._num_events += 1
             act()
         self._buffer.check_invariants()
-        return self._outcome()
+        counts, scenario, num_done = self._buffer.counts(), self._scenario, len(self._marks)
+        done, first = self._taken[:num_done], int(WARM_UP * num_done)
+        made = Outcome(
+            dropped_groups=sum(counts.dropped.values()),
+            failed_groups=sum(counts.failed.values()),
+            lost_groups=counts.issued - counts.total,
+            lost_generators=self._num_lost,
+            num_events=self._num_events,
+            simulated_s=self._now_s,
+            step_times_s=[done_s for done_s, _, _ in self._marks],
+            max_staleness=max((figures.token_max for figures in done), default=0),
+        )
+        counted = done[first + 1 :]
+        if not counted:
+            return made
+        seconds, tokens, busy_s = (last - then for last, then in zip(self._marks[-1], self._marks[first], strict=True))
+        seconds = max(seconds, 1e-9)
+        made.steps_per_s = len(counted) / seconds
+        made.samples_per_s = made.steps_per_s * scenario.groups_per_step * scenario.group_size
+        made.trained_tokens_per_s = sum(figures.num_tokens for figures in counted) / seconds
+        made.generated_tokens_per_s = tokens / seconds
+        made.mean_staleness = float(np.mean([figures.metrics["staleness/mean"] for figures in counted]))
+        made.learner_idle = sum(self._idle_s[first + 1 : num_done]) / seconds
+        made.slots_used = busy_s / (seconds * scenario.num_workers * scenario.num_slots)
+        hourly = scenario.generator_price * scenario.num_workers + scenario.learner_price
+        made.dollars_per_step = hourly / 3600 / made.steps_per_s
+        return made
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self._now_s + delay_s, next(self._order), act))
@@ -102,7 +127,7 @@ class Simulation:
         while (issue := self._buffer.next_issue()) is not None:
             if isinstance(issue, ev.IssueGroup):
                 size, group_id = self._scenario.group_size, self._buffer.next_group_id
-                replaces = self._returned.popleft() if self._returned else None
+                replaces = next(iter(self._buffer.returned), None)
                 self._buffer.handle(ev.GroupIssued(group_id, "", size, issue.generator, issue.version, replaces), self._now_s)
                 self._lengths[group_id] = [max(1.0, round(self._length())) for _ in range(size)]
                 self._send(issue.generator, group_id, range(size))
@@ -128,8 +153,7 @@ class Simulation:
         self._unless_it_dies(generator, self._scenario.hop_s, arrive)
 
     def _unless_it_dies(self, generator: SimulatedGenerator, delay_s: float, act: Callable[[], None]) -> None:
-        life = generator.life
-        self._after(delay_s, lambda: act() if generator.life == life else None)
+        self._after(delay_s, lambda: act() if self._generators.get(generator.name) is generator else None)
 
     def _watch(self, generator: SimulatedGenerator) -> None:
         """Expect the next finish; what was expected before is void."""
@@ -145,7 +169,7 @@ class Simulation:
                     self._after(self._scenario.hop_s, partial(self._sample_finished, generator.name, member, counts))
                 self._watch(generator)
 
-        self._after(max(0.0, finish_s - self._now_s), finish)
+        self._unless_it_dies(generator, max(0.0, finish_s - self._now_s), finish)
 
     def _sample_finished(self, name: str, member: Member, counts: VersionCounts) -> None:
         self._generated_tokens += member.num_tokens
@@ -167,8 +191,6 @@ class Simulation:
                         self._lengths.pop(group_id, None)
                     if item.generator:
                         self._abort(self._generators[item.generator], group_id)
-                case ev.ReturnPrompt(group_id):
-                    self._returned.append(group_id)
                 case ev.TakeGroups():
                     assert item.staleness is not None
                     self._num_ready -= len(item.group_ids)
@@ -227,10 +249,10 @@ class Simulation:
         self._training, self._idle_since_s = False, self._now_s
         self._version = step + 1
         if self._on_step is not None:
-            self._on_step(self._version)
+            self._on_step(self._version, self._scenario.num_steps)
         for generator in self._generators.values():
             generator.go_to(self._now_s)
-        busy_s = sum(generator.busy_slot_s for generator in self._generators.values())
+        busy_s = self._busy_slot_s + sum(generator.busy_slot_s for generator in self._generators.values())
         self._marks.append((self._now_s, self._generated_tokens, busy_s))
         self._enter(ev.StepTrained(step))
         self._enter(ev.StepsForgotten(step))
@@ -241,17 +263,16 @@ class Simulation:
 
     # -- weights and failures --------------------------------------------------------------------------------------------
 
-    def _start(self, generator: SimulatedGenerator) -> None:
+    def _start(self, name: str) -> None:
         """Bring a generator up with the newest weights."""
-        generator.go_to(self._now_s)
-        generator.set_version(self._version)
-        self._enter(ev.GeneratorReady(generator.name, self._scenario.num_slots, self._version))
+        generator = self._generators[name] = SimulatedGenerator(name, self._scenario, self._version, self._now_s)
+        self._enter(ev.GeneratorReady(name, self._scenario.num_slots, self._version))
         if self._scenario.failures_per_hour:
             self._after(self._rng.exponential(3600 / self._scenario.failures_per_hour), lambda: self._fail(generator))
 
     def _fetch(self, generator: SimulatedGenerator) -> None:
-        """Have a generator that lives and fetches nothing fetch the newest weights, if it has others."""
-        if generator.fetching >= 0 or generator.version < 0 or self._version <= generator.version:
+        """Have a generator that fetches nothing fetch the newest weights, if it has others."""
+        if generator.fetching >= 0 or self._version <= generator.version:
             return
         generator.fetching = version = self._version
 
@@ -270,40 +291,10 @@ class Simulation:
     def _fail(self, generator: SimulatedGenerator) -> None:
         self._num_lost += 1
         generator.go_to(self._now_s)
-        generator.lose_all()
+        self._busy_slot_s += generator.busy_slot_s
+        del self._generators[generator.name]
         self._enter(ev.GeneratorGone(generator.name))
-        self._after(self._scenario.restart_s, lambda: self._start(generator))
-
-    # -- what came of it -------------------------------------------------------------------------------------------------
-
-    def _outcome(self) -> Outcome:
-        counts, scenario, num_done = self._buffer.counts(), self._scenario, len(self._marks)
-        done, first = self._taken[:num_done], int(WARM_UP * num_done)
-        made = Outcome(
-            dropped_groups=sum(counts.dropped.values()),
-            failed_groups=sum(counts.failed.values()),
-            lost_groups=counts.issued - counts.total,
-            lost_generators=self._num_lost,
-            num_events=self._num_events,
-            simulated_s=self._now_s,
-            step_times_s=[done_s for done_s, _, _ in self._marks],
-            max_staleness=max((figures.token_max for figures in done), default=0),
-        )
-        counted = done[first + 1 :]
-        if not counted:
-            return made
-        seconds, tokens, busy_s = (last - then for last, then in zip(self._marks[-1], self._marks[first], strict=True))
-        seconds = max(seconds, 1e-9)
-        made.steps_per_s = len(counted) / seconds
-        made.samples_per_s = made.steps_per_s * scenario.groups_per_step * scenario.group_size
-        made.trained_tokens_per_s = sum(figures.num_tokens for figures in counted) / seconds
-        made.generated_tokens_per_s = tokens / seconds
-        made.mean_staleness = float(np.mean([figures.sample_mean for figures in counted]))
-        made.learner_idle = sum(self._idle_s[first + 1 : num_done]) / seconds
-        made.slots_used = busy_s / (seconds * scenario.num_workers * scenario.num_slots)
-        hourly = scenario.generator_price * scenario.num_workers + scenario.learner_price
-        made.dollars_per_step = hourly / 3600 / made.steps_per_s
-        return made
+        self._after(self._scenario.restart_s, lambda: self._start(generator.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,16 +307,13 @@ class Member:
 
 
 class SimulatedGenerator:
-    """State of one generator between two of its events."""
+    """State of one generator between two of its events, from its start to its death."""
 
-    def __init__(self, name: str, scenario: Scenario) -> None:
-        """Begin empty, without weights."""
+    def __init__(self, name: str, scenario: Scenario, version: int, now_s: float) -> None:
         self.name = name
-        self.version = -1
+        self.version = version
         self.fetching = -1
         """Version on its way; -1: none."""
-        self.life = 0
-        """Grows with each death: what was sent to an earlier one never arrives."""
         self.expectation = 0
         """Grows whenever the next finish is reckoned anew: one expected before is void."""
         self.busy_slot_s = 0.0
@@ -333,10 +321,10 @@ class SimulatedGenerator:
         self._scenario = scenario
         self._running: list[tuple[float, int, float, Member]] = []
         self._waiting: deque[Member] = deque()
-        self._marks: list[tuple[float, int]] = []
+        self._marks: list[tuple[float, int]] = [(0.0, version)]
         self._order = itertools.count()
         self._work = 0.0
-        self._at_s = 0.0
+        self._at_s = now_s
         self._held_until_s = 0.0
 
     @property
@@ -401,16 +389,6 @@ class SimulatedGenerator:
         num_aborted = before - len(self._running) - len(self._waiting)
         self._fill()
         return num_aborted
-
-    def lose_all(self) -> None:
-        """Die: whatever it held is gone."""
-        self.life += 1
-        self.expectation += 1
-        self._running.clear()
-        self._waiting.clear()
-        self._marks = []
-        self.version, self.fetching = -1, -1
-        self._held_until_s = 0.0
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._scenario.num_slots:

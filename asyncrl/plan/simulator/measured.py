@@ -17,7 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.spans import GENERATE, SCORE, STEP, SWAP, WAIT, Span, read_spans
 from asyncrl.observe.steps import read_steps
-from asyncrl.plan.simulator.scenario import WARM_UP, Distribution, Scenario, fixed, measured, recorded
+from asyncrl.plan.simulator.scenario import WARM_UP, Distribution, Scenario, fixed, recorded
 
 MOST_VALUES = 4096
 """Of a measured distribution; more are thinned out evenly."""
@@ -159,7 +159,7 @@ def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
 
 
 def _measured(values: Sequence[float]) -> Distribution:
-    return measured(values[:: -(-len(values) // MOST_VALUES)]) if values else fixed(0.0)
+    return Distribution("measured", values=tuple(values[:: -(-len(values) // MOST_VALUES)])) if values else fixed(0.0)
 
 
 def real_figures(run_folder: Path) -> tuple[float, float]:

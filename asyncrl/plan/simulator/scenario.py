@@ -64,11 +64,6 @@ def fixed(value: float) -> Distribution:
     return Distribution("fixed", (value,))
 
 
-def measured(values: Sequence[float]) -> Distribution:
-    """Return the distribution of what was measured, at least one value."""
-    return Distribution("measured", values=tuple(map(float, values)))
-
-
 def recorded(values: Sequence[float]) -> Distribution:
     """Return what was measured, in its order: a simulation of that very run then meets the same draws."""
     return Distribution("recorded", values=tuple(map(float, values)))

@@ -4,8 +4,11 @@ What a program finds inside: no network, no process but its own, no file of this
 that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and
 where pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU
 time, address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes
-together by the scoring process, which kills it (confined.py). bubblewrap dies with the scoring process, and all inside
-with it.
+together by the scoring process, which kills it. bubblewrap dies with the scoring process, and all inside with it.
+
+A driver (guest.py) runs inside, and says that it is ready before any program runs. What goes wrong until then is the sandbox's
+failure and raises RewardError. What goes wrong afterwards is the program's doing and raises ProgramStopped, whatever it looks
+like.
 
 `probe_sandbox` runs a program for real and says what is missing; `open_sandbox` refuses where it does not work, unless the
 config says `sandbox = "none"`.
@@ -15,21 +18,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import math
 import os
+import select
 import shutil
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
-from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
 
 NOBODY = 65534
 SCRATCH_BYTES = 64 << 20
@@ -45,6 +53,15 @@ _REFUSED_CALLS = """
     socket connect bind listen accept accept4 ptrace process_vm_readv process_vm_writev pidfd_getfd keyctl add_key request_key bpf
     perf_event_open userfaultfd io_uring_setup unshare setns mount umount2 pivot_root memfd_create shmget msgget semget mq_open
 """
+START_TIMEOUT_S = 60.0
+_WATCH_INTERVAL_S = 0.05
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+Frame = dict[str, object]
+
+
+class ProgramStopped(Exception):  # noqa: N818 - the program's fault, not ours: it scores what it passed so far
+    """The confined interpreter ran into a limit or ended; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +82,18 @@ class Sandbox:
     """
 
     def __init__(self, limits: CodeExecReward, interpreter: str | None) -> None:
-        self.limits, self.interpreter = limits, interpreter
+        self._limits, self._interpreter = limits, interpreter
         self._judge: Confined | None = None
 
+    def launch(self, code: str) -> Confined:
+        """Start a driver for a program. Raises as `Confined`."""
+        return Confined(self._limits, self._interpreter, code)
+
     def judge(self) -> Confined:
-        """Return the judge, ready. Raises as `launch` and `Confined.begin`."""
-        if self._judge is None or self._judge.has_ended:
+        """Return the judge, ready. Raises as `Confined` and `Confined.begin`."""
+        if self._judge is None or self._judge.process.poll() is not None:
             self.end_judge()
-            self._judge = self.launch(is_judge=True)
+            self._judge = Confined(self._limits, self._interpreter, is_judge=True)
             weakref.finalize(self, self._judge.close)
             self._judge.begin()
         return self._judge
@@ -83,49 +104,72 @@ class Sandbox:
             self._judge.close()
         self._judge = None
 
-    def launch(self, code: str = "", is_judge: bool = False) -> Confined:
-        """Start one driver (guest.py) and hand it its first message; `Confined.begin` waits until it is up.
+
+class Confined:
+    """One interpreter with a driver, messages to and from it, under one deadline and one memory limit. Not thread-safe.
+
+    Owns the process, the channel and the file that catches its error output. Reading never takes more than `_max_frame_bytes`.
+    While it waits it adds up the resident memory of everything inside, because rlimits count each process alone.
+    """
+
+    def __init__(self, limits: CodeExecReward, interpreter: str | None, code: str = "", is_judge: bool = False) -> None:
+        """Start the driver and hand it its first message; `begin` waits until it is up.
 
         Args:
+            limits: Of the program.
+            interpreter: Which Python runs inside; None: this one, unconfined.
             code: The program.
             is_judge: It runs tests' code, and no program.
 
         Raises:
             RewardError: bubblewrap could not be executed, or no descriptor is left.
         """
-        limits, is_confined = self.limits, self.interpreter is not None
+        is_confined = interpreter is not None
+        self._limits = limits
         # Output as JSON: at most 6 characters a byte, and some room for the frame itself.
-        max_frame_bytes = 6 * limits.output_bytes + 4096
-        drop_root = is_confined and os.geteuid() == 0
+        self._max_frame_bytes = 6 * limits.output_bytes + 4096
+        is_root = is_confined and os.geteuid() == 0
+        as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if is_root else {}
         try:
             with contextlib.ExitStack() as ours, contextlib.ExitStack() as its:
-                channel, its_channel = socket.socketpair()
-                ours.enter_context(channel)
+                self._channel, its_channel = socket.socketpair()
+                ours.enter_context(self._channel)
                 its.enter_context(its_channel)
-                filter_fd = None
-                if self.interpreter and (program := _filter_program()) is not None:
-                    filter_fd = os.memfd_create("seccomp")
-                    its.callback(os.close, filter_fd)
-                    os.pwrite(filter_fd, program, 0)
-                errors = ours.enter_context(tempfile.TemporaryFile())
-                python = [self.interpreter or sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
-                python += map(str, (its_channel.fileno(), max_frame_bytes))
-                process = subprocess.Popen(  # noqa: S603 - our own command line
-                    python if self.interpreter is None else [*_bubblewrap(self.interpreter, filter_fd), *python],
+                python = [interpreter or sys.executable, "-I", "-S", "-c", _driver_text(is_judge)]
+                python += map(str, (its_channel.fileno(), self._max_frame_bytes))
+                fds = [its_channel.fileno()]
+                if interpreter is not None:
+                    options = _bubblewrap(interpreter)
+                    if (program := _filter_program()) is not None:
+                        fds.append(os.memfd_create("seccomp"))
+                        its.callback(os.close, fds[-1])
+                        os.pwrite(fds[-1], program, 0)
+                        options += ["--seccomp", str(fds[-1])]
+                    python = [*options, "--", *python]
+                self._errors = ours.enter_context(tempfile.TemporaryFile())
+                self.process = subprocess.Popen(  # noqa: S603 - our own command line
+                    python,
                     stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
+                    stdout=self._errors,
+                    stderr=self._errors,
                     cwd="/",
-                    pass_fds=[its_channel.fileno()] if filter_fd is None else [its_channel.fileno(), filter_fd],
+                    pass_fds=fds,
                     start_new_session=True,
-                    user=NOBODY if drop_root else None,
-                    group=NOBODY if drop_root else None,
-                    extra_groups=[] if drop_root else None,
+                    **as_nobody,
                 )
                 ours.pop_all()
         except OSError as error:
             raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
-        confined = Confined(process, channel, errors, limits, max_frame_bytes)
+        self._channel.setblocking(False)
+        self.pid = self.process.pid
+        """Of what was launched; everything inside is below it."""
+        self.deadline_s = time.monotonic() + START_TIMEOUT_S
+        self.beside: Confined | None = None
+        """A driver whose memory counts together with this one's."""
+        self._is_ready = False
+        self._watched_s = time.monotonic()
+        self._unsent = b""
+        self._lent: socket.socket | None = None
         rlimits = {
             "RLIMIT_CPU": math.ceil(limits.cpu_s),
             "RLIMIT_AS": limits.memory_bytes,
@@ -135,8 +179,114 @@ class Sandbox:
         }
         if is_confined:  # Else it would count all of the user's processes.
             rlimits["RLIMIT_NPROC"] = MAX_PROCESSES
-        confined.send({"code": code, "limits": rlimits, "output_bytes": limits.output_bytes, "confined": is_confined})
-        return confined
+        self.send({"code": code, "limits": rlimits, "output_bytes": limits.output_bytes, "confined": is_confined})
+
+    def send(self, frame: Frame, lent: socket.socket | None = None) -> None:
+        """Queue a frame; what the channel does not take at once goes out while waiting in `receive`.
+
+        Args:
+            frame: The message.
+            lent: One end of a session, which goes to the driver behind the frame and is closed here.
+        """
+        payload = json.dumps(frame).encode()
+        self._unsent += struct.pack("<I", len(payload)) + payload
+        self._lent = lent
+        self._write_some()
+
+    def begin(self) -> None:
+        """Wait until the driver is ready, and start the clock of the program.
+
+        Raises:
+            RewardError: It does not come up.
+        """
+        try:
+            is_ready = self.receive() == {"ready": True}
+        except ProgramStopped as stopped:
+            raise RewardError(f"the sandbox could not start: {stopped}") from stopped
+        if not is_ready:
+            raise RewardError("the sandbox could not start: its driver said something else")
+        self._is_ready = True
+        self.deadline_s = time.monotonic() + self._limits.wall_s
+
+    def receive(self) -> Frame:
+        """Return the driver's next frame.
+
+        Raises:
+            ProgramStopped: The deadline passed, memory ran over, the driver is gone, or it sent something that is no frame.
+        """
+        self.check()  # Not only while waiting: a program that floods its channel never lets us wait.
+        (size,) = struct.unpack("<I", self._read_exactly(4))
+        if size > self._max_frame_bytes:
+            raise ProgramStopped(f"sent {size} bytes at once, {self._max_frame_bytes} are allowed")
+        try:
+            frame = json.loads(self._read_exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise ProgramStopped(f"sent something that is no frame: {error}") from error
+        if not isinstance(frame, dict):
+            raise ProgramStopped("sent something that is no frame")
+        return frame
+
+    def check(self) -> None:
+        """Raise ProgramStopped where the deadline or the memory limit is passed."""
+        now_s = time.monotonic()
+        if now_s > self.deadline_s:
+            raise ProgramStopped(f"ran past {self._limits.wall_s if self._is_ready else START_TIMEOUT_S:g} s")
+        if now_s - self._watched_s >= _WATCH_INTERVAL_S:
+            resident_bytes = sum(resident_bytes_of_tree(each.pid) for each in (self, self.beside) if each is not None)
+            self._watched_s = time.monotonic()
+            if resident_bytes > self._limits.memory_bytes:
+                raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._limits.memory_bytes} are allowed")
+
+    def close(self) -> None:
+        """Kill everything inside, reap it, close the channel. Safe to repeat."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for each in (self._channel, self._errors, self._lent):
+            if each is not None:
+                each.close()
+
+    def _read_exactly(self, size: int) -> bytes:
+        chunks = bytearray()
+        while len(chunks) < size:
+            try:
+                chunk = self._channel.recv(min(size - len(chunks), 1 << 20))
+            except BlockingIOError:  # sleep until the channel is ready or it is time to look at the limits again
+                self.check()
+                poll = select.poll()
+                poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent or self._lent else 0))
+                poll.poll(1000 * min(_WATCH_INTERVAL_S, max(self.deadline_s - time.monotonic(), 0)) + 1)
+                self._write_some()
+                continue
+            except ConnectionResetError:
+                chunk = b""
+            if not chunk:
+                break
+            chunks += chunk
+        else:
+            return bytes(chunks)
+        try:
+            status = self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            raise ProgramStopped("its driver closed the channel") from None
+        self._errors.seek(0)
+        said = self._errors.read(1000).decode("utf-8", "replace").strip()
+        raise ProgramStopped(f"its driver ended with status {status}" + (f": {said}" if said else ""))
+
+    def _write_some(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._channel.send(self._unsent) :]
+            if self._lent is not None:
+                socket.send_fds(self._channel, [b"\0"], [self._lent.fileno()])
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent = b""  # the reading side reports it
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
 
 
 def open_sandbox(config: CodeExecReward) -> Sandbox:
@@ -177,7 +327,7 @@ def _try(interpreter: str) -> str:
     """Run one program; return what went wrong, empty where nothing did."""
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
     try:
-        with contextlib.closing(Sandbox(CodeExecReward(), interpreter).launch(code)) as confined:
+        with contextlib.closing(Confined(CodeExecReward(), interpreter, code)) as confined:
             confined.begin()
             confined.send({"op": "run", "stdin": ""})
             reply = confined.receive()
@@ -186,7 +336,8 @@ def _try(interpreter: str) -> str:
     return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
 
 
-def _bubblewrap(interpreter: str, filter_fd: int | None) -> list[str]:
+def _bubblewrap(interpreter: str) -> list[str]:
+    """Return the command line, without the program and what goes in front of it."""
     options = ["bwrap", *_OPTIONS.split()]
     options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
     for name in ("lib", "lib64", "bin"):
@@ -198,10 +349,7 @@ def _bubblewrap(interpreter: str, filter_fd: int | None) -> list[str]:
     if not interpreter.startswith("/usr/"):  # it is the one that runs us
         folder = str(Path(sys.base_prefix).resolve())
         options += ["--ro-bind", folder, folder]
-    options += _FOLDERS.split()
-    if filter_fd is not None:
-        options += ["--seccomp", str(filter_fd)]
-    return [*options, "--"]
+    return [*options, *_FOLDERS.split()]
 
 
 @cache
@@ -236,3 +384,17 @@ def _filter_program() -> bytes | None:
         calls.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def resident_bytes_of_tree(pid: int) -> int:
+    """Return the resident memory of a process and all its descendants; those that end meanwhile count 0."""
+    total, pids = 0, [pid]
+    while pids:
+        folder = Path("/proc", str(pids.pop()))
+        try:
+            total += int((folder / "statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+            for task in (folder / "task").iterdir():
+                pids += map(int, (task / "children").read_text(encoding="ascii").split())
+        except OSError:
+            continue
+    return total

@@ -18,32 +18,24 @@ import math
 import re
 import socket
 from collections.abc import Sequence
-from functools import cache
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardFunction, RewardInput
-from asyncrl.reward.sandbox.bubblewrap import Sandbox, open_sandbox
-from asyncrl.reward.sandbox.confined import Confined, ProgramStopped
+from asyncrl.reward.sandbox.bubblewrap import Confined, ProgramStopped, Sandbox, open_sandbox
 from asyncrl.reward.sandbox.guest_values import decode, only_plain
 from asyncrl.reward.sandbox.test_code import UnusableTest, examine
 from asyncrl.schema.samples import Prompt
 
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-
 MAX_TEXT_CHARS = 400_000
 """Of a completion; what is longer than that many characters is read from its end."""
 _PYTHON = frozenset({"python", "python3", "py", "py3"})
-_TAG_BEHIND_FENCE = re.compile(r"^(```+)[ \t]*(</\w+>)")
 _CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?", re.ASCII)
 _MAX_UNORDERED = 2000
-_SEQUENCES = frozenset({"tuple", "deque"})
-_UNORDERED = frozenset({"set", "frozenset"})
 _NUMBERS = frozenset({"", "int", "decimal.Decimal", "fractions.Fraction"})
 _SHOWN_COMPLAINTS, _CHECKED_OF_COMPUTED = 5, 1000
 
@@ -108,28 +100,20 @@ def check_tests(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
         raise ConfigError(f"code_exec cannot judge {len(complaints)} prompts; take them out or change their tests:\n  {shown}")
 
 
-@cache
-def _markdown() -> MarkdownIt:
+def extract_code(text: str) -> str:
+    """Return the last fenced block marked as Python, else the last unmarked one, else the whole text."""
     from markdown_it import MarkdownIt  # noqa: PLC0415 - scoring processes alone need it
 
     reader = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
     reader.core.ruler.enableOnly(["normalize", "block"])
-    return reader
-
-
-def _fence_alone(line: str) -> str:
-    """Give a fence a line of its own: one that opens a block of Python behind words, or closes one before a tag."""
-    words, fence, rest = line.partition("```")
-    if fence and re.search("[A-Za-z]", words) and re.fullmatch(r"(?:python|py)[\d.]*\s*", rest):
-        return f"{words}\n{fence}{rest}"
-    return _TAG_BEHIND_FENCE.sub(r"\1\n\2", line)
-
-
-def extract_code(text: str) -> str:
-    """Return the last fenced block marked as Python, else the last unmarked one, else the whole text."""
-    text = "\n".join(map(_fence_alone, text[-MAX_TEXT_CHARS:].split("\n")))
-    marked, unmarked = [], []
-    for token in _markdown().parse(text):
+    marked, unmarked, lines = [], [], []
+    for line in text[-MAX_TEXT_CHARS:].split("\n"):
+        # A fence that opens a block of Python behind words, or closes one before a tag, gets a line of its own.
+        before, fence, rest = line.partition("```")
+        opens = fence and re.search("[A-Za-z]", before) and re.fullmatch(r"(?:python|py)[\d.]*\s*", rest)
+        lines.append(f"{before}\n{fence}{rest}" if opens else re.sub(r"^(```+)[ \t]*(</\w+>)", r"\1\n\2", line))
+    text = "\n".join(lines)
+    for token in reader.parse(text):
         if token.type == "fence":
             words = token.info.strip().strip("{}").split()
             language = words[0].strip("{}.").split(":")[0].casefold() if words else ""
@@ -151,6 +135,8 @@ def parse_tests(reference_json: str, prompt_id: str) -> list[CodeTest]:
     except msgspec.MsgspecError as error:
         raise RewardError(f'prompt {prompt_id!r}: reference_json must be {{"tests": [...]}}: {error}') from error
     checked = [CodeTest(code=test) if isinstance(test, str) else test for test in tests]
+    if not checked:
+        raise RewardError(f"prompt {prompt_id!r} has no tests")
     for number, test in enumerate(checked):
         forms = [bool(test.code), test.stdout is not None, bool(test.function)]
         if sum(forms) != 1 or (test.function and not _CALLABLE.fullmatch(test.function)):
@@ -162,8 +148,6 @@ def parse_tests(reference_json: str, prompt_id: str) -> list[CodeTest]:
                 examine(test.code)
             except UnusableTest as error:
                 raise RewardError(f"prompt {prompt_id!r}: test {number}, {error}") from error
-    if not checked:
-        raise RewardError(f"prompt {prompt_id!r} has no tests")
     return checked
 
 
@@ -173,14 +157,13 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
     Raises:
         RewardError: The sandbox itself failed.
     """
-    passed = 0
-    plain, judged = [test for test in tests if not test.code], [test for test in tests if test.code]
+    passed, judged = 0, [test for test in tests if test.code]
     with contextlib.closing(sandbox.launch(code)) as candidate, contextlib.suppress(ProgramStopped):
         if judged:
             sandbox.judge()  # Where it has to be started, the two start at the same time.
         candidate.begin()
-        for test in plain:
-            passed += _run_once(candidate, test)
+        for test in tests:
+            passed += not test.code and _run_once(candidate, test)
         for test in judged:
             passed += _judge_once(sandbox, candidate, test)
     return passed
@@ -218,7 +201,8 @@ def _run_once(candidate: Confined, test: CodeTest) -> bool:
     if reply.get("status") != 0 or type(output) is not str:
         return False
     if test.stdout is not None:
-        return _lines(output) == _lines(test.stdout)
+        told, wanted = ([line.rstrip() for line in each.rstrip().splitlines()] for each in (output, test.stdout))
+        return told == wanted
     try:
         return _same(json.loads(output), test.expected, test)
     except Exception:  # noqa: BLE001 - the boundary: what the program's side wrote may be anything, and then is not the same
@@ -237,7 +221,7 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
         is_number = isinstance(number, Number) and not isinstance(number, bool)
         return is_number and math.isclose(number, expected, rel_tol=test.tolerance, abs_tol=0 if expected else test.tolerance)
     if isinstance(expected, list):
-        is_list = type(inner) is list and (tag in {"", *_SEQUENCES} or (tag in _UNORDERED and test.unordered))
+        is_list = type(inner) is list and (tag in {"", "tuple", "deque"} or (tag in {"set", "frozenset"} and test.unordered))
         if not is_list or len(inner) != len(expected):
             return False
         if test.unordered:
@@ -254,8 +238,8 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
 
 
 def _same_in_any_order(values: list[Any], expected: list[Any], test: CodeTest) -> bool:
-    by_text = [sorted(each, key=json.dumps) for each in (values, expected)]
-    if all(_same(value, want, test) for value, want in zip(*by_text, strict=True)):
+    by_text = zip(*(sorted(each, key=json.dumps) for each in (values, expected)), strict=True)
+    if all(_same(value, want, test) for value, want in by_text):
         return True
     left = list(expected) if len(values) <= _MAX_UNORDERED else []
     for value in values:
@@ -264,7 +248,3 @@ def _same_in_any_order(values: list[Any], expected: list[Any], test: CodeTest) -
             return False
         del left[index]
     return True
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]

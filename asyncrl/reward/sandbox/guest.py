@@ -24,7 +24,7 @@ import sys
 import time
 import types
 
-from asyncrl.reward.sandbox.guest_values import Pipe, SessionOver, decode, encode, only_plain, refuse_objects
+from asyncrl.reward.sandbox.guest_values import Pipe, SessionOver, decode, encode, only_plain, refuse_objects, write_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,12 +65,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: lambda value, name=name: getattr(__import__("copy"), name)(value) for name in ("copy", "deepcopy")},
 }
 """What the program's side does at a judge's request."""
-
-
-def _has_methods(value: Any) -> bool:
-    """Whether a class of the program gave it functions of its own, which plain data would lose: a dict that is a cache."""
-    made = [kind for kind in type(value).__mro__ if kind.__module__ == "solution"]
-    return any(callable(each) and not name.startswith("_") for kind in made for name, each in vars(kind).items())
 
 
 class ProgramSession:
@@ -121,7 +115,11 @@ class ProgramSession:
                 encoded = encode(after, self._object)
                 if encoded != (frame["args"][place] if isinstance(place, int) else frame["kwargs"][place]):
                     changed.append([place, encoded])
-        kept = frame["as_object"] or _has_methods(value)
+        # A class of the program may have given it functions of its own, which plain data would lose: a dict that is a cache.
+        made = [kind for kind in type(value).__mro__ if kind.__module__ == "solution"]
+        kept = frame["as_object"] or any(
+            callable(each) and not name.startswith("_") for kind in made for name, each in vars(kind).items()
+        )
         return {"value": self._object(value) if kept else encode(value, self._object), "changed": changed}
 
     def _object(self, value: Any) -> Any:
@@ -226,7 +224,7 @@ class Driver:
     def run(self, frame: Frame) -> str | None:
         """Execute the program as a script, or call a function of it; reply with exit status and output.
 
-        The child writes to a file without a name, which is read after its end.
+        The child writes its output, or the function's value as JSON, to a file without a name, which is read after its end.
 
         Returns:
             In the child that is to run the program as a script: the program.
@@ -237,7 +235,17 @@ class Driver:
         if pid == 0:
             if is_script:
                 return str(self.setup["code"])
-            call_function(self.setup["code"], frame, output_fd)
+            try:
+                namespace = load_program(self.setup["code"], "solution")
+                name, method = frame["function"], frame["method"]
+                function = getattr(namespace[name](), method) if method else namespace[name]
+                value = function(*frame["args"], **frame["kwargs"])
+                if hasattr(value, "__await__"):
+                    value = _await(value)
+                write_all(output_fd, json.dumps(encode(value, refuse_objects, as_lists=True)).encode())
+                os._exit(0)
+            finally:
+                os._exit(1)
         status = self.wait(pid)
         output = os.pread(output_fd, self.setup["output_bytes"], 0)
         for descriptor in (stdin_fd, output_fd):
@@ -287,15 +295,14 @@ class Driver:
 
     def serve(self) -> str | None:
         """Serve one operation after the other until the outside closes the pipe; return as `run`."""
-        operations: dict[str, Callable[[Frame], str | None]] = {"run": self.run, "session": self.session, "test": self.test}
         self.pipe.write({"ready": True})
-        program = None
+        program: str | None = None
         while program is None:
             try:
                 frame = self.pipe.read()
             except SessionOver:
                 return None
-            program = operations[frame["op"]](frame)
+            program = getattr(self, frame["op"])(frame)
         return program
 
 
@@ -304,27 +311,9 @@ def scratch_file(content: bytes = b"") -> int:
     path = f"/tmp/.{os.getpid()}-{os.urandom(8).hex()}"  # noqa: S108 - in memory and private inside the sandbox
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
-    while content:
-        content = content[os.write(descriptor, content) :]
+    write_all(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def call_function(code: str, frame: Frame, result_fd: int) -> None:
-    """Call `function` or `Class().method` of the program, write the value as JSON, and end the process."""
-    try:
-        namespace = load_program(code, "solution")
-        name, method = frame["function"], frame["method"]
-        function = getattr(namespace[name](), method) if method else namespace[name]
-        value = function(*frame["args"], **frame["kwargs"])
-        if hasattr(value, "__await__"):
-            value = _await(value)
-        text = json.dumps(encode(value, refuse_objects, as_lists=True)).encode()
-        while text:
-            text = text[os.write(result_fd, text) :]
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 def main() -> None:

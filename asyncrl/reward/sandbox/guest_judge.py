@@ -18,13 +18,13 @@ import sys
 import types
 
 from asyncrl.reward.sandbox.guest_values import (
+    SEVERAL,
     Malformed,
     Pipe,
     SessionOver,
     as_list,
     decode,
     encode,
-    is_several,
     only_plain,
     refuse_objects,
 )
@@ -56,26 +56,15 @@ class JudgeSession:
         self.error_classes: dict[int, type] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
 
-    def open(self, names: list[str]) -> dict[str, Any]:
-        """Return the values of those names that the program has."""
-        told = self.pipe.read().get("names")
-        if type(told) is not dict:
-            raise SessionOver("the program did not load")
-        return {name: self._decode(told[name]) for name in names if name in told}
+    def ask(self, operation: str, *args: Any, derived: bool = False) -> Any:
+        """As `perform`, without named arguments."""
+        return self.perform(operation, args, {}, derived)
 
-    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Have the candidate perform an operation; return its value, raise its exception or SessionOver."""
-        return self._decode(self._answer(operation, args, kwargs, as_object=False))
+    def perform(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], derived: bool = False) -> Any:
+        """Have the candidate perform an operation; return its value, raise its exception or SessionOver.
 
-    def derive(self, operation: str, /, *args: Any) -> Any:
-        """As `ask`, of a value that stays a handle, whatever it is."""
-        value = self._decode(self._answer(operation, args, {}, as_object=True))
-        if not isinstance(value, Handle):
-            raise SessionOver("a value where an object was asked for")
-        object.__setattr__(value, "_handle_derived", True)
-        return value
-
-    def _answer(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], as_object: bool) -> Any:
+        Where it is derived, the value stays a handle, whatever it is.
+        """
         passed: list[int] = []
         with self.lock:
             if self.is_over:
@@ -85,9 +74,14 @@ class JudgeSession:
                     "op": operation,
                     "args": [self._encode(each, passed) for each in args],
                     "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
-                    "as_object": as_object,
+                    "as_object": derived,
                 })
-                while "call" in (frame := self._read()):
+                while True:
+                    frame = self.pipe.read()
+                    if type(printed := frame.get("printed", "")) is str:
+                        sys.stdout.write(printed)  # where a test may catch it
+                    if "call" not in frame:
+                        break
                     self.pipe.write(self._call(frame))
             except SessionOver:
                 self.is_over = True  # A test that catches everything would else wait for an answer for ever.
@@ -101,15 +95,16 @@ class JudgeSession:
             raise SessionOver("the program ended")
         if operation == "call":
             for place, after in frame.get("changed", ()):
-                _replace_contents(args[place] if type(place) is int else kwargs[place], self._decode(after))
-        return frame["value"]
-
-    def _read(self) -> Frame:
-        """Return the program's next message; what it printed meanwhile is printed here, where a test may catch it."""
-        frame = self.pipe.read()
-        if type(printed := frame.get("printed", "")) is str:
-            sys.stdout.write(printed)
-        return frame
+                target, contents = args[place] if type(place) is int else kwargs[place], self.decode(after)
+                if type(target) is type(contents) and isinstance(target, (list, bytearray, dict, set, collections.deque)):
+                    target.clear()
+                    (target.update if isinstance(target, (dict, set)) else target.extend)(contents)
+        value = self.decode(frame["value"])
+        if derived:
+            if not isinstance(value, Handle):
+                raise SessionOver("a value where an object was asked for")
+            object.__setattr__(value, "_handle_derived", True)
+        return value
 
     def _encode(self, value: Any, passed: list[int]) -> Any:
         def other(each: Any) -> Any:
@@ -126,13 +121,14 @@ class JudgeSession:
                 self.functions[number] = each
                 passed.append(number)
                 return {"t": "function", "v": number}
-            if is_several(each):
+            if isinstance(each, SEVERAL):
                 return {"t": "iterator", "v": [self._encode(item, passed) for item in as_list(each)]}
             raise TypeError(f"a test cannot hand an object of {type(each).__name__} to the program")
 
         return encode(value, other)
 
-    def _decode(self, value: Any) -> Any:
+    def decode(self, value: Any) -> Any:
+        """Rebuild what the program sent, with handles; raise SessionOver where it is no value."""
         try:
             return decode(value, self._decode_other)
         except (Malformed, RecursionError) as error:
@@ -182,7 +178,7 @@ class JudgeSession:
         if issubclass(error_class, _iteration_ends) and operation != "next":
             # Raised in a test's `all(map(f, values))` it would end the loop, and with it the test.
             return RuntimeError(f"the program raised {error_class.__name__}")
-        args = [self._decode(each) for each in told["args"]]
+        args = [self.decode(each) for each in told["args"]]
         if hasattr(error_class, "_handle_number") and type(told.get("object")) is int:
             error: BaseException = error_class.__new__(error_class, *args)
             error.__dict__.update(_handle_number=told["object"], _text=told["text"])
@@ -197,7 +193,7 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
     """Return a class that stands for one of the program's error classes."""
 
     def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        made = session.ask("call", session.error_classes[class_number], *args, **kwargs)
+        made = session.perform("call", (session.error_classes[class_number], *args), kwargs)
         self.__dict__.update(_handle_number=made._handle_number, _text=str(made))
 
     def attribute(self: Any, name: str) -> Any:
@@ -205,22 +201,8 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
             raise AttributeError(name)
         return session.ask("getattr", self, name)
 
-    def text(self: Any) -> Any:
-        return self._text
-
-    members = {"_handle_number": class_number, "__init__": construct, "__getattr__": attribute, "__str__": text}
-    return types.new_class(name, parents, {}, lambda made: made.update(members))
-
-
-def _replace_contents(target: Any, after: Any) -> None:
-    """Bring a container that was passed by value to the state that the program left it in."""
-    if type(target) is not type(after):
-        return
-    if isinstance(target, (list, bytearray)):
-        target[:] = after
-    elif isinstance(target, (dict, set, collections.deque)):
-        target.clear()
-        (target.extend if isinstance(target, collections.deque) else target.update)(after)
+    members = {"_handle_number": class_number, "__init__": construct, "__getattr__": attribute}
+    return types.new_class(name, parents, {}, lambda made: made.update(members, __str__=lambda self: self._text))
 
 
 class Handle:
@@ -235,7 +217,7 @@ class Handle:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call it where it lives."""
-        return self._handle_session.ask("call", self, *args, **kwargs)
+        return self._handle_session.perform("call", (self, *args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -270,24 +252,10 @@ class Handle:
         values = self._handle_convert("iter")
         return values if isinstance(values, Handle) else iter(values)
 
-    def _handle_ask(self, operation: str, *args: Any, derived: bool) -> Any:
-        return (self._handle_session.derive if derived else self._handle_session.ask)(operation, *args)
-
     def _handle_convert(self, operation: str, *args: Any) -> Any:
         if self._handle_derived:
             raise TypeError(f"{operation} of what an operator made of a program's object and the test's data is not supported")
         return self._handle_session.ask(operation, self, *args)
-
-
-def _define(name: str, method: Callable[..., Any]) -> None:
-    setattr(Handle, f"__{name}__", method)
-
-
-def _compared(operation: str) -> Callable[..., Any]:
-    def compare(self: Handle, other: Any) -> Any:
-        return self._handle_session.ask(operation, self, other) is True if isinstance(other, Handle) else NotImplemented
-
-    return compare
 
 
 def _combined(operation: str, tells: bool, reflected: bool = False) -> Callable[..., Any]:
@@ -297,32 +265,41 @@ def _combined(operation: str, tells: bool, reflected: bool = False) -> Callable[
         is_handle = isinstance(other, Handle)
         derived = self._handle_derived or (is_handle and other._handle_derived) or (tells and not is_handle)
         pair = (other, self) if reflected else (self, other)
-        return self._handle_ask(operation, *pair, *rest, derived=derived)
+        return self._handle_session.ask(operation, *pair, *rest, derived=derived)
 
     return combine
 
 
 for _name in ASKED:
-    _define(_name, lambda self, *args, _name=_name: self._handle_session.ask(_name, self, *args))
+    setattr(Handle, f"__{_name}__", lambda self, *args, _name=_name: self._handle_session.ask(_name, self, *args))
 for _name in CONVERTED:
-    _define(_name, lambda self, *args, _name=_name: self._handle_convert(_name, *args))
+    setattr(Handle, f"__{_name}__", lambda self, *args, _name=_name: self._handle_convert(_name, *args))
 for _name in ("neg", "pos", "invert", "abs"):
-    _define(_name, lambda self, _name=_name: self._handle_ask(_name, self, derived=self._handle_derived))
+    setattr(Handle, f"__{_name}__", lambda self, _name=_name: self._handle_session.ask(_name, self, derived=self._handle_derived))
 for _name in ("eq", "lt", "le", "gt", "ge"):
-    _define(_name, _compared(_name))
+    setattr(
+        Handle,
+        f"__{_name}__",
+        lambda self, other, _name=_name: (
+            self._handle_session.ask(_name, self, other) is True if isinstance(other, Handle) else NotImplemented
+        ),
+    )
 for _name in (*TELLING, *SCALING):
     _plain_name, _tells = _name.rstrip("_"), _name in TELLING
-    _define(_plain_name, _combined(_name, _tells))
-    _define(f"r{_plain_name}", _combined(_name, _tells, reflected=True))
+    setattr(Handle, f"__{_plain_name}__", _combined(_name, _tells))
+    setattr(Handle, f"__r{_plain_name}__", _combined(_name, _tells, reflected=True))
     if _name != "divmod":
-        _define(f"i{_plain_name}", _combined(f"i{_plain_name}", _tells))
+        setattr(Handle, f"__i{_plain_name}__", _combined(f"i{_plain_name}", _tells))
 
 
 def passes(candidate: Pipe, frame: Frame) -> bool:
     """Run a test with the program's names in scope; return whether it reached its end."""
     session = JudgeSession(candidate)
     try:
-        values = session.open(frame["names"])
+        told = candidate.read().get("names")
+        if type(told) is not dict:  # the program did not load
+            return False
+        values = {name: session.decode(told[name]) for name in frame["names"] if name in told}
         solution = types.ModuleType("solution")
         vars(solution).update(values)
         sys.modules["solution"] = solution

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `typing` takes 10 ms to import
 
     Frame = dict[str, Any]
 
-_SEVERAL = (abc.Iterator, abc.KeysView, abc.ValuesView, abc.ItemsView)
+SEVERAL = (abc.Iterator, abc.KeysView, abc.ValuesView, abc.ItemsView)
 MAX_DEPTH = 100
 MAX_ITEMS = 1_000_000
 SAFE_INT = 1 << 53
@@ -61,10 +61,8 @@ class Pipe:
         payload = json.dumps(frame).encode()
         if len(payload) > self.max_bytes:
             raise ValueError(f"message of {len(payload)} bytes, {self.max_bytes} are allowed")
-        left = memoryview(struct.pack("<I", len(payload)) + payload)
         try:
-            while left:
-                left = left[os.write(self.fd, left) :]
+            write_all(self.fd, struct.pack("<I", len(payload)) + payload)
         except OSError as error:
             raise SessionOver(f"nobody reads: {error}") from error
 
@@ -80,6 +78,13 @@ class Pipe:
             chunks.append(chunk)
             size -= len(chunk)
         return b"".join(chunks)
+
+
+def write_all(fd: int, payload: bytes) -> None:
+    """Write to a descriptor that may take less at a time."""
+    left = memoryview(payload)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, depth: int = 0) -> Any:
@@ -106,7 +111,7 @@ def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, dept
         return _bounded_hex(int.__int__(value))
     if isinstance(value, (float, str)):
         return float.__float__(value) if isinstance(value, float) else str.__str__(value)
-    if isinstance(value, list) or (as_lists and isinstance(value, (*_SEVERAL, range))):
+    if isinstance(value, list) or (as_lists and isinstance(value, (*SEVERAL, range))):
         return items_of(value if isinstance(value, list) else as_list(value))
     for tag, kind in _PLAIN_CONTAINERS:
         if isinstance(value, kind):
@@ -128,11 +133,6 @@ def as_list(value: Any) -> list[Any]:
     if len(items) > MAX_ITEMS:
         raise ValueError(f"more than {MAX_ITEMS} items")
     return items
-
-
-def is_several(value: Any) -> bool:
-    """Return whether it is an iterator or a view of a dict."""
-    return isinstance(value, _SEVERAL)
 
 
 def _bounded_hex(number: Any) -> Any:

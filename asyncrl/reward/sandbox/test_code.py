@@ -74,15 +74,11 @@ def examine(code: str) -> Needs:
         raise UnusableTest(f"line {getattr(error, 'lineno', None) or 1}: is not Python: {error}") from error
     from_solution, as_solution = _imports_of_solution(tree)
     global_names = {name for name in own if name not in _BUILT_IN and not name.startswith("__")}
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     bare = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    bare.subtract(
-        node.value.id
-        for node in uses
-        if isinstance(node.value, ast.Name)
-        and node.value.id in _MODULES
-        and hasattr(importlib.import_module(node.value.id), node.attr)
-    )
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=part) if name in _MODULES:
+                bare[name] -= hasattr(importlib.import_module(name), part)
     modules = {name for name in global_names & _MODULES if not bare[name]}
     global_names -= modules
     names = global_names | {name for name in from_solution if not name.startswith("__")}

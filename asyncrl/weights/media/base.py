@@ -6,7 +6,6 @@ the tensors into one of them, and the medium makes it fetchable from there. Medi
 Invariants, for every implementation (tests/contract/media/test_medium.py runs over all of them):
 - Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
 - A fetch yields the whole of one version, or raises: never a mixture.
-- A lease gives the bytes where they lie, without a copy, and says afterwards whether they stayed what they were.
 - Blobs (deltas) are small, named, written once, and go when the version they lead to can no longer be asked for.
 - The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
 - Memory is bounded: the model plus two slots at most for the learner (and one copy where it makes deltas), the model plus one
@@ -17,8 +16,9 @@ Invariants, for every implementation (tests/contract/media/test_medium.py runs o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,13 +30,22 @@ from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.weights.tensors import MappedTensors
-
 NUM_SLOTS = 2
 
 
+class LentTensors(dict[str, Any]):
+    """Tensors by name that lie in somebody else's memory: what whoever passes them on has to know. Needs no torch."""
+
+    check: Callable[[], None]
+    """Call after the last byte was read, before anything samples with it. Raises BroadcastError: it may be a mixture."""
+    release: Callable[[], None]
+    """Call once nobody reads them any more. Safe to repeat."""
+    learner_changes_them = False
+    """They are the learner's own parameters, and become its later versions by themselves."""
+
+
 class ReceiverArguments(msgspec.Struct, frozen=True):
-    """What `open_receiver` of a medium is told, as JSON, in the process that holds the model."""
+    """What the `Receiver` of a medium is told, as JSON, in the process that holds the model."""
 
     run_folder: str
     medium: MediumConfig
@@ -64,8 +73,8 @@ class MediumWriter:
         """Return the slots that a subscriber is fetching from right now, as far as the medium knows; here: none ever is."""
         return frozenset()
 
-    def overwrite(self, slot: int, version: int) -> None:
-        """Make what the slot holds unfetchable; the caller is about to write `version` over it."""
+    def overwrite(self, slot: int) -> None:
+        """Make what the slot holds unfetchable; the caller is about to write over it."""
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Make `version`, now whole in `slot`, fetchable. Where only a delta leads to a version, this is not called for it.
@@ -97,16 +106,6 @@ class MediumWriter:
 
 class MediumReader:
     """A generator's end."""
-
-    def lease(self, available: WeightsAvailable) -> MappedTensors | None:  # noqa: ARG002 - of media that have to fetch
-        """Return the version where it lies on this machine, to be read only, or None where the medium has to fetch it.
-
-        It is held until released or until this process ends. Its `check` raises VersionUnavailableError.
-
-        Raises:
-            VersionUnavailableError: The version is gone.
-        """
-        return None
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.

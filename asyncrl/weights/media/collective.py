@@ -117,7 +117,7 @@ class CollectiveWriter(MediumWriter):
         self._backend: Backend = "nccl" if isinstance(config, NCCLMedium) else "gloo"
         self._lock = threading.Lock()
         self._versions: dict[int, tuple[int, str]] = {}
-        """Slot and fingerprint of each version that can be sent; under the lock."""
+        """Slot and fingerprint of each version that can be sent. Replaced as a whole, under the lock: who reads it needs none."""
         self._slots: tuple[torch.Tensor, ...] = ()
         self._ends: tuple[int, ...] = ()
         self._device: torch.device | None = None
@@ -164,10 +164,9 @@ class CollectiveWriter(MediumWriter):
     def busy_slots(self) -> frozenset[int]:
         """Return the slot of the version that is being sent or gathered for."""
         wanted = max((version for version, _ in list(self._ready.values())), default=-1)
-        with self._lock:
-            return frozenset(slot for version, (slot, _) in self._versions.items() if version == max(wanted, self._sending))
+        return frozenset(slot for version, (slot, _) in self._versions.items() if version == max(wanted, self._sending))
 
-    def overwrite(self, slot: int, version: int) -> None:  # noqa: ARG002 - nothing is said about it before it is whole
+    def overwrite(self, slot: int) -> None:
         """Offer what the slot holds no more."""
         with self._lock:
             self._versions = {held: place for held, place in self._versions.items() if place[0] != slot}
@@ -177,7 +176,7 @@ class CollectiveWriter(MediumWriter):
         if self._thread is None or not self._thread.is_alive():
             raise BroadcastError(f"version {version} can be fetched by nobody: the thread that sends weights has ended")
         with self._lock:
-            self._versions[version] = slot, fingerprint
+            self._versions = self._versions | {version: (slot, fingerprint)}
         return self._location
 
     def close(self) -> None:
@@ -206,8 +205,7 @@ class CollectiveWriter(MediumWriter):
             member, *frames = self._router.socket.recv_multipart()
             match decode(frames, FromMember):
                 case Ready(version, fingerprint):
-                    with self._lock:
-                        held = dict(self._versions)
+                    held = self._versions
                     if held.get(version, (-1, ""))[1] != fingerprint:
                         self._ready.pop(member, None)
                         names = ", ".join(map(str, sorted(held))) or "none"
@@ -228,9 +226,8 @@ class CollectiveWriter(MediumWriter):
 
     def _gathered(self) -> int | None:
         """Return the newest version that is waited for, once those that want it have gathered."""
-        now = time.monotonic()
-        with self._lock:  # who wants another asks again, and is refused
-            self._ready = {m: (v, s) for m, (v, s) in self._ready.items() if v in self._versions and now - s < GONE_AFTER_S}
+        now, held = time.monotonic(), self._versions  # who wants another asks again, and is refused
+        self._ready = {m: (v, s) for m, (v, s) in self._ready.items() if v in held and now - s < GONE_AFTER_S}
         if not self._ready:
             self._gathering_since_s = None
             return None
@@ -269,8 +266,7 @@ class CollectiveWriter(MediumWriter):
         """Send all buckets, two under way at most, and wait until every member has said that they are there."""
         group, under_way = self._group, deque[Any]()
         assert group is not None
-        with self._lock:
-            slot, _ = self._versions.get(version, (-1, ""))
+        slot, _ = self._versions.get(version, (-1, ""))
         progress_s = time.monotonic()
 
         def look(timeout_ms: int = 0) -> bool:

@@ -33,6 +33,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+_FROM_RANK_0 = dist.BroadcastOptions()
+_FROM_RANK_0.rootRank, _FROM_RANK_0.rootTensor, _FROM_RANK_0.asyncOp = 0, 0, True
 
 
 class GroupBrokenError(Exception):
@@ -66,13 +68,13 @@ class Group:
         """
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
-        self._open: Callable[[], Any] = lambda: self._opened_group(rank, size, host, store, device)
         self._group: Any = None
         self._works: list[Any] = []
         self._failure = ""
         self._opened, self._left = threading.Event(), threading.Event()
         # A daemon would be frozen at exit in the middle of gloo's own work, which torch takes for a crash; NCCL's may never end.
-        threading.Thread(target=self._live, name="asyncrl-group", daemon=backend == "nccl").start()
+        where = rank, size, host, store, device
+        threading.Thread(target=self._live, args=where, name="asyncrl-group", daemon=backend == "nccl").start()
 
     def wait_open(self, should_stop: Callable[[], bool]) -> None:
         """Wait until all are in.
@@ -93,7 +95,7 @@ class Group:
             GroupBrokenError: It cannot begin.
         """
         try:
-            work = self._group.broadcast([bucket], _from_rank_0())
+            work = self._group.broadcast([bucket], _FROM_RANK_0)
         except RuntimeError as error:
             raise GroupBrokenError(first_line(error)) from error
         self._works = [*(work for work in self._works if not work.is_completed()), work]
@@ -103,10 +105,10 @@ class Group:
         """Be done with it, at once; nothing handed to `broadcast` may be read any more. Safe to repeat."""
         self._left.set()
 
-    def _live(self) -> None:
+    def _live(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> None:
         """Open, wait until left, and let go once nothing is under way: torch's own end of a group waits without asking."""
         try:
-            self._group = self._open()
+            self._group = self._opened_group(rank, size, host, store, device)
         except (RuntimeError, ValueError) as error:
             self._failure = first_line(error)
         self._opened.set()
@@ -117,7 +119,7 @@ class Group:
         give_up_s = time.monotonic() + 2 * self._timeout.total_seconds()
         while any(not work.is_completed() for work in self._works) and time.monotonic() < give_up_s:
             time.sleep(_REAP_S)
-        del self._open, self._group, self._works
+        del self._group, self._works
 
     def _opened_group(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> Any:  # noqa: ANN401
         """Return torch's group; waits until all are in, and raises RuntimeError as torch does."""
@@ -141,7 +143,7 @@ class Group:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         # The communicator is made with the first operation; nothing would end it there.
-        first = group.broadcast([torch.zeros(1, device=device)], _from_rank_0())
+        first = group.broadcast([torch.zeros(1, device=device)], _FROM_RANK_0)
         give_up_s = time.monotonic() + self._timeout.total_seconds()
         while not first.is_completed():
             if time.monotonic() > give_up_s:
@@ -205,9 +207,3 @@ def own_address(towards: str) -> str:
     except OSError as error:
         instead = "set broadcast.medium.host to an address of its machine that every generator reaches"
         raise BroadcastError(f"the learner's {host} is not reached from here ({error}); {instead}") from error
-
-
-def _from_rank_0() -> Any:  # noqa: ANN401
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-    return options

@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -28,7 +29,7 @@ import zmq
 
 from asyncrl.config.broadcast import GlooMedium, NCCLMedium
 from asyncrl.errors import BroadcastError
-from asyncrl.models.layout import bucket_ends, check_manifest
+from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends, check_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.transport.security import ClientKeys
 from asyncrl.weights.buckets import DIGEST_BYTES, NUM_BUFFERS, BucketBuffers, device_fingerprint, fingerprints_of, gpu_for
@@ -36,7 +37,6 @@ from asyncrl.weights.media.base import MediumReader, ReceiverArguments, VersionU
 from asyncrl.weights.media.collective import Abort, Answer, Begin, FromLearner, FromMember, Ready, Refused
 from asyncrl.weights.media.collective_group import Backend, Group, GroupBrokenError, own_address, wait_done
 from asyncrl.weights.sockets import ask, decode, keys_of_run, open_dealer
-from asyncrl.weights.tensors import bucket_views
 
 MAX_ATTEMPTS = 4
 ASK_EVERY_S = 1.0
@@ -47,13 +47,13 @@ class Member:
     """One receiver of the learner's broadcasts; used from one thread.
 
     Args:
-        backend: Of torch.distributed; the learner's.
-        timeout_s: As the learner's.
+        config: As the learner's.
         keys: Of the run; None: the learner asks for none.
     """
 
-    def __init__(self, backend: Backend, timeout_s: float, keys: ClientKeys | None = None) -> None:
-        self._backend, self._timeout_s, self._keys = backend, timeout_s, keys
+    def __init__(self, config: GlooMedium | NCCLMedium, keys: ClientKeys | None) -> None:
+        self._backend: Backend = "nccl" if isinstance(config, NCCLMedium) else "gloo"
+        self._timeout_s, self._keys = config.timeout_s, keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._dealer: zmq.Socket[bytes] | None = None
         self._address = ""
@@ -200,8 +200,8 @@ class Member:
 class CollectiveReader(MediumReader):
     """A generator's end of `gloo`, into host memory."""
 
-    def __init__(self, config: GlooMedium, keys: ClientKeys | None = None) -> None:
-        self._member = Member("gloo", config.timeout_s, keys)
+    def __init__(self, config: GlooMedium, keys: ClientKeys | None) -> None:
+        self._member = Member(config, keys)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Take part in a broadcast; see MediumReader."""
@@ -217,24 +217,30 @@ class CollectiveReader(MediumReader):
 
 
 class CollectiveReceiver:
-    """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there."""
+    """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there.
 
-    def __init__(self, backend: Backend, timeout_s: float, keys: ClientKeys | None = None) -> None:
-        self._backend = backend
-        self._member = Member(backend, timeout_s, keys)
+    Raises:
+        ConfigError: NCCL cannot be used here.
+    """
+
+    def __init__(self, arguments: bytes) -> None:
+        told = msgspec.json.decode(arguments, type=ReceiverArguments)
+        assert isinstance(told.medium, GlooMedium | NCCLMedium)
+        self._is_nccl = isinstance(told.medium, NCCLMedium)
+        if self._is_nccl:
+            gpu_for("nccl")
+        self._member = Member(told.medium, keys_of_run(Path(told.run_folder)))
         self._in_use = threading.Lock()
         """Held while the member is: `close` may be called from another thread."""
         self._closing = threading.Event()
 
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Take part in a broadcast; see Receiver."""
-        if self._backend == "nccl":
+        if self._is_nccl:
             gpu_for("nccl", device)
         check_manifest(available.manifest)
         manifest, announced = available.manifest, available.bucket_fingerprints
         starts = (0, *bucket_ends(manifest)[:-1])
-        if len(announced) != len(starts) * DIGEST_BYTES:
-            raise BroadcastError(f"version {available.version} was not announced with a fingerprint for each bucket")
 
         def accept(index: int, bucket: torch.Tensor) -> bool:
             return device_fingerprint(bucket) == announced[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
@@ -246,24 +252,15 @@ class CollectiveReceiver:
                 if arrived is None:
                     return
                 index, bucket = arrived
-                yield from bucket_views(manifest, starts[index], bucket)
+                start, end = starts[index], starts[index] + len(bucket)
+                for entry in manifest.entries[bisect_left(manifest.entries, start, key=lambda entry: entry.offset) :]:
+                    if entry.offset >= end != manifest.total_bytes:
+                        break
+                    flat = bucket[entry.offset - start :][: entry.num_bytes]
+                    yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
         """Leave; the others go on."""
         self._closing.set()
         with self._in_use:
             self._member.close()
-
-
-def open_receiver(arguments: bytes) -> CollectiveReceiver:
-    """Make the receiving end in the process that holds the model; see weights/tensors.py.
-
-    Raises:
-        ConfigError: NCCL cannot be used here.
-    """
-    told = msgspec.json.decode(arguments, type=ReceiverArguments)
-    assert isinstance(told.medium, GlooMedium | NCCLMedium)
-    if isinstance(told.medium, NCCLMedium):
-        gpu_for("nccl")
-    backend: Backend = "nccl" if isinstance(told.medium, NCCLMedium) else "gloo"
-    return CollectiveReceiver(backend, told.medium.timeout_s, keys_of_run(Path(told.run_folder)))

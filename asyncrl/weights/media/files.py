@@ -24,7 +24,6 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,7 +36,7 @@ from msgspec import Meta
 
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.errors import BroadcastError
-from asyncrl.folders import sync
+from asyncrl.folders import sync, write_whole
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.buckets import fingerprints_of
@@ -74,9 +73,10 @@ class FilesWriter(MediumWriter):
         """Make the folder and remove what a killed learner left half-written; see MediumWriter."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for pattern in (f"{_WRITING}*", f"{_REMOVING}*", f"*{_BLOB_SUFFIX}*"):
-                for path in self._folder.glob(pattern):
-                    _remove(path)
+            for folder in (*self._folder.glob(f"{_WRITING}*"), *self._folder.glob(f"{_REMOVING}*")):
+                shutil.rmtree(folder)
+            for blob in self._folder.glob(f"*{_BLOB_SUFFIX}*"):
+                blob.unlink()
         except OSError as error:
             raise BroadcastError(f"cannot use {self._folder} for weights: {error.strerror}") from error
         slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS))
@@ -100,7 +100,8 @@ class FilesWriter(MediumWriter):
             self._set_aside(version)
             writing.rename(target)
             sync(self._folder)
-            versions = sorted(version_of(path) for path in self._folder.glob("version-*") if version_of(path) >= 0)
+            names = [path.name.removeprefix("version-") for path in self._folder.glob("version-*")]
+            versions = sorted(int(name) for name in names if name.isdecimal())
             kept = [number for number in versions if number <= version][-self._config.keep_last :]
             for number in {*versions} - {*kept}:
                 self._set_aside(number)
@@ -108,20 +109,13 @@ class FilesWriter(MediumWriter):
                 # Some network file systems keep what a reader has open: such is tried again after the next version.
                 shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                _remove(writing)
+            shutil.rmtree(writing, ignore_errors=True)
             raise BroadcastError(f"version {version} could not be written to {self._folder}: {error.strerror}") from error
         return str(target)
 
     def _write_shards(self, folder: Path, flat: memoryview, version: int, fingerprint: str) -> None:
         """Write a version's files, several at once, each on the disk when this returns."""
         metadata = {"format": "pt", "asyncrl_version": str(version), "fingerprint": fingerprint}
-
-        def write(name: str, parts: Sequence[bytes | memoryview]) -> None:
-            with (folder / name).open("wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
 
         def write_shard(name: str) -> None:
             entries, header, position = self._shards[name], dict[str, object](), 0
@@ -131,7 +125,10 @@ class FilesWriter(MediumWriter):
             encoded = msgspec.json.encode({"__metadata__": metadata, **header})
             encoded += b" " * (-len(encoded) % 8)
             tensors = [flat[entry.offset : entry.offset + entry.num_bytes] for entry in entries]
-            write(name, [len(encoded).to_bytes(8, "little"), encoded, *tensors])
+            with (folder / name).open("wb") as file:
+                file.writelines([len(encoded).to_bytes(8, "little"), encoded, *tensors])
+                file.flush()
+                os.fsync(file.fileno())
 
         with ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="asyncrl-shards") as pool:
             for _ in pool.map(write_shard, self._shards):
@@ -140,7 +137,7 @@ class FilesWriter(MediumWriter):
             total_size = sum(entry.num_bytes for entries in self._shards.values() for entry in entries)
             weight_map = {entry.name: name for name, entries in self._shards.items() for entry in entries}
             index = msgspec.json.encode({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map})
-            write(INDEX_NAME, [msgspec.json.format(index)])
+            write_whole(folder / INDEX_NAME, msgspec.json.format(index))
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Write the delta beside the versions; see MediumWriter."""
@@ -239,17 +236,3 @@ def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> lis
 def folder_name(version: int) -> str:
     """Return the name of a version's folder."""
     return f"version-{version:08d}"
-
-
-def version_of(path: Path) -> int:
-    """Return the version a folder holds, by its name; -1 where the name is not one of ours."""
-    number = path.name.removeprefix("version-")
-    return int(number) if number.isascii() and number.isdigit() else -1
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder or a file, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

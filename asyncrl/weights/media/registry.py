@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.config.broadcast import (
     AutoMedium,
-    BroadcastConfig,
     CUDAIPCMedium,
     FilesMedium,
     GlooMedium,
@@ -31,9 +30,9 @@ from asyncrl.weights.buckets import gpu_for
 from asyncrl.weights.media.base import MediumReader, MediumWriter, ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReader
-from asyncrl.weights.media.cuda_ipc import CUDAIPCWriter
 from asyncrl.weights.media.files import FilesReader, FilesWriter
-from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter, proves_whole_versions
+from asyncrl.weights.media.learner_memory import CUDAIPCWriter
+from asyncrl.weights.media.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from asyncrl.weights.media.zeromq import ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import keys_of_run
@@ -51,7 +50,7 @@ class Medium:
     reader: Open[MediumReader] | None = None
     """None: it ends in the engine's own GPU memory."""
     receiver: str = ""
-    """`module:function` that makes the receiving end in the process that holds the model (`make_receiver`)."""
+    """`module:class` of the receiving end, made in the process that holds the model (`make_receiver`)."""
     refusal: str = "ends in the engine's own GPU memory: its versions are received by the process that holds the model"
     """Why an end is missing."""
 
@@ -65,11 +64,11 @@ MEDIA: dict[type[MediumConfig], Medium] = {
     ),
     NCCLMedium: Medium(
         lambda config, _, keys: CollectiveWriter(config, keys, lambda: gpu_for("nccl")),
-        receiver="asyncrl.weights.media.collective_member:open_receiver",
+        receiver="asyncrl.weights.media.collective_member:CollectiveReceiver",
     ),
-    CUDAIPCMedium: Medium(lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.cuda_ipc:open_receiver"),
+    CUDAIPCMedium: Medium(lambda _, run, __: CUDAIPCWriter(run), receiver="asyncrl.weights.media.learner_memory:CUDAIPCReceiver"),
     SharedStorageMedium: Medium(
-        refusal="moves nothing: the engine opens the learner's own parameters (weights/media/shared_params.py)"
+        refusal="moves nothing: the engine opens the learner's own parameters (weights/media/learner_memory.py)"
     ),
     AutoMedium: Medium(
         refusal="is chosen when a run starts: take the run's own config, as Run.config.broadcast and RUN/config.toml have it"
@@ -97,10 +96,3 @@ def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | N
     """Return what makes the receiving end where the model is (`make_receiver`), None where generators fetch the bytes."""
     receiver = MEDIA[type(config)].receiver
     return (receiver, msgspec.json.encode(ReceiverArguments(str(run_folder.resolve()), config))) if receiver else None
-
-
-def fingerprints_made(config: BroadcastConfig) -> Literal["none", "host", "device"]:
-    """Return where the learner makes the fingerprints of its versions; none: the medium proves a whole version without them."""
-    if isinstance(config.medium, SharedMemoryMedium) and config.delta is None and not config.verify and proves_whole_versions():
-        return "none"
-    return "device" if MEDIA[type(config.medium)].receiver else "host"

@@ -11,7 +11,7 @@ Invariants:
   that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing; the kernel lets go of a dead
   one's lock. The last look at the sequence number comes after the last byte was read (`check`).
 - That proves a whole version where stores become visible in their order, as on x86. Elsewhere, and with `broadcast.verify`,
-  fingerprints are compared too (`proves_whole_versions`).
+  fingerprints are compared too (`PROVES_WHOLE_VERSIONS`).
 - All pages are reserved when the segment is made: a full /dev/shm is an error then, not a SIGBUS in the middle of a step.
 - The segment is unlinked at close; one left by a killed learner, by the next start of the same run (shm_segments.py). Whoever
   has it mapped can go on reading.
@@ -37,14 +37,7 @@ from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.buckets import fingerprints_of
 from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
-from asyncrl.weights.shm_segments import (
-    create_private,
-    disown,
-    make_segment,
-    remove_leftover_segments,
-    segment_folder,
-    segment_prefix,
-)
+from asyncrl.weights.shm_segments import create_private, disown, make_segment, remove_leftover_segments, segment_path
 from asyncrl.weights.tensors import MappedTensors
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -53,11 +46,8 @@ LEASE_LIMIT_S = 30.0
 MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
 _END = _SLOTS + 2 * NUM_SLOTS
-
-
-def proves_whole_versions() -> bool:
-    """Return whether stores become visible in their order on this machine: then the sequence number alone proves a version."""
-    return platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+PROVES_WHOLE_VERSIONS = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+"""Stores become visible in their order on this machine: the sequence number alone proves a version."""
 
 
 class SharedMemoryWriter(MediumWriter):
@@ -71,7 +61,6 @@ class SharedMemoryWriter(MediumWriter):
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
         self._locks: list[int] = []
         self._held_since_s: dict[int, float] = {}
-        self._blobs: set[str] = set()
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Make the segment; see MediumWriter."""
@@ -101,14 +90,13 @@ class SharedMemoryWriter(MediumWriter):
         self._held_since_s = held_since_s
         return frozenset(slot for slot, since_s in held_since_s.items() if now_s - since_s < LEASE_LIMIT_S)
 
-    def overwrite(self, slot: int, version: int) -> None:
+    def overwrite(self, slot: int) -> None:
         """Make the slot's sequence odd before anything in it changes."""
         self._sequences[slot] |= 1
-        self._versions[slot] = version
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:  # noqa: ARG002 - the announcement carries it
         """Make the slot's sequence even again; see MediumWriter."""
-        assert self._versions[slot] == version, f"slot {slot} was given to another version than {version}"
+        self._versions[slot] = version
         self._sequences[slot] += 1
         return str(self._path)
 
@@ -116,25 +104,20 @@ class SharedMemoryWriter(MediumWriter):
         """Write the delta to a file beside the segment; see MediumWriter."""
         assert self._path is not None
         write_blob(beside(self._path, name), blob)
-        self._blobs.add(name)
 
     def drop_blob(self, name: str) -> None:
         """Remove the delta's file."""
-        if self._path is not None and name in self._blobs:
-            beside(self._path, name).unlink()
-            self._blobs.discard(name)
+        assert self._path is not None
+        beside(self._path, name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unlink the segment; the memory is freed once the last mapping is gone."""
+        """Unlink the segment and what lies beside it; the memory is freed once the last mapping is gone."""
         for handle in self._locks:
             os.close(handle)
         self._locks = []
         if self._path is not None:
-            for name in list(self._blobs):
-                self.drop_blob(name)
-            for slot in range(NUM_SLOTS):
-                beside(self._path, f"slot{slot}").unlink(missing_ok=True)
-            self._path.unlink(missing_ok=True)
+            for path in self._path.parent.glob(f"{self._path.name}*"):
+                path.unlink(missing_ok=True)
             disown(self._path)
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
 
@@ -163,8 +146,8 @@ class Segment:
 
 def check_location(run_folder: Path, location: str) -> Path:
     """Return the path of a segment of this run; raises VersionUnavailableError where it is none."""
-    path = Path(location)
-    if path.parent != segment_folder(run_folder) or not path.name.startswith(segment_prefix(run_folder)):
+    path, ours = Path(location), segment_path(run_folder, "")
+    if path.parent != ours.parent or not path.name.startswith(ours.name):
         raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
     return path
 
@@ -177,7 +160,13 @@ class SharedMemoryReader(MediumReader):
         self._segment: Segment | None = None
 
     def lease(self, available: WeightsAvailable) -> MappedTensors:
-        """Hold the slot that the version lies in: the learner writes to the other one for as long as it can; see MediumReader."""
+        """Return the version where it lies, to be read only; the learner spares its slot for as long as it can.
+
+        It is held until released or until this process ends. Its `check` says whether the bytes stayed what they were.
+
+        Raises:
+            VersionUnavailableError: The version is gone.
+        """
         if self._segment is None or available.location != str(self._segment.path):
             self._segment = Segment(self._run_folder, available.location)
         segment, version, total_bytes = self._segment, available.version, available.manifest.total_bytes

@@ -115,15 +115,6 @@ class FeederReply(msgspec.Struct, frozen=True, tag="feeder_reply", omit_defaults
 # -- serving -------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Held:
-    memory: memoryview
-    copied: bool
-    """Whether a part has to be copied before it is sent."""
-    num_here: int
-    """Bytes of it that are final, from its start."""
-
-
 class PartServer:
     """Owns an address, a context and the thread that serves what is held.
 
@@ -131,7 +122,8 @@ class PartServer:
         bind: Endpoint to listen at.
         chunk_bytes: Most bytes of a part.
         keys: Of the run; None: plain, everyone.
-        find_feeder: The learner's answer to a FeederRequest; None: such are not taken here.
+        find_feeder: The learner's answer to a FeederRequest; None: a generator's server, which takes none.
+        copies_parts: Copy a part before it is sent: what is served may be written to as soon as it is dropped.
     """
 
     def __init__(
@@ -140,10 +132,13 @@ class PartServer:
         chunk_bytes: int,
         keys: ClientKeys | None,
         find_feeder: Callable[[FeederRequest], FeederReply] | None = None,
+        *,
+        copies_parts: bool = False,
     ) -> None:
-        self._chunk_bytes, self._find_feeder = chunk_bytes, find_feeder
+        self._chunk_bytes, self._find_feeder, self._copies_parts = chunk_bytes, find_feeder, copies_parts
         self._lock = threading.Lock()
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, tuple[memoryview, int]] = {}
+        """What it is, and how many of its first bytes are there."""
         self._waiting: deque[tuple[bytes, PartRequest]] = deque(maxlen=MAX_WAITING)
         """Who asked for what is still arriving; one too many is forgotten, and asks again."""
         self._closing = threading.Event()
@@ -155,22 +150,17 @@ class PartServer:
         self.thread = threading.Thread(target=self._serve, name="asyncrl-weights-server", daemon=True)
         self.thread.start()
 
-    def put(self, key: Key, memory: memoryview, *, copied: bool = False, num_here: int = -1) -> None:
-        """Serve the first `num_here` bytes (-1: all); `copied`: they may change as soon as it is dropped, so parts are copied."""
+    def put(self, key: Key, memory: memoryview, num_here: int) -> None:
+        """Serve the first `num_here` bytes; the rest is still arriving."""
         with self._lock:
-            self._held[key] = _Held(memory, copied, len(memory) if num_here < 0 else num_here)
-
-    def arrived(self, key: Key, num_here: int) -> None:
-        """Serve so many bytes of it now."""
-        with self._lock:
-            self._held[key].num_here = num_here
+            self._held[key] = memory, num_here
 
     def drop(self, key: Key) -> None:
         """Stop serving it. Unknown keys are ignored."""
         with self._lock:
             self._held.pop(key, None)
 
-    def keys(self) -> list[Key]:
+    def held(self) -> list[Key]:
         """Return what is served, the oldest first."""
         with self._lock:
             return list(self._held)
@@ -202,14 +192,14 @@ class PartServer:
         end = request.offset + request.num_bytes
         part: memoryview | bytes = b""
         with self._lock:
-            held = self._held.get((request.version, request.fingerprint))
-            if held is not None and end <= held.num_here:
-                part = held.memory[request.offset : end]
-                part = bytes(part) if held.copied else part
-        if held is None:
-            versions = sorted({version for version, _ in self.keys()})
+            memory, num_here = self._held.get((request.version, request.fingerprint), (None, 0))
+            if memory is not None and end <= num_here:
+                part = memory[request.offset : end]
+                part = bytes(part) if self._copies_parts else part
+        if memory is None:
+            versions = sorted({version for version, _ in self.held()})
             self._router.say(asker, PartReply(request.offset, 0, gone=f"what is held now is {versions}"))
-        elif not part and end <= len(held.memory):
+        elif not part and end <= len(memory):
             self._waiting.append((asker, request))
         elif not part:
             self.refused += 1
@@ -340,7 +330,7 @@ class ZeroMQWriter(MediumWriter):
             in_use = {key for key, feeders in self._feeders.items() if feeders.is_in_use(now)}
         return frozenset(slot for slot, key in self._committed.items() if key in in_use)
 
-    def overwrite(self, slot: int, version: int) -> None:  # noqa: ARG002 - nothing is said about it before it is whole
+    def overwrite(self, slot: int) -> None:
         """Stop serving what the slot holds."""
         key = self._committed.pop(slot, None)
         if key is not None and self.server is not None:
@@ -351,13 +341,13 @@ class ZeroMQWriter(MediumWriter):
         if self.server is None or not self.server.thread.is_alive():
             raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
         self._committed[slot] = (version, fingerprint)
-        self.server.put((version, fingerprint), self._slots[slot])
+        self.server.put((version, fingerprint), self._slots[slot], len(self._slots[slot]))
         return self.server.location
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Start serving a delta; see MediumWriter."""
         assert self.server is not None
-        self.server.put((BLOB, name), memoryview(blob))
+        self.server.put((BLOB, name), memoryview(blob), len(blob))
 
     def drop_blob(self, name: str) -> None:
         """Stop serving it."""
@@ -372,7 +362,7 @@ class ZeroMQWriter(MediumWriter):
 
     def _find_feeder(self, request: FeederRequest) -> FeederReply:
         assert self.server is not None
-        key, held = (request.version, request.fingerprint), self.server.keys()
+        key, held = (request.version, request.fingerprint), self.server.held()
         if key not in held:
             versions = sorted(version for version, _ in held if version != BLOB)
             return FeederReply(gone=f"the learner now holds {versions}")

@@ -55,7 +55,7 @@ class ZeroMQReader(MediumReader):
         # Looks like nothing, and is worth half the time of a fetch: until glibc has once seen something this large freed, it
         # gives freed memory back to the system at once, and the pages of every message of libzmq are faulted in anew.
         np.empty(_KEPT_BY_ALLOCATOR_BYTES, np.uint8)
-        self.server = PartServer(config.relay_bind, config.chunk_bytes, keys) if config.fanout else None
+        self.server = PartServer(config.relay_bind, config.chunk_bytes, keys, copies_parts=True) if config.fanout else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.keys = keys
         self.chunk_bytes = config.chunk_bytes
@@ -82,12 +82,11 @@ class ZeroMQReader(MediumReader):
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
         """Ask for a delta; see MediumReader. It is about to be applied to the buffer, which is served no more."""
         blob = memoryview(bytearray(num_bytes))
-        expected = {delta.fingerprint for delta in available.deltas if delta.name == name}
-        self._get(
-            (BLOB, name), available.location, blob, cancelled, lambda: not expected or blob_fingerprint(bytes(blob)) in expected
-        )
-        for old in [key for key in self.server.keys() if key[0] == BLOB][:-BLOBS_KEPT] if self.server else ():  # noqa: SIM118
-            self.server.drop(old)  # type: ignore[union-attr]
+        expected = next(delta.fingerprint for delta in available.deltas if delta.name == name)
+        self._get((BLOB, name), available.location, blob, cancelled, lambda: blob_fingerprint(bytes(blob)) == expected)
+        if self.server is not None:
+            for old in [key for key in self.server.held() if key[0] == BLOB][:-BLOBS_KEPT]:
+                self.server.drop(old)
         return bytes(blob)
 
     def close(self) -> None:
@@ -101,7 +100,7 @@ class ZeroMQReader(MediumReader):
         if self.server is not None:
             if self._whole is not None:
                 self.server.drop(self._whole)
-            self.server.put(key, into, copied=True, num_here=0)
+            self.server.put(key, into, 0)
         self._whole, is_right = None, False
         fetch = _Fetch(self, key, location, into, self._distrusted[1] if self._distrusted[0] == key else "")
         try:
@@ -124,7 +123,7 @@ class _Fetch:
         self._reader, self._key = reader, key
         self._what = f"the delta {key[1]!r}" if key[0] == BLOB else f"version {key[0]}"
         self._location = location
-        self._target = np.frombuffer(into, np.uint8)
+        self._into = into
         self._have = self._asked = 0
         """Bytes that are here, and bytes that were asked for: in order, whoever feeds us."""
         self.lost = lost
@@ -143,7 +142,7 @@ class _Fetch:
         Raises:
             VersionUnavailableError: It is gone, does not come, or the fetch was cancelled.
         """
-        total, window = len(self._target), WINDOW * self._reader.chunk_bytes
+        total, window = len(self._into), WINDOW * self._reader.chunk_bytes
         while self._have < total:
             now = time.monotonic()
             if cancelled.is_set():
@@ -178,7 +177,7 @@ class _Fetch:
 
     def _leave_the_silent(self, now: float) -> None:
         if now - self._sign_s > self._reader.stalled_after_s:
-            here = f"{self._have} of {len(self._target)} bytes here, nothing more for {self._reader.stalled_after_s:g} s"
+            here = f"{self._have} of {len(self._into)} bytes here, nothing more for {self._reader.stalled_after_s:g} s"
             ask = f"is the learner at {self._location} alive and reachable, do the keys match?"
             raise VersionUnavailableError(f"{self._what} stalled: {here}; {ask}")
         is_silent, fed_s = now - self._part_s > SILENT_AFTER_S, now - self._fed_since_s
@@ -208,17 +207,15 @@ class _Fetch:
                     self.lost = feeder
                 else:
                     self._be_fed_by(feeder, source)
-            case FeederReply() if is_learner:
-                pass
             case PartReply(offset, num_bytes, gone="") if connection is self._source:
                 # Others are of a feeder that was left. One that was lost on its way is missed, and asked for again, by time-out.
                 if offset == self._have and len(part) == min(self._asked - self._have, num_bytes):
                     self._have = offset + len(part)
-                    np.copyto(self._target[offset : self._have], np.frombuffer(part, np.uint8))
+                    np.copyto(np.frombuffer(self._into[offset : self._have], np.uint8), np.frombuffer(part, np.uint8))
                     if self._reader.server is not None:
-                        self._reader.server.arrived(self._key, self._have)
+                        self._reader.server.put(self._key, self._into, self._have)
                     self._part_s = self._sign_s = time.monotonic()
-            case PartReply() if is_learner:
+            case FeederReply() | PartReply() if is_learner:
                 pass
             case _ if is_learner:
                 raise BroadcastError(f"the learner at {self._location} answered what is no answer about {self._what}")

@@ -14,11 +14,11 @@ from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.base import ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.tensors import DeferredTensors
-from tests.contract.engine_cases import make_model, make_request, reference_score, transformers_engine
+from tests.contract.engine_cases import assert_holds, make_model, make_request, transformers_engine
 from tests.contract.media.learners import CPU, SlotLearner
 
 IDS = (5, 6, 7, 8, 9, 10)
-RECEIVER = "asyncrl.weights.media.collective_member:open_receiver"
+RECEIVER = "asyncrl.weights.media.collective_member:CollectiveReceiver"
 
 
 class Learner:
@@ -61,11 +61,7 @@ async def load(engine: Engine, learner: Learner, version: int) -> None:
     """Load the version of this number, and see that it is there."""
     await engine.load_weights(version, learner.publish(version), "keep")
     assert engine.version == version
-    await assert_holds(engine, version)
-
-
-async def assert_holds(engine: Engine, version: int) -> None:
-    assert await engine.score(IDS) == pytest.approx(reference_score(make_model(version), IDS), abs=1e-5)
+    await assert_holds(engine, make_model(version))
 
 
 async def test_half_a_version_is_never_sampled_from_and_the_next_whole_one_goes_live(engine, learner):
@@ -90,7 +86,7 @@ async def test_a_layout_that_does_not_fit_is_refused_before_anything_is_touched(
     other = msgspec.structs.replace(manifest, entries=tuple(renamed))
     with pytest.raises(GenerationError, match="does not have"):
         await engine.load_weights(2, learner.deferred(msgspec.structs.replace(deferred.available, manifest=other)), "keep")
-    await assert_holds(engine, 1)
+    await assert_holds(engine, make_model(1))
     await load(engine, learner, 3)
 
 
@@ -100,4 +96,4 @@ async def test_a_version_that_is_gone_leaves_the_old_one_serving(engine, learner
     await load(engine, learner, 3)
     with pytest.raises(BroadcastError, match="fetch the newest"):
         await engine.load_weights(4, first, "keep")
-    await assert_holds(engine, 3)
+    await assert_holds(engine, make_model(3))

@@ -14,7 +14,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import Engine, EngineRequest
 from asyncrl.generate.vllm.engine import VLLMEngine
-from asyncrl.learner.model.lora import open_policy, publishable_tensors
+from asyncrl.learner.model.policy import open_policy, publishable_tensors
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.models.logprobs import token_logprobs
 from asyncrl.weights.tensors import MappedTensors
@@ -24,6 +24,7 @@ from tests.contract.engine_cases import (
     SLOTS,
     VOCABULARY,
     Completion,
+    assert_holds,
     collect,
     collect_all,
     fake_engine,
@@ -32,12 +33,11 @@ from tests.contract.engine_cases import (
     make_request,
     reference_logits,
     reference_logprobs,
-    reference_score,
     tensors_of,
     transformers_engine,
     update_in_flight,
 )
-from tests.contract.engines.conftest import WITH_VLLM
+from tests.contract.engines.conftest import ONE_PROCESS, WITH_VLLM, vllm_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -103,46 +103,38 @@ async def test_slots_are_refilled_until_every_request_is_done_and_one_in_a_crowd
     assert_same(engine, completions[-1:], [alone])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40])
-async def test_prompts_of_one_length_that_begin_together_lose_no_bit_by_it(engine: Engine, num_tokens: int) -> None:
-    requests = [make_request(f"r{i}", i, tuple((i * j) % VOCABULARY for j in range(1, num_tokens + 1))) for i in range(SLOTS)]
-    alone = [await collect(engine.submit(request)) for request in requests]
-    assert_same(engine, await collect_all(engine, requests), alone)
-
-
-async def test_prompts_that_begin_alike_lose_no_bit_by_it(engine: Engine) -> None:
+def alike() -> list[EngineRequest]:
     """Of several lengths, two of each prompt, in one group, more than there are slots: what is equal is computed once."""
     begin = tuple((7 * j) % VOCABULARY for j in range(150))
     prompts = [(*begin[: 150 - 30 * (i // 2 % 3)], *range(i // 2 + 1)) for i in range(3 * SLOTS)]
-    requests = [
-        make_request(f"r{i}", i, prompt, f"g{i // 2 % 4}", max_new_tokens=4 + 3 * i % 20) for i, prompt in enumerate(prompts)
-    ]
+    return [make_request(f"r{i}", i, prompt, f"g{i // 2 % 4}", max_new_tokens=4 + 3 * i % 20) for i, prompt in enumerate(prompts)]
+
+
+def of_one_length(num_tokens: int) -> list[EngineRequest]:
+    return [make_request(f"r{i}", i, tuple((i * j) % VOCABULARY for j in range(1, num_tokens + 1))) for i in range(SLOTS)]
+
+
+@pytest.mark.parametrize("requests", [alike(), of_one_length(1), of_one_length(40)], ids=["alike", "1 token", "40 tokens"])
+async def test_prompts_that_begin_together_lose_no_bit_by_it(engine: Engine, requests: list[EngineRequest]) -> None:
     alone = [await collect(engine.submit(request)) for request in requests[:: SLOTS - 1]]
     together = await collect_all(engine, requests)
     assert_same(engine, together[:: SLOTS - 1], alone)
 
 
-async def test_abort_ends_the_stream_and_keeps_earlier_tokens(engine: Engine) -> None:
+async def test_abort_ends_the_stream_keeps_earlier_tokens_and_frees_the_id(engine: Engine) -> None:
     request = make_request("a", max_new_tokens=LONG)
     whole = await collect(engine.submit(request))
-    stream = engine.submit(request)
-    engine.abort("a")
-    engine.abort("unknown")
-    aborted = await collect(stream)
-    assert aborted.finish_reason == "abort"
-    assert aborted.token_ids == whole.token_ids[: len(aborted.token_ids)]
-    assert engine.num_running == 0
-
-
-async def test_an_id_may_be_used_again_after_an_abort(engine: Engine) -> None:
-    before = engine.submit(make_request("a", max_new_tokens=LONG))
-    await engine.pause()
-    await engine.resume()
-    engine.abort("a")
-    assert (await collect(before)).finish_reason == "abort"
-    again = await asyncio.wait_for(collect(engine.submit(make_request("a", max_new_tokens=60))), 30)
-    assert (len(again.token_ids), again.finish_reason) == (60, "length")
-    assert engine.num_running == 0
+    for is_running in (False, True):
+        stream = engine.submit(request)
+        if is_running:
+            await engine.pause()
+            await engine.resume()
+        engine.abort("a")
+        engine.abort("unknown")
+        aborted = await collect(stream)
+        assert aborted.finish_reason == "abort"
+        assert aborted.token_ids == whole.token_ids[: len(aborted.token_ids)]
+        assert engine.num_running == 0
 
 
 async def test_paused_engine_generates_nothing_and_goes_on_where_it_stopped(engine: Engine) -> None:
@@ -290,12 +282,6 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_whole(model_engine) ->
         assert await model_engine.score([3, 4, 5, 6]) == before
 
 
-async def test_tied_head_follows_the_embedding(model_engine) -> None:
-    new = make_model(1)
-    await model_engine.load_weights(1, dict(new.state_dict()), "keep")
-    assert await model_engine.score([3, 4, 5]) == pytest.approx(reference_score(new, [3, 4, 5]), abs=1e-5)
-
-
 async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engine) -> None:
     if isinstance(model_engine, VLLMEngine) and torch.cuda.is_available():
         pytest.skip("on a GPU vLLM's sampler then returns a token that does not exist, and the engine ends: docs/vllm.md")
@@ -304,9 +290,8 @@ async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engin
     with pytest.raises(GenerationError, match="non-finite logits under version 1"):
         await collect(model_engine.submit(make_request("a")))
     new = make_model(1)
-    await model_engine.load_weights(2, tensors_of(new), "keep")
-    after = await collect(model_engine.submit(make_request("b")))
-    assert after.logprobs == pytest.approx(reference_logprobs(new, PROMPT, after.token_ids), abs=1e-5)
+    await model_engine.load_weights(2, dict(new.state_dict()), "keep")  # a tied head may come under both of its names
+    await assert_holds(model_engine, new)
 
 
 async def test_a_decode_thread_that_failed_ends_every_stream_and_every_later_call(model_folder: Path) -> None:
@@ -335,24 +320,11 @@ async def test_requests_that_outlast_a_crowd_lose_no_bit_where_fewer_rows_are_ru
     assert [found for found, request in zip(together, requests, strict=True) if request in long] == alone
 
 
-QWEN3 = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
-
-
-async def test_another_architecture_runs_unchanged(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    more = {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
-    model = Qwen3ForCausalLM(Qwen3Config(**QWEN3, **more)).eval()
-    model.save_pretrained(tmp_path)
-    async with transformers_engine(tmp_path) as engine:
-        completion = await collect(engine.submit(make_request("a", prompt=tuple(range(40)), max_new_tokens=50)))
-    assert completion.logprobs == pytest.approx(reference_logprobs(model, tuple(range(40)), completion.token_ids), abs=1e-5)
-
-
 async def test_sliding_window_shorter_than_the_sequences_is_refused(tmp_path: Path) -> None:
-    config = Qwen3Config(**QWEN3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, use_sliding_window=True, sliding_window=16, max_window_layers=1,
+    )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(GenerationError, match="sliding window of 16 tokens"):
         async with transformers_engine(tmp_path):
@@ -371,37 +343,39 @@ def at_learner(policy, prompt: tuple[int, ...], token_ids: list[int], temperatur
         return token_logprobs(hidden, ids[len(prompt) :], head, temperature=temperature, chunk_tokens=7)[0].tolist()
 
 
-def learner_folder(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """The contract's model with a tokenizer beside it, which the learner wants to see."""
-    folder = tmp_path / "learner"
-    make_model(0, hidden_size=64).to(dtype).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+def learner_folder(tmp_path: Path, dtype: torch.dtype, **shape) -> Path:
+    """A model with a tokenizer beside it, which the learner wants to see."""
+    make_model(0, hidden_size=64, **shape).to(dtype).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
 
 
-def disturb(tensors: dict[str, torch.Tensor]) -> None:
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.add_(torch.randn_like(tensor) * 0.1)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_an_engine_given_the_adapters_alone_agrees_with_the_learner(tmp_path: Path, temperature: float) -> None:
-    folder, config = learner_folder(tmp_path), RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=4)), seed=5)
-    policy = open_policy(config, folder)
-    tensors = publishable_tensors(policy)
-    completions: list[Completion] = []
-    async with transformers_engine(folder, lora=config.learner.lora, dtype=config.learner.dtype) as engine:
-        for version in (0, 1):
-            if version:
-                disturb(tensors)
-            await engine.load_weights(version, {name: tensor.detach().clone() for name, tensor in tensors.items()}, "keep")
-            request = make_request(f"r{version}", max_new_tokens=30, temperature=temperature)
-            completions.append(await collect(engine.submit(request)))
-            expected = at_learner(policy, PROMPT, completions[-1].token_ids, temperature)
-            assert completions[-1].logprobs == pytest.approx(expected, abs=1e-5)
-    assert completions[0].token_ids != completions[1].token_ids, "the adapters are in force"
+@pytest.mark.parametrize("kind", ["transformers", VLLM])
+async def test_adapters_alone_come_in_flight_and_agree_with_the_learner(tmp_path: Path, kind: str) -> None:
+    lora, folder = LoRAConfig(rank=4), learner_folder(tmp_path, torch.float32, initializer_range=0.06)
+    policy = open_policy(RunConfig(learner=LearnerConfig(lora=lora), seed=5), folder).eval()
+    adapters = publishable_tensors(policy)
+    async with vllm_engine(folder, lora, **ONE_PROCESS) if kind == "vllm" else transformers_engine(folder, lora=lora) as engine:
+        await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "keep")
+        await assert_holds(engine, policy)
+        stream = engine.submit(make_request("in flight", max_new_tokens=LONG))
+        first = await anext(stream)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for tensor in adapters.values():
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+        await engine.load_weights(1, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "recompute")
+        await assert_holds(engine, policy)
+        assert set((await collect(stream, first)).versions) == {0, 1}
+        for temperature in (1.0, 0.7):
+            drawn = await collect(engine.submit(make_request("drawn", temperature=temperature)))
+            expected = at_learner(policy, PROMPT, drawn.token_ids, temperature)
+            assert drawn.logprobs == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(GenerationError, match="tensors this model does not have"):
+            await engine.load_weights(2, tensors_of(make_model(0, hidden_size=64)), "keep")
+        with pytest.raises(GenerationError, match="lack 1 "):
+            await engine.load_weights(2, dict(list(adapters.items())[1:]), "keep")
+        await assert_holds(engine, policy)
 
 
 async def test_with_float32_heads_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(tmp_path) -> None:
@@ -414,19 +388,14 @@ async def test_with_float32_heads_bfloat16_engine_and_learner_give_the_exact_log
         async with transformers_engine(folder, fp32_head=fp32_head, dtype="bfloat16") as engine:
             generated = torch.tensor(await engine.score(token_ids))
         trained = torch.tensor(at_learner(policy, tuple(token_ids[:1]), token_ids[1:], 1.0))
-        exact = exact_head(policy, token_ids)
+        ids = torch.tensor(token_ids)
+        with torch.no_grad():  # the output layer taken in float64 over the hidden states the policy has
+            hidden = policy.base_model(input_ids=ids[:-1][None], use_cache=False).last_hidden_state[0]
+            logits = hidden.double() @ policy.get_output_embeddings().weight.double().T
+        exact = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
         errors[fp32_head] = [(side - exact).abs().mean().item() for side in (generated, trained)]
     assert max(errors[True]) < 1e-5
     assert min(errors[False]) > 1e-3
-
-
-def exact_head(policy, token_ids: list[int]) -> torch.Tensor:
-    """Logprob of each token after the first, the output layer taken in float64 over the hidden states the policy has."""
-    ids = torch.tensor(token_ids)
-    with torch.no_grad():
-        hidden = policy.base_model(input_ids=ids[:-1][None], use_cache=False).last_hidden_state[0]
-        logits = hidden.double() @ policy.get_output_embeddings().weight.double().T
-    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
 
 
 async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_were_read(model_engine) -> None:
@@ -453,6 +422,7 @@ async def test_nothing_is_sampled_from_weights_that_were_overwritten_while_they_
     await model_engine.load_weights(3, MappedTensors(manifest, flat), "keep")
     assert model_engine.version == 3
     assert len((await collect(model_engine.submit(make_request("b")))).token_ids) == 20
+    stream.close()
 
 
 async def test_weights_may_be_loaded_while_paused(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from asyncrl.config.learner import LoRAConfig
@@ -38,11 +39,10 @@ async def stays_silent(stream) -> asyncio.Task:
     return waiting
 
 
-@pytest.mark.parametrize("level", [1, 2])
-async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engine: Engine, level) -> None:
+async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engine: Engine) -> None:
     streams = [engine.submit(long_request(f"r{i}", i)) for i in range(cases.SLOTS + 2)]
     first = await anext(streams[0])
-    await engine.sleep(level)
+    await engine.sleep()
     await engine.pause()  # an order of its own, and so a round trip to where tokens are made
     late = engine.submit(long_request("late"))
     waiting = await stays_silent(late)
@@ -51,11 +51,10 @@ async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engi
     assert not waiting.done()
     await engine.resume()
     await engine.wake()
-    if level == 2:
-        await engine.pause()
-        assert not waiting.done()
-        await engine.load_weights(1, cases.tensors_of(cases.make_model(0)), "keep")
-        await engine.resume()
+    await engine.pause()
+    assert not waiting.done()
+    await engine.load_weights(1, cases.tensors_of(cases.make_model(0)), "keep")
+    await engine.resume()
     whole = await cases.collect(streams[0], first)
     assert len(whole.token_ids) == 100
     assert whole.versions == sorted(whole.versions)
@@ -67,7 +66,7 @@ async def test_nothing_is_sampled_asleep_and_every_request_goes_on_after_it(engi
 
 async def test_abort_and_close_work_asleep(engine: Engine) -> None:
     streams = [engine.submit(long_request(f"r{i}", i, max_new_tokens=250)) for i in range(3)]
-    await engine.sleep(2)
+    await engine.sleep()
     engine.abort("r0")
     assert [chunk async for chunk in streams[0]][-1].finish_reason == "abort"
     await engine.close()
@@ -75,12 +74,15 @@ async def test_abort_and_close_work_asleep(engine: Engine) -> None:
         assert [chunk async for chunk in stream][-1].finish_reason == "abort"
 
 
-async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None:
+async def test_asleep_weights_are_refused_and_a_paused_engine_stays_paused_over_it(engine: Engine) -> None:
     await engine.pause()
     waiting = await stays_silent(stream := engine.submit(long_request("a")))
-    await engine.sleep(1)
+    await engine.sleep()
+    for order in (engine.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep"), engine.score([1, 2, 3])):
+        with pytest.raises(GenerationError, match="asleep; wake it first"):
+            await order
     await engine.wake()
-    await engine.pause()
+    await engine.load_weights(1, cases.tensors_of(cases.make_model(0)), "keep")
     assert not waiting.done()
     await engine.resume()
     assert len((await cases.collect(stream, await waiting)).token_ids) == 100
@@ -90,7 +92,7 @@ async def test_a_paused_engine_stays_paused_over_a_sleep(engine: Engine) -> None
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_awake(model_folder: Path, kv) -> None:
+def test_requests_go_on_to_the_last_bit_as_in_an_engine_that_stays_awake(model_folder: Path, kv) -> None:
     """With new weights over keys and values of the old ones (`keep`), or over their own."""
     made: dict[bool, dict[str, list[float]]] = {}
     for sleeps in (False, True):
@@ -101,8 +103,8 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
         emissions = [emission for _ in range(70) for emission in decoder.step()]
         if sleeps:
             awake = decoder.model.resident
-            decoder.sleep(2, kv)
-            decoder.sleep(2, kv)
+            decoder.sleep(kv)
+            decoder.sleep(kv)
             assert decoder.model.resident == {"engine weights": 0, "KV cache": 0}
         emissions += decoder.abort("aborted")
         if sleeps:
@@ -116,7 +118,26 @@ def test_requests_go_on_over_level_2_to_the_last_bit_as_in_an_engine_that_stays_
     assert made[True] == made[False]
 
 
-async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:
+def test_where_host_memory_has_no_room_for_keys_and_values_nothing_is_given_back(model_folder: Path, monkeypatch) -> None:
+    def full(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    decoder = SlotDecoder(SlotModel.load(model_folder, cases.config_of()), cases.SLOTS)
+    decoder.load_weights(0, cases.tensors_of(cases.make_model(0)), "keep")
+    decoder.submit(InFlight(cases.make_request("a", max_new_tokens=20), frozenset()))
+    decoder.step()
+    awake = decoder.model.resident
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(GenerationError, match="no room in host memory"):
+        decoder.sleep("keep")
+    monkeypatch.undo()
+    assert decoder.model.resident == awake
+    while decoder.has_work:
+        news = decoder.step()
+    assert news[0][1].finish_reason == "length"
+
+
+async def test_sleep_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:
     model = cases.make_model(0, vocab_size=LARGE_VOCABULARY, hidden_size=256, intermediate_size=64)
     model.save_pretrained(tmp_path)
     tensors = cases.tensors_of(model)
@@ -124,39 +145,17 @@ async def test_level_2_gives_the_memory_back_to_the_system(tmp_path: Path) -> No
     async with cases.transformers_engine(tmp_path) as engine:
         await engine.load_weights(0, tensors, "keep")
         awake_bytes = process.memory_info().rss
-        await engine.sleep(2)
+        await engine.sleep()
         assert awake_bytes - process.memory_info().rss > 0.9 * LARGE_BYTES
         await engine.wake()
         await engine.load_weights(1, tensors, "keep")
         assert awake_bytes - process.memory_info().rss < 0.1 * LARGE_BYTES
 
 
-async def test_orders_that_need_weights_are_refused_asleep(engine: Engine) -> None:
-    await engine.sleep(1)
-    with pytest.raises(GenerationError, match="asleep; wake it first"):
-        await engine.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep")
-    with pytest.raises(GenerationError, match="asleep; wake it first"):
-        await engine.score([1, 2, 3])
-    await engine.wake()
-    await engine.load_weights(1, cases.tensors_of(cases.make_model(1)), "keep")
-    assert engine.version == 1
-
-
-async def test_level_1_on_a_cpu_frees_the_cache_and_level_2_the_weights_too(model_folder: Path) -> None:
-    async with cases.transformers_engine(model_folder) as engine:
-        awake = sum(engine.resident.values())
-        await engine.sleep(1)
-        assert sum(engine.resident.values()) == sum(tensor.nbytes for tensor in cases.tensors_of(cases.make_model(0)).values())
-        await engine.sleep(2)
-        assert sum(engine.resident.values()) == 0
-        await engine.wake()
-        assert sum(engine.resident.values()) == awake
-
-
-def test_level_2_keeps_the_base_that_adapters_stand_on(model_folder: Path) -> None:
+def test_the_base_that_adapters_stand_on_keeps_its_values(model_folder: Path) -> None:
     model = SlotModel.load(model_folder, cases.config_of(), lora=LoRAConfig(rank=2))
     before = model.score([3, 9, 27, 11])
-    model.sleep(2)
+    model.sleep()
     model.wake()
     fresh = LlamaForCausalLM.from_pretrained(model_folder)  # the product of fresh adapters is zero: they change nothing
     add_adapters(fresh, LoRAConfig(rank=2), 0)

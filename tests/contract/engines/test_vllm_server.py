@@ -154,18 +154,14 @@ async def test_weights_come_in_flight_and_every_token_knows_its_version(engine: 
         assert completion.logprobs[first:] == pytest.approx(by_new[first:], abs=ABS_ERROR)
 
 
-async def test_abort_and_early_close_free_the_server(engine: VLLMEngine, server: Server) -> None:
+async def test_abort_early_close_and_close_leave_the_server_idle(engine: VLLMEngine, server: Server) -> None:
     aborted, closed = (engine.submit(make_request(name, max_new_tokens=LONG)) for name in ("aborted", "closed"))
     await until_running(server, 2)
     engine.abort("aborted")
-    engine.abort("unknown")
     assert (await collect(aborted)).finish_reason == "abort"
     closed.close()
     assert engine.num_running == 0
     await until_running(server, 0)
-
-
-async def test_close_ends_every_stream_with_abort_and_leaves_the_server_idle(engine: VLLMEngine, server: Server) -> None:
     streams = [engine.submit(make_request(f"r{i}", i, max_new_tokens=LONG)) for i in range(12)]
     await until_running(server, 1)
     await engine.close()

@@ -47,13 +47,6 @@ class Learner:
         self.publisher.publish(version, tensors_of(version) if tensors is None else tensors, probe)
         return self.announced.get(timeout=TIMEOUT_S)
 
-    def newest(self) -> WeightsAvailable:
-        """Wait for an announcement and return the last of those that are there by then."""
-        available = self.announced.get(timeout=TIMEOUT_S)
-        while not self.announced.empty():
-            available = self.announced.get()
-        return available
-
 
 class SlotLearner:
     """A writer and the two slots that a publisher would fill by turns."""
@@ -65,7 +58,7 @@ class SlotLearner:
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> WeightsAvailable:
         """Publish these, or a model that is all `version`."""
         slot, ends = self._slots[version % 2], bucket_ends(self._manifest)
-        self.writer.overwrite(version % 2, version)
+        self.writer.overwrite(version % 2)
         for name, view in view_tensors(slot, self._manifest).items():
             view.fill_(version) if tensors is None else view.copy_(tensors[name])
         is_collective = isinstance(self.writer, CollectiveWriter)

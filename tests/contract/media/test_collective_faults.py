@@ -4,7 +4,6 @@ What differs on a GPU is the name of the backend and where the buffers lie (test
 """
 
 import signal
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -14,11 +13,12 @@ import torch
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
+from asyncrl.weights.media.base import ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
 from asyncrl.weights.media.collective_member import CollectiveReceiver
 from tests.contract.line_process import LineProcess, LineProcesses
-from tests.contract.media.collective_member import Receive, Received
 from tests.contract.media.learners import CPU, SlotLearner
+from tests.contract.media.peers import Receive, Received
 
 TIMEOUT_S = 6.0
 CONFIG = GlooMedium(timeout_s=TIMEOUT_S, gather_s=0.5)
@@ -29,7 +29,7 @@ BOUND_S = TIMEOUT_S + CONFIG.gather_s + 15
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[LineProcesses]:
-    crew = LineProcesses("tests.contract.media.collective_member", str(TIMEOUT_S))
+    crew = LineProcesses("tests.contract.media.peers", "receive", str(TIMEOUT_S))
     yield crew
     crew.close()
 
@@ -102,19 +102,6 @@ def test_a_late_joiner_gets_the_version_that_was_sent_already_and_the_next_one_w
     receive(members, learner.publish(2))
 
 
-def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner, members):
-    held = learner.publish(1)
-    members[0].tell(Receive(held, hold_after=1))
-    assert members[0].hear(Received).is_held
-    assert learner.writer.busy_slots() == {1}
-    started_s = time.monotonic()
-    newest = learner.publish(2)
-    assert time.monotonic() - started_s < TIMEOUT_S
-    members[0].tell(None)
-    expect(members[0], 1)
-    receive(members, newest)
-
-
 def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(members):
     learner = make_learner()
     available = learner.publish(1)
@@ -129,7 +116,7 @@ def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(members):
 
 def test_a_receiver_left_in_the_middle_leaves_and_can_come_back(learner):
     available = learner.publish(1)
-    receiver = CollectiveReceiver("gloo", TIMEOUT_S)
+    receiver = CollectiveReceiver(msgspec.json.encode(ReceiverArguments("", CONFIG)))
     tensors = receiver.fetch(available, CPU)
     next(tensors)
     tensors.close()

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_config
-from asyncrl.control.launch.lease import own_by_input
-from asyncrl.control.launch.local import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.control.launch.process_main import set_up_logging
+from asyncrl.control.launch.process_main import own_by_input, set_up_logging
+from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.pipeline import run_controller
 
 

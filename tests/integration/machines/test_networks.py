@@ -7,6 +7,7 @@ iproute2; the namespaces bear this process's number and are removed whatever hap
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -45,26 +46,16 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
-def why_not() -> str:
-    """Say why there can be no namespaces here; empty where there can."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return "network namespaces need root and iproute2"
-    name = f"asyncrl-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False, timeout=20)
-    if made.returncode:
-        return f"no network namespace can be made here: {made.stderr.strip()}"
-    ip("netns", "del", name)
-    return ""
-
-
 @pytest.fixture
 def link() -> Iterator[Link]:
-    if reason := why_not():
-        pytest.skip(reason)
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
     near, far = (f"asyncrl-{end}-{os.getpid()}" for end in ("near", "far"))
+    first = subprocess.run(["ip", "netns", "add", near], capture_output=True, text=True, check=False, timeout=20)
+    if first.returncode:
+        pytest.skip(f"no network namespace can be made here: {first.stderr.strip()}")
     made = Link(near, far, "10.77.0.1", "10.77.0.2")
     try:
-        ip("netns", "add", near)
         ip("netns", "add", far)
         ip("-n", near, "link", "add", "veth0", "type", "veth", "peer", "name", "veth0", "netns", far)
         for namespace, address in ((near, made.near_address), (far, made.far_address)):
@@ -77,8 +68,9 @@ def link() -> Iterator[Link]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False, timeout=20)
 
 
-def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **settings: Any) -> Run:
-    """Start a run whose processes of `far_kinds` are at the far end; without any, all are near."""
+@contextlib.contextmanager
+def started_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **settings: Any) -> Iterator[Run]:
+    """Start a run whose processes of `far_kinds` are at the far end; without any, all are near. It must end well."""
     at = {kind: link.far_address if kind in far_kinds else link.near_address for kind in ("learner", "generator")}
     config = tiny(
         **NO_EVALUATION,
@@ -96,7 +88,13 @@ def start_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **set
     host = Path(__file__).with_name("netns_controller.py")
     command = ["ip", "netns", "exec", link.near, sys.executable, str(host), str(run_folder), link.far, *far_kinds]
     with (run_folder / "logs" / "controller.log").open("wb") as log:
-        return Run(run_folder, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log))
+        run = Run(run_folder, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log))
+    try:
+        yield run
+    finally:
+        run.process.stdin.close()
+        code = run.process.wait(60)
+    assert code == 0, run.log[-4000:]
 
 
 @dataclass(frozen=True)
@@ -121,18 +119,12 @@ class Run:
             assert time.monotonic() < deadline_s, f"{what}: not within {PATIENCE_S:.0f} s\n{self.log[-4000:]}"
             time.sleep(0.02)
 
-    def end(self) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self.process.wait(60)
-
     def samples_from_afar(self) -> int:
         return samples_by(self.folder, "joined-elsewhere-%")
 
 
 def test_a_partition_between_the_controller_and_another_machine_heals_and_nothing_is_lost(tiny, link):
-    run = start_run(tiny, link, "generator", "learner", num_steps=NUM_STEPS)
-    try:
+    with started_run(tiny, link, "generator", "learner", num_steps=NUM_STEPS) as run:
         run.wait_until(lambda: run.num_steps >= 5, "5 steps over the link")
         assert link.near_address in (run.folder / "endpoint").read_text()
         link.set("down")
@@ -142,9 +134,6 @@ def test_a_partition_between_the_controller_and_another_machine_heals_and_nothin
         link.set("up")
         run.wait_until(lambda: run.num_steps == NUM_STEPS, "all steps")
         run.wait_until(lambda: "run ended" in run.log, "the end")
-    finally:
-        code = run.end()
-    assert code == 0, run.log[-4000:]
     # What had arrived before is still trained; then there is nothing to train on, or nobody to train.
     assert during <= MAX_STALENESS + 3
     assert "is gone" not in run.log, "somebody was taken for dead"
@@ -160,12 +149,11 @@ def joining_from_afar(link: Link, run: Run, *options: object) -> tuple[object, .
 
 def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_the_link_is_back(tiny, link, beside, tmp_path):
     """While it is away its groups are made elsewhere; what it finished meanwhile and brings back is not trained again."""
-    run = start_run(
+    with started_run(
         tiny, link, num_steps=100_000, placement={"most_joining_generators": 1},
         supervision__heartbeat_s=0.5, supervision__heartbeat_timeout_s=12.0,
         **NO_MODELS | {"generate__engine": NO_MODEL | {"token_latency_s": 0.05}},
-    )  # fmt: skip
-    try:
+    ) as run:  # fmt: skip
         run.wait_until(lambda: run.num_steps >= 2, "2 steps")
         stranger = beside(*joining_from_afar(link, run))
         keys = Path(shutil.copy2(run.folder / "keys" / "client.key", tmp_path / "client.key"))
@@ -183,7 +171,4 @@ def test_a_guest_that_was_cut_off_for_too_long_is_left_out_and_works_again_when_
         run.wait_until(lambda: "run ended" in run.log, "the end")
         assert guest.wait(90) == 0
         assert stranger.wait(60) != 0, "who has no key must not get in"
-    finally:
-        code = run.end()
-    assert code == 0, run.log[-4000:]
     assert_every_step_once(run.folder, run.num_steps)

@@ -12,13 +12,13 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers.engine import TransformersEngine
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 
 
 def is_right(prompt: Prompt, text: str) -> float:
@@ -34,7 +34,7 @@ async def plain_loop(
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    optimizer = build_optimizer(model, config.learner, config.num_steps)
+    optimizer = PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps)
     engine_config = config.generate.engine
     assert isinstance(engine_config, TransformersEngineConfig)
     engine = TransformersEngine(engine_config, model_folder)

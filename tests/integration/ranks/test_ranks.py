@@ -29,7 +29,7 @@ async def _ranks(run):
     Rank 0 is recorded as the learner, the others are its children.
     """
     await run.pause()
-    learner = read_pids(run.run_folder).processes["learner"].pid
+    learner = read_pids(run.run_folder)["learner"].pid
     ranks = [learner, *(child.pid for child in psutil.Process(learner).children())]
     await run.resume()
     return ranks

@@ -15,9 +15,7 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, PythonReward, RewardConfig
 from asyncrl.config.run import RunConfig, SupervisionConfig
-from asyncrl.errors import ConfigError
-from asyncrl.reward.pool import RewardPool
-from asyncrl.reward.worker import RewardWorker
+from asyncrl.reward.worker import RewardPool, RewardWorker
 from asyncrl.reward.worker_process import MAX_PRINTED_BYTES
 from asyncrl.schema.control import Heartbeat, Shutdown
 from asyncrl.schema.samples import Prompt, Score, ScoreRequest
@@ -65,19 +63,12 @@ async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function)
         assert empty.scores == ()
 
 
-@both
-async def test_a_function_that_writes_into_the_socket_of_its_process_fails_and_the_pool_goes_on(function):
-    async with pool_of(function, timeout_s=5.0) as pool:
-        for what in ("junk", "a length", "judgements", "one twice", "a function"):
-            assert (await all_scores(pool, [f"write {what}"]))[0].reward == 0.0, what
-            assert [score.reward for score in await all_scores(pool, ["fine"] * 3)] == [1.0] * 3, what
-
-
 NUMBER = PythonReward(path="scoring_functions:on_demand_or_plain_number", name="demand")
 NUMBER_LATER = PythonReward(path="scoring_functions:on_demand_or_number", name="demand")
 numbers = pytest.mark.parametrize("function", [NUMBER, NUMBER_LATER], ids=["sync", "async"])
+WRITTEN = [f"write {what}" for what in ("junk", "a length", "judgements", "one twice", "a function")]
 FORGED = ["forge a number", "forge nan", "forge seconds", "forge parts", "write gigabytes", "wait for more"]
-HARMS = ["cut files", "come back twice", "die and leave a child", "close files", "hog", "hang"]
+HARMS = [*WRITTEN, "cut files", "come back twice", "die and leave a child", "close files", "hog", "hang"]
 ASYNC_HARMS = ["forge a number", "forge nan", "cut files", "come back twice", "close files"]
 
 
@@ -112,7 +103,7 @@ async def test_nothing_is_sent_behind_a_sample_that_goes_alone():
 
 @pytest.mark.parametrize("concurrency", [1, 2])
 @numbers
-async def test_as_many_samples_fail_as_kill_their_process_among_hundreds(function, concurrency):
+async def test_as_many_samples_fail_as_kill_their_process_among_hundreds_and_the_log_says_so(function, concurrency, caplog):
     """Async ones whose process was lost go alone, and what comes behind them must not be taken for their answers."""
     killers = {100, 101, 250, 399}
     async with pool_of(function, concurrency=concurrency) as pool:
@@ -120,6 +111,7 @@ async def test_as_many_samples_fail_as_kill_their_process_among_hundreds(functio
         assert {number for number, score in enumerate(scores) if score.error} == killers
         assert all(score.reward == number for number, score in enumerate(scores) if number not in killers)
         assert (pool.counts.failed, pool.counts.over_limit) == (4, 0)
+    assert "reward demand: ended its process (exit status 3) on " in caplog.text
 
 
 async def test_a_plain_function_may_run_an_event_loop_of_its_own():
@@ -147,12 +139,12 @@ async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counte
         assert (pool.counts.over_limit, pool.counts.failed) == (1, 0)
 
 
-@both
-async def test_a_sample_that_fills_the_memory_scores_0_and_its_process_is_replaced(function):
-    async with pool_of(function, process_memory_bytes=512 << 20) as pool:
-        hog, fine = await all_scores(pool, ["hog", "fine"])
+@pytest.mark.parametrize(("function", "how"), [(ON_DEMAND, "hog"), (LATER, "hog"), (LATER, "hog in a group")])
+async def test_a_sample_that_fills_the_memory_scores_0_which_it_cannot_escape_by_a_failure(function, how):
+    async with pool_of(function, process_memory_bytes=1 << 30) as pool:
+        hog, fine = await all_scores(pool, [how, "fine"])
         assert (hog.error, hog.reward, fine.reward) == ("", 0.0, 1.0)
-        assert (pool.counts.replaced, pool.counts.over_limit) == (2 if function is LATER else 1, 1)
+        assert pool.counts.over_limit == 1
 
 
 @pytest.mark.timed
@@ -216,22 +208,22 @@ async def test_a_batch_with_a_sample_that_fails_or_ends_the_process_costs_that_s
 
 
 async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_without_its_process_being_replaced():
-    async with pool_of(LATER, timeout_s=12.0) as pool, asyncio.timeout(300), asyncio.TaskGroup() as group:
-        slow = [group.create_task(pool.score(request(text))) for text in ("never", "never gives up", "8")]
+    async with pool_of(LATER, timeout_s=9.0) as pool, asyncio.timeout(300), asyncio.TaskGroup() as group:
+        slow = [group.create_task(pool.score(request(text))) for text in ("never", "never gives up", "6")]
         for _ in range(5):
             assert [score.reward for score in await all_scores(pool, ["0.01"] * 40)] == [1.0] * 40
         assert not any(task.done() for task in slow)
         *never, late = [score for task in slow for score in (await task).scores]
-        limit = "reward demand ran past reward.timeout_s (12 s)"
+        limit = "reward demand ran past reward.timeout_s (9 s)"
         assert [(score.reward, score.error, score.over_limit) for score in never] == [(0.0, "", limit)] * 2
         assert late.reward == 1.0
         assert (pool.counts.replaced, pool.counts.over_limit) == (0, 2)
 
 
 async def test_a_slow_function_beside_an_async_one_is_not_taken_for_a_hanging_one():
-    async with pool_of(SLOW, LATER, timeout_s=8.0) as pool:
-        scores = await all_scores(pool, ["fine"] * 120)
-        assert [score.reward for score in scores] == [2.0] * 120
+    async with pool_of(SLOW, LATER, timeout_s=5.0) as pool:
+        scores = await all_scores(pool, ["fine"] * 75)
+        assert [score.reward for score in scores] == [2.0] * 75
         assert pool.counts.replaced == 0
 
 
@@ -259,12 +251,6 @@ async def test_a_sample_that_cancels_its_own_task_fails_though_others_are_answer
         assert odd.done()
         assert odd.result().scores[0].error == "demand: CancelledError: "
         assert pool.counts.replaced == 0
-
-
-async def test_memory_that_runs_out_in_a_task_group_is_no_failure_by_which_a_score_is_escaped():
-    async with pool_of(LATER, process_memory_bytes=1 << 30) as pool:
-        (hog,) = await all_scores(pool, ["hog in a group"])
-        assert (hog.error, hog.reward, pool.counts.over_limit) == ("", 0.0, 1)
 
 
 @pytest.mark.parametrize(("functions", "concurrency", "count", "most_s"), [
@@ -300,13 +286,6 @@ async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_proces
         assert [(score.reward, score.over_limit) for score in await scoring] == [(n + 1.0, "") for n in range(25)]
 
 
-async def test_a_process_that_dies_is_said_in_the_log(caplog):
-    async with pool_of(ON_DEMAND) as pool:
-        await all_scores(pool, ["fine", "die", "fine", "die"])
-    said = [record.getMessage() for record in caplog.records]
-    assert any("reward demand: ended its process (exit status 3) on 2 of 4 samples" in text for text in said), said
-
-
 async def test_a_start_cancelled_at_any_point_leaves_no_process():
     """Of the pool, or of a process in the place of one that was lost."""
     before = children()
@@ -325,7 +304,7 @@ async def test_scoring_processes_die_with_a_killed_worker():
 import asyncio, os, sys
 from asyncrl.clock import SystemClock
 from asyncrl.config.reward import PythonReward, RewardConfig
-from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.worker import RewardPool
 from asyncrl.schema.samples import Prompt, ScoreRequest
 async def main():
     async with RewardPool(RewardConfig(functions=(PythonReward(path="time:sleep"),), concurrency=1), SystemClock()) as pool:
@@ -343,12 +322,6 @@ asyncio.run(main())
 def children() -> set[int]:
     """Process ids of what this process has started and not reaped."""
     return {child.pid for child in psutil.Process().children()}
-
-
-async def test_what_cannot_be_built_is_said_at_the_start():
-    with pytest.raises(ConfigError, match=r"has no function 'nope'; it has .*length"):
-        async with pool_of(PythonReward(path="scoring_functions:nope")):
-            pass
 
 
 # -- the worker ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,16 +14,12 @@ import psutil
 import pytest
 
 from asyncrl.config.reward import CodeExecReward
-from asyncrl.errors import RewardError
-from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.sandbox.bubblewrap import Sandbox, open_sandbox, probe_sandbox
-from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, run_tests
-from asyncrl.reward.sandbox.confined import ProgramStopped, resident_bytes_of_tree
-from asyncrl.schema.samples import Prompt
+from asyncrl.reward.sandbox.bubblewrap import ProgramStopped, Sandbox, open_sandbox, probe_sandbox, resident_bytes_of_tree
+from asyncrl.reward.sandbox.code_exec import CodeTest, run_tests
 from tests.integration.conftest import assert_gone
 
 STATUS = probe_sandbox()
-needs_sandbox = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
+pytestmark = pytest.mark.skipif(not STATUS.works, reason=f"no sandbox on this machine: {STATUS.reason}")
 MEMORY_BYTES = 256 << 20
 
 
@@ -59,7 +54,7 @@ def said(code: str) -> str:
     return reply["output"]
 
 
-@pytest.mark.parametrize("kind", ["none", pytest.param("bubblewrap", marks=needs_sandbox)])
+@pytest.mark.parametrize("kind", ["none", "bubblewrap"])
 def test_a_launch_that_runs_out_of_descriptors_at_any_point_leaves_none(kind):
     """In a process of its own: ZeroMQ's threads, which other tests started in this one, abort where there are none left."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_DESCRIPTORS, kind], capture_output=True, text=True, check=False)
@@ -74,12 +69,12 @@ from asyncrl.reward.sandbox.bubblewrap import open_sandbox
 from tests.descriptors import descriptors_left, open_descriptors
 
 sandbox = open_sandbox(CodeExecReward(sandbox=sys.argv[1]))
-sandbox.launch().close()
+sandbox.launch("").close()
 descriptors, outcomes = open_descriptors(), []
 for free in range(16):
     with descriptors_left(free):
         try:
-            sandbox.launch().close()
+            sandbox.launch("").close()
         except RewardError as error:
             outcomes.append(str(error))
         else:
@@ -93,27 +88,22 @@ assert not outcomes[-1]
 # -- what a program may not do -------------------------------------------------------------------------------------------
 
 
-@needs_sandbox
-def test_no_network_not_even_to_this_machine():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def test_no_network_not_even_to_this_machine_nor_an_abstract_unix_socket_of_it():
+    name = f"\0asyncrl-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as abstract:
         listener.settimeout(0.2)
         port = listener.getsockname()[1]
         assert "did it" not in said(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)")
         with pytest.raises(TimeoutError):
             listener.accept()
-
-
-@needs_sandbox
-def test_no_abstract_unix_socket_of_this_machine():
-    name = f"\0asyncrl-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(name)
-        listener.listen()
+        abstract.bind(name)
+        abstract.listen()
         assert "did it" not in said(f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})")
 
 
-@needs_sandbox
-def test_no_file_of_this_machine_is_there(tmp_path):
+def test_no_file_and_no_environment_of_this_machine_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    assert "SECRET_TOKEN" not in said("print(dict(os.environ))")
     secret = tmp_path / "ledger.sqlite"
     secret.write_text("secret")
     secret.chmod(0o666)
@@ -122,13 +112,6 @@ def test_no_file_of_this_machine_is_there(tmp_path):
         assert "Error" in said(f"print(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())"), path
 
 
-@needs_sandbox
-def test_environment_is_empty(monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    assert "SECRET_TOKEN" not in said("print(dict(os.environ))")
-
-
-@needs_sandbox
 def test_writes_only_to_scratch_space_that_is_gone_afterwards():
     for path in ("/usr/evil", "/evil", "/bin/evil", "/dev/evil", "/lib/evil", "/usr/bin/python3"):
         assert "Error" in said(f"open({path!r}, 'w')"), path
@@ -138,7 +121,6 @@ def test_writes_only_to_scratch_space_that_is_gone_afterwards():
     assert "FileNotFoundError" in said(f"open({name!r})")
 
 
-@needs_sandbox
 def test_scratch_space_is_bounded():
     fill = """
 total = 0
@@ -154,18 +136,14 @@ os.system('rm /dev/shm/*')
     assert "No space left" in said(fill.replace("/dev/shm", "/tmp").replace("print(error)", "os.remove('/tmp/0'); print(error)"))
 
 
-@needs_sandbox
 def test_is_nobody_without_capabilities_or_namespaces_of_its_own():
     if os.geteuid() == 0:
         assert said("print(os.getuid(), os.geteuid(), os.getgroups())").startswith("65534 65534")
     assert "Error" in said("os.setuid(0)" if os.geteuid() else "os.setuid(1)")
-    unshare = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.unshare(0x10000000) == 0, ctypes.get_errno()"
-    assert "AssertionError" in said(unshare)
-    mount = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0"
-    assert "AssertionError" in said(mount)
+    for call in ("unshare(0x10000000)", "mount(b'none', b'/tmp', b'tmpfs', 0, None)"):
+        assert "AssertionError" in said(f"import ctypes\nassert ctypes.CDLL(None).{call} == 0"), call
 
 
-@needs_sandbox
 def test_sees_and_signals_no_process_of_this_machine():
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -180,18 +158,12 @@ def test_sees_and_signals_no_process_of_this_machine():
 # -- limits --------------------------------------------------------------------------------------------------------------
 
 
-@needs_sandbox
 @pytest.mark.timed
-def test_infinite_loop_ends_at_the_cpu_limit():
+def test_an_infinite_loop_ends_at_the_cpu_limit_and_sleep_at_the_wall_limit():
     assert run_script("while True: pass", wall_s=120)["status"] < 0
-
-
-@needs_sandbox
-def test_sleeping_ends_at_the_wall_limit():
     assert run_script("import time\ntime.sleep(1000)", wall_s=1.0) == {"stopped": "ran past 1 s"}
 
 
-@needs_sandbox
 @pytest.mark.timed
 def test_fork_bomb_is_stopped_and_leaves_nothing():
     confined = make_sandbox(wall_s=2.0).launch("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
@@ -207,21 +179,15 @@ def test_fork_bomb_is_stopped_and_leaves_nothing():
     assert_gone(bomb)
 
 
-@needs_sandbox
-def test_memory_bomb_meets_the_limit_of_its_process():
+@pytest.mark.timed
+def test_memory_of_a_process_and_of_all_together_is_limited():
     reply = run_script(f"print(len(bytearray({MEMORY_BYTES})))")
     assert (reply["status"], reply["output"]) == (1, "")
-
-
-@needs_sandbox
-@pytest.mark.timed
-def test_memory_of_all_processes_together_is_limited():
     code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0: break\nheld = bytearray(os.urandom(1)) * (100 << 20)\ntime.sleep(60)"
     assert "bytes are allowed" not in run_script("print('small')").get("stopped", "")
     assert "are allowed" in run_script(code)["stopped"]
 
 
-@needs_sandbox
 def test_output_flood_is_cut_and_costs_no_memory_here():
     before_bytes = resident_bytes_of_tree(os.getpid())
     reply = run_script("while True: print('x' * 10000)", output_bytes=1 << 16)
@@ -230,21 +196,18 @@ def test_output_flood_is_cut_and_costs_no_memory_here():
     assert resident_bytes_of_tree(os.getpid()) - before_bytes < 50 << 20
 
 
-@needs_sandbox
 def test_huge_return_value_fails_the_test_only():
     tests = [CodeTest(function="f", args=[10**8], expected="x"), CodeTest(function="f", args=[1], expected="x")]
     assert passed("def f(n): return 'x' * n", *tests, output_bytes=1 << 16) == 1
     assert passed("def f(n): return 'x' * n", *reversed(tests), output_bytes=1 << 16) == 1
 
 
-@needs_sandbox
 def test_one_test_in_a_loop_does_not_fail_the_others():
     code = "def f(n):\n    while n == 0: pass\n    return n"
     assert passed(code, *(CodeTest(function="f", args=[n], expected=n) for n in (1, 0, 2))) == 2
     assert passed(code, *(CodeTest(code=f"assert f({n}) == {n}") for n in (1, 0, 2))) == 2
 
 
-@needs_sandbox
 def test_sandbox_dies_with_the_process_that_started_it(tmp_path):
     code = """
 import sys
@@ -258,36 +221,16 @@ sys.stdin.read()
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
-    assert wait_until(lambda: len(inside(pid)) >= 3)
+    wait_until(lambda: len(inside(pid)) >= 3)
     those = inside(pid)
     owner.kill()
     owner.communicate()
     assert_gone(those)
 
 
-# -- what a program cannot fake ------------------------------------------------------------------------------------------
+# -- the judge ---------------------------------------------------------------------------------------------------------
 
 
-@needs_sandbox
-def test_expected_values_never_enter_the_program_s_sandbox():
-    code = "import gc, sys\nsecret = 31337 * 7\ndef f():\n    return any(isinstance(v, str) and str(secret) in v for v in gc.get_objects() if isinstance(v, str))"
-    tests = [CodeTest(function="f", expected=True), CodeTest(function="f", expected=219359)]
-    assert passed(code, *tests) == 0
-
-
-@needs_sandbox
-def test_program_cannot_reach_into_the_test_through_what_it_is_handed():
-    code = """
-def apply(function):
-    for path in ('__globals__', '__code__', '__closure__', 'gi_frame', '__self__'):
-        value = getattr(function, path, None)
-        if '918273645' in repr(value): return value
-    return None
-"""
-    assert passed(code, CodeTest(code="secret = 918273645\nassert apply(lambda: secret) is not None")) == 0
-
-
-@needs_sandbox
 def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
     sandbox, asked = make_sandbox(wall_s=10.0), [CodeTest(code="assert f(2) == 4"), CodeTest(code="assert f(3) == 6")]
     double = "def f(x): return 2 * x"
@@ -299,29 +242,13 @@ def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
     assert run_tests(sandbox, double, asked) == 2
     assert sandbox.judge().pid == second != first
     os.kill(second, signal.SIGKILL)
-    assert wait_until(lambda: sandbox.judge().pid != second)
+    wait_until(lambda: sandbox.judge().pid != second)
     assert run_tests(sandbox, double, asked) == 2
     third = sandbox.judge().pid
     sandbox = None
     assert not Path(f"/proc/{third}").exists()
 
 
-# -- no sandbox ----------------------------------------------------------------------------------------------------------
-
-
-def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    status = probe_sandbox()
-    assert not status.works
-    assert "apt-get install bubblewrap" in status.reason
-    with pytest.raises(RewardError, match=r'not run without a sandbox.*bubblewrap is not installed.*sandbox = "none"'):
-        build_code_exec(CodeExecReward())
-    reward = build_code_exec(CodeExecReward(sandbox="none"))
-    tests = '{"tests": ["assert f() == 1"]}'
-    assert reward(RewardInput(Prompt("p", reference_json=tests), "def f(): return 1", "stop", 1)) == 1.0
-
-
-@needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can show that others can use it too")
 def test_works_for_an_ordinary_user():
     code = "from asyncrl.reward.sandbox.bubblewrap import probe_sandbox; print(probe_sandbox().works)"
@@ -344,12 +271,9 @@ def inside(pid: int) -> set[psutil.Process]:
         return set()
 
 
-def wait_until(condition, timeout_s: float = 60.0) -> bool:
+def wait_until(condition) -> None:
     """Poll: the kernel offers no event for the end of somebody else's process."""
-    poll = threading.Event()
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + 60.0
     while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        poll.wait(0.02)
-    return True
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

@@ -1,31 +1,17 @@
 """A run of what the data path adds to plain groups: a file of preferences."""
 
-import json
-
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
+from tests.builders import write_jsonl
 from tests.integration.conftest import NO_EVALUATION, assert_balanced
 
 
-def _preferences(path):
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    lines = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"0{a + b}"} for a, b in pairs]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-async def _finish(run):
-    reports = [report async for report in run.steps()]
-    status = await run.status()
-    assert status.phase == "stopped", status.reason
-    assert_balanced(status)
-    return reports, status
-
-
 async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_path):
+    sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+    pairs = [{"prompt": prompt, "chosen": answer, "rejected": f"0{answer}"} for prompt, answer in sums]
     config = tiny(
         num_steps=40,
-        task={"kind": "preferences", "path": _preferences(tmp_path / "pairs.jsonl"), "chat": False},
+        task={"kind": "preferences", "path": write_jsonl(tmp_path / "pairs.jsonl", pairs), "chat": False},
         generate__engine={"kind": "replay", "max_sequence_tokens": 16},
         reward__functions=[{"kind": "preference"}],
         algorithm={"kind": "dpo", "groups_per_step": 16, "group_size": 2},
@@ -33,7 +19,10 @@ async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_pat
         **NO_EVALUATION,
     )
     async with asyncrl.Run(config) as run:
-        reports, status = await _finish(run)
+        reports = [report async for report in run.steps()]
+        status = await run.status()
+    assert status.phase == "stopped", status.reason
+    assert_balanced(status)
     accuracy = [report.metrics["dpo/accuracy"] for report in reports]
     assert accuracy[0] <= 0.75
     assert sum(accuracy[-5:]) / 5 > 0.9

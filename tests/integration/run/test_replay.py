@@ -9,6 +9,7 @@ import zstandard
 
 import asyncrl
 from asyncrl.control.batch_feeder import RecordedStep
+from asyncrl.observe.steps import read_events
 from asyncrl.replay.decisions import replay_decisions, replay_run
 from asyncrl.replay.learner import LearnerReplay, SampleReplay, WhatIf
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all, trained_groups
@@ -31,7 +32,12 @@ async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_th
         kill_all(run.run_folder)
     goal = len(trained_groups(run.run_folder)) // 4 + 6
     async with asyncrl.Run(tiny(num_steps=goal, **settings), resume=run.run_folder) as again:
-        assert (await again.wait()).version == goal
+        status = await again.wait()
+    assert (status.phase, status.version) == ("stopped", goal), status.reason
+    assert len(trained_groups(run.run_folder)) == goal * 4
+    told = list(read_events(run.run_folder))
+    assert [event.seq for event in told] == list(range(1, len(told) + 1))
+    assert [event.text for event in told if (event.kind, event.subject) == ("restart", "run")] == [status.resumed]
     killed, whole = replay_decisions(run.run_folder)
     assert (killed.difference, whole.difference, whole.fault) == ("", "", "")
     assert "was cut off" in killed.fault
@@ -83,7 +89,7 @@ async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_wei
         await run.wait()
     learner = LearnerReplay(run.run_folder)
     samples = SampleReplay(learner, 120, None)
-    learner.run(on_step=lambda step: samples.keep(step + 1))
+    learner.run(on_version=samples.keep)
     again = await asyncio.to_thread(samples.run)
     assert (again.num_equal, again.difference) == (120, "")
     assert again.num_swapped > 0
@@ -96,5 +102,5 @@ async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_wei
 def gradients(folder: Path, values: dict[str, object]) -> WhatIf:
     """Ask for the gradient of step 2 under other values."""
     replay = LearnerReplay(folder)
-    assert replay.run(until=1).num_equal == 2
+    assert replay.run(until=1) == (2, "")
     return replay.whatif(values)

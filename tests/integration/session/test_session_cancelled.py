@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 import psutil
@@ -16,9 +15,7 @@ from hypothesis import strategies as st
 import asyncrl
 from asyncrl.errors import LearnerError
 from tests.builders import cancelled_after, until
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_balanced
-from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
-from tests.integration.service.test_serve import settings as settings_of
+from tests.integration.conftest import NO_EVALUATION, NO_MODEL, assert_balanced
 
 PROMPTS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)]
 VOCABULARY = 14
@@ -131,26 +128,3 @@ def test_whatever_is_cancelled_leaves_nothing_and_the_next_call_works(tiny, loop
         assert held() == none
         checkpoints = session.run.run_folder / "checkpoints"
         assert all((path / "trainer" / "state.json").exists() for path in checkpoints.iterdir())  # each is whole
-
-
-async def test_a_cancelled_call_of_a_daemon_leaves_no_connection_and_the_next_call_works(daemon):  # noqa: F811 - the fixture
-    async with await daemon.start() as server:
-        config = settings_of(daemon.folder, **NO_MODELS | NO_EVALUATION | {"num_steps": 2})
-
-        async def submit() -> asyncrl.RunRecord:
-            return await server.submit(config, name="one", key="once")
-
-        async def cancelled_everywhere(make: Callable[[], Awaitable[object]]) -> None:
-            for turns in (1, 3, 10, 31, 34):
-                tasks = asyncio.all_tasks()
-                await cancelled_after(turns, make)
-                await until(lambda: not server._http.connector._acquired and asyncio.all_tasks() == tasks)  # noqa: B023 - at once
-
-        await cancelled_everywhere(submit)
-        (run,) = [await submit()]
-        assert [one.id for one in await server.runs()] == [run.id]
-        for make in (server.runs, lambda: server.show(run.id), lambda: anext(server.ended([run]))):
-            await cancelled_everywhere(make)
-        assert (await anext(server.ended([run]))).outcome == "done"
-        await cancelled_everywhere(lambda: server.compare([run], by="seed", metric="steps_per_s"))
-        assert len(await server.compare([run], by="seed", metric="steps_per_s")) == 1

@@ -93,11 +93,6 @@ def test_equal_rewards_have_exactly_zero(name, value):
     assert (ADVANTAGES[name](inputs, AdvantageConfig()).advantages == 0).all()
 
 
-def test_whitening_equal_values_gives_exact_zeros():
-    values = np.full((1, 7), 0.1)
-    assert (whitened(values, np.ones_like(values, dtype=bool)) == 0).all()
-
-
 def test_whitening_by_sample_takes_mean_and_deviation_of_the_samples_means():
     values = np.array([[1.0, np.nan, 3.0], [4.0, np.nan, np.nan], [np.nan] * 3])
     mask = ~np.isnan(values)

@@ -4,14 +4,11 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.algorithms.auto import FIRST, LIMITS, RECIPE_NAMES, RETURN, SIGNALS, applied, choose, signals_of
+from asyncrl.algorithms.auto import FIRST, LIMITS, RECIPE_NAMES, RETURN, SIGNALS, applied, choose
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
 from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.observe.metrics import METRICS, unknown_names
 
 ON_POLICY = dict.fromkeys(SIGNALS, 0.0) | {"ratio/ess": 1.0}
 
@@ -19,15 +16,6 @@ ON_POLICY = dict.fromkeys(SIGNALS, 0.0) | {"ratio/ess": 1.0}
 def at(limit, value):
     """Measurements that are on-policy but for one signal."""
     return ON_POLICY | {limit.metric: 1.0 - value if limit.is_one_minus else value}
-
-
-def level(measured, last=""):
-    return RECIPE_NAMES.index(choose(measured, last).recipe)
-
-
-def measurements():
-    bounds = {limit.metric: (0.0, 1.0) if limit.is_one_minus else (0.0, 4 * limit.far) for limit in LIMITS}
-    return st.fixed_dictionaries({name: st.floats(low, high) for name, (low, high) in bounds.items()})
 
 
 @pytest.mark.parametrize(("measured", "last", "expected"), [
@@ -56,17 +44,6 @@ def test_each_signal_alone_asks_for_caution_with_its_number_and_lets_go_well_und
     assert choose(at(limit, 0.99 * RETURN * bound), choice.recipe).number < wanted
 
 
-LASTS = ("", *RECIPE_NAMES)
-
-
-@given(measurements(), measurements(), st.sampled_from(LASTS), st.sampled_from(LASTS))
-def test_more_distance_never_asks_for_less_caution(one, other, last, after):
-    worse = {name: (min if name == "ratio/ess" else max)(one[name], other[name]) for name in SIGNALS}
-    assert level(worse, last) >= level(one, last)
-    if LASTS.index(after) >= LASTS.index(last):
-        assert level(one, after) >= level(one, last)
-
-
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("algorithm", [
     AlgorithmConfig(kind="auto"),
@@ -81,10 +58,3 @@ def test_every_recipe_makes_a_config_that_the_rules_accept_and_keeps_what_is_the
     changed = {name for name in made.__struct_fields__ if getattr(made, name) != getattr(algorithm, name)}
     assert changed <= {"kind", "loss", "corrections", "proximal", "denominator"}
     assert made.kind == "policy"
-
-
-def test_signals_are_metrics_of_the_table_and_only_they_are_remembered():
-    assert unknown_names(SIGNALS) == []
-    assert signals_of({"kl/mean": 0.1, "reward/mean": 1.0}) == {"kl/mean": 0.1}
-    meaning = METRICS["policy/recipe"].meaning
-    assert all(f"{number} {name}" in meaning for number, name in enumerate(RECIPE_NAMES))

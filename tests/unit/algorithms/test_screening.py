@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms import screening
-from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
+from asyncrl.config.algorithm import PreferenceConfig
 
 EQUAL, CUT, PAIRS = {"drop_equal": True}, {"mask_truncated": True}, {"preference": PreferenceConfig()}
 GREEDY = {"greedy_index": 2}
@@ -34,14 +34,6 @@ def test_a_group_that_teaches_nothing_is_objected_to_and_what_teaches_is_trained
     assert screening.trained_members(held, screening.Screen(**screen)) == trained
 
 
-def test_the_screen_of_a_config():
-    remax = AlgorithmConfig(advantage="remax", group_size=4, dynamic_sampling=True, mask_truncated=True)
-    assert screening.Screen.of(remax) == screening.Screen(drop_equal=True, mask_truncated=True, greedy_index=4)
-    dpo = AlgorithmConfig(kind="dpo", advantage="remax", preference=PreferenceConfig(beta=0.5))
-    assert screening.Screen.of(dpo) == screening.Screen(preference=PreferenceConfig(beta=0.5))
-    assert dpo.members_per_group == dpo.group_size
-
-
 REWARDS = st.dictionaries(st.integers(0, 9), st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0]), max_size=8)
 
 
@@ -56,13 +48,6 @@ def test_best_is_paired_with_worst_and_the_first_of_equals_counts(rewards):
     if len(set(rewards.values())) > 1:
         expected = ((ordered[-1][0], min(rewards, key=lambda index: (rewards[index], index))),)
     assert screening.choose_pairs(rewards, PreferenceConfig()) == expected
-
-
-def test_thresholds_pair_in_member_order_and_use_each_sample_once():
-    rewards = {0: 0.0, 1: 1.0, 2: 1.5, 3: -1.0, 4: 1.0, 5: 0.5}
-    assert screening.choose_pairs(rewards, threshold(most=9)) == ((1, 0), (2, 3))
-    assert screening.choose_pairs(rewards, threshold(most=1)) == ((1, 0),)
-    assert screening.choose_pairs(rewards, threshold(most=9, chosen=1.5, rejected=1.0)) == ((2, 0),)
 
 
 @given(REWARDS, st.integers(1, 4))

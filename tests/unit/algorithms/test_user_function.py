@@ -12,7 +12,7 @@ from asyncrl.algorithms.corrections import load_correction
 from asyncrl.algorithms.losses import load_loss
 from asyncrl.algorithms.types import LossConfig
 from asyncrl.config.algorithm import PythonCorrection
-from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.errors import LearnerError
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
 PRELUDE = """
@@ -58,45 +58,21 @@ def test_the_functions_of_the_documentation_run(tmp_path, loss_inputs, samples):
     assert torch.equal(found.kept, inputs.mask & (inputs.learner_version - inputs.versions <= 2.0))
 
 
-@pytest.mark.parametrize("load", [load_loss, load_advantage, load_correction])
-@pytest.mark.parametrize(("text", "message"), [
-    ("def mine(inputs): ...", r"called with \(inputs, config\) and takes \(inputs\): too many positional arguments"),
-    ("def mine(inputs, config, more): ...", "missing a required argument: 'more'"),
-    ("def mine(inputs, config:", r"mine\.py cannot be imported: SyntaxError"),
-    ("1 / 0", r"mine\.py cannot be imported: ZeroDivisionError: division by zero"),
-    ("mine = 3", "has no function 'mine'"),
-])  # fmt: skip
-def test_what_cannot_be_called_is_refused_when_it_is_loaded(load, text, message, tmp_path):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load(f"{tmp_path}/mine.py:mine")
-
-
 WRONG = {
     load_loss: [
         ("pass", r"algorithm\.loss .*mine.* must return asyncrl\.algorithms\.types\.LossOutputs, got NoneType"),
-        ("return reinforce(inputs, config, loss=inputs.logprobs)", r"loss must have shape \[\] = \[\], got \[40\]"),
         ("return reinforce(inputs, config, loss=inputs.logprobs.detach().sum())", "loss has no gradient"),
         ("raise ValueError('my own trouble')", "raised ValueError: my own trouble"),
     ],
     load_advantage: [
-        ("return inputs.rewards", r"algorithm\.advantage .* must return .*AdvantageOutputs, got ndarray"),
         ("return AdvantageOutputs(inputs.rewards)", r"advantages must have shape \[S, T\] = \[2, 3\], got \[2\]"),
-        ("return AdvantageOutputs(torch.zeros(2, 3))", r"advantages must be a numpy array \[S, T\], got Tensor"),
         ("return AdvantageOutputs(np.where(inputs.mask, np.nan, 0))", "advantages are not finite at 5 trained tokens"),
     ],
     load_correction: [
-        ("return inputs.mask", r"algorithm\.corrections\.path .* must return .*CorrectionOutputs, got Tensor"),
         ("return CorrectionOutputs(torch.ones(2), inputs.mask)", r"weights must have shape \[N\] = \[40\], got \[2\]"),
         ("return CorrectionOutputs(inputs.logprobs, inputs.logprobs)", "kept must be bool, got torch.float64"),
     ],
 }
-
-
-@pytest.mark.parametrize(("load", "known"), [(load_loss, "ppo_clip, .*topr"), (load_advantage, "grpo, grpo_batch, dr_grpo")])
-def test_an_unknown_name_is_answered_with_the_known_ones(load, known):
-    with pytest.raises(ConfigError, match=rf"must be one of {known}.*module:function, got 'grop'"):
-        load("grop")
 
 
 @pytest.mark.parametrize(("load", "body", "message"), [(load, *case) for load, cases in WRONG.items() for case in cases])

@@ -33,8 +33,8 @@ def _ready(group_id, now=1.0, samples=()):
         rec.IssuedRecord(group_id, Prompt(f"p{group_id}", text="1+1="), "g0", 0, len(samples), now),
         rec.SamplesRecord(Samples.of(samples), tuple(((0, sample.num_tokens),) for sample in samples), now),
         rec.ScoresRecord(scores, now),
-        rec.MovedRecord(group_id, "running", "scoring", "", now),
-        rec.MovedRecord(group_id, "scoring", "ready", "", now),
+        rec.MovedRecord(group_id, "scoring", "", now),
+        rec.MovedRecord(group_id, "ready", "", now),
     ]
 
 
@@ -181,7 +181,7 @@ def acknowledged(group_id):
 for group_id in range(1_000_000):
     made = Samples(group_id, 0, "g", tokens, (0,), (1024,), tokens, tokens, tokens, ("stop",), ("",), 0.0, 1.0)
     records = [IssuedRecord(group_id, Prompt("p"), "g", 0, 1, 0.0), SamplesRecord(made, (((0, 1024),),), 0.0)]
-    records.append(MovedRecord(group_id, "running", "scoring", "", 0.0))
+    records.append(MovedRecord(group_id, "scoring", "", 0.0))
     ledger.write(records, lambda group_id=group_id: acknowledged(group_id))
 """
 

@@ -2,7 +2,7 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, BufferLimits, GroupsRestored
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, BufferLimits, Group, GroupsRestored, choose
 from asyncrl.buffer.state import BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -42,10 +42,21 @@ class Machine:
 
 def test_wait_says_which_groups_it_waits_for_and_why():
     machine = Machine(max_staleness=1)
-    slow, _ = machine.issue(version=0), machine.ready(version=0)
+    machine.issue(version=0)
+    machine.ready(version=0)
     machine.take(0)
     machine.ready(version=1)
-    assert machine.take(1) == ev.Wait(1, (slow,), "step 1 is the last chance of 1 group not finished yet")
+    assert machine.take(1) == ev.Wait(1, "step 1 is the last chance of 1 group not finished yet")
+
+
+@pytest.mark.timeout(20)
+def test_a_bound_of_any_size_is_no_work():
+    eta = 2**53
+    limits = BufferLimits(groups_per_step=1, max_staleness=eta)
+    old, fresh, running = (Group(number, "p", 1, version) for number, version in ((4, 0), (8, eta), (3, 0)))
+    old.state = fresh.state = "ready"
+    assert choose(1, [fresh, old, running], 2, limits) == (4,)
+    assert choose(eta, [fresh, running], 1, limits) == ev.Wait(eta, f"step {eta} is the last chance of 1 group not finished yet")
 
 
 def _half_done(machine, *, truncated=False):
@@ -60,10 +71,11 @@ def test_drop_does_not_wait_for_the_rest_of_a_group_that_is_stale_whatever_comes
     assert scored == []
     machine.ready()
     *dropped, taken = machine(ev.TakeStep(0))
-    assert dropped == [ev.GroupMoved(group, "running", "dropped", "stale", "g0"), ev.ReturnPrompt(group, f"p{group}")]
+    assert dropped == [ev.GroupMoved(group, "running", "dropped", "stale", "g0")]
+    assert group in machine.state.returned
     assert isinstance(taken, ev.TakeGroups)
     late, dropped = _half_done(machine)
-    assert dropped == [ev.GroupMoved(late, "running", "dropped", "stale", "g0"), ev.ReturnPrompt(late, f"p{late}")]
+    assert dropped == [ev.GroupMoved(late, "running", "dropped", "stale", "g0")]
     assert machine(ev.SamplesFinished(late, (1,), (((1, 5),),))) == []
 
 
@@ -84,7 +96,7 @@ def test_a_group_that_may_still_be_trained_is_generated_to_its_end(limits):
 def test_failed_prompts_come_back_a_limited_number_of_times():
     machine = Machine(max_group_retries=2)
     group, returned = machine.issue(), 0
-    while ev.ReturnPrompt(group, f"p{group}") in machine(ev.SampleFailed(group, 0, "raised")):
+    while machine(ev.SampleFailed(group, 0, "raised")) and group in machine.state.returned:
         returned += 1
         group = machine.issue(replaces=group)
     assert returned == 2
@@ -117,7 +129,7 @@ def test_a_group_without_its_greedy_member_fails_with_the_reason_of_that_member(
     machine(ev.SampleFailed(group, 2, "out of memory"))
     machine(ev.SampleFailed(group, 0, "timeout"))
     moved = ev.GroupMoved(group, "scoring", "failed", "no greedy baseline: out of memory")
-    assert machine.done(group, 1) == [moved, ev.ReturnPrompt(group, f"p{group}")]
+    assert machine.done(group, 1) == [moved]
 
 
 def test_tokens_that_are_not_trained_have_no_age():

@@ -1,12 +1,16 @@
 """From TOML to a checked config, and back."""
 
+import json
 import math
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from asyncrl import configs
 from asyncrl.algorithms.auto import applied
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_table import doubts_about_algorithm
@@ -36,6 +40,9 @@ def structs_below(kind, seen=None):
     return list(seen.values())
 
 
+KINDS = structs_below(msgspec.inspect.type_info(RunConfig))
+
+
 def test_what_is_free_is_still_free_once_written_and_read(tmp_path):
     raw = {"algorithm": {"advantage": "gae", "kl": {"cap": math.inf}, "critic": {"value_clip": math.inf}}}
     file = tmp_path / "config.toml"
@@ -47,7 +54,7 @@ def test_what_is_free_is_still_free_once_written_and_read(tmp_path):
 def test_a_field_that_may_be_none_is_none_by_default_as_toml_cannot_say_it():
     optional = [
         (kind.cls.__name__, field.name, field.default)
-        for kind in structs_below(msgspec.inspect.type_info(RunConfig))
+        for kind in KINDS
         for field in kind.fields
         if isinstance(field.type, msgspec.inspect.UnionType)
         and any(isinstance(member, msgspec.inspect.NoneType) for member in field.type.types)
@@ -65,7 +72,7 @@ def numbers_below(kind):
 
 def test_every_number_has_bounds_and_a_float_without_an_upper_one_says_that_inf_lifts_it():
     free = []
-    for kind in structs_below(msgspec.inspect.type_info(RunConfig)):
+    for kind in KINDS:
         for field in kind.fields:
             for number in numbers_below(field.type):
                 least = number.ge if number.ge is not None else number.gt
@@ -82,9 +89,11 @@ def test_every_number_has_bounds_and_a_float_without_an_upper_one_says_that_inf_
     "generate.num_workers=1000000", "learner.ranks=99999", "algorithm.group_size=100000000000", "learner.learning_rate=1e400",
     "learner.learning_rate=nan", "transport.max_message_bytes=1", "supervision.stall_timeout_s=inf",
     "num_steps=100000000000000000000000", "reward.concurrency=1000000", "learner.weight_decay=1e300",
+    *(f"learner.device={device!r}" for device in ("tpu", "", "cuda:", "cuda:x", "cuda:-1", "CUDA")),
+    "inference.device='tpu'", "generate.engine={kind='transformers', device='tpu'}",
 ])  # fmt: skip
-def test_numbers_that_no_run_can_hold_are_refused_by_name(given):
-    with pytest.raises(ConfigError, match=rf"^--set {given}: Expected `(int|float)` (>=|>|<=) "):
+def test_numbers_that_no_run_can_hold_and_devices_that_are_none_are_refused_by_name(given):
+    with pytest.raises(ConfigError, match=rf"^--set {given}: Expected `((int|float)` (>=|>|<=) |str` matching regex)"):
         resolve_config({}, [given])
 
 
@@ -130,22 +139,6 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         load_config(tmp_path / "latin.toml")
 
 
-def test_a_value_that_is_no_utf_8_is_refused():
-    with pytest.raises(ConfigError, match=r"or a value laid over it, is not UTF-8 text: 'caf\\udce9'"):
-        resolve_config({}, [b"name=caf\xe9".decode("utf-8", "surrogateescape")])
-    with pytest.raises(ConfigError, match=r"folder has a null character: 'a\\x00b'"):
-        resolve_config({}, ['folder="a\\u0000b"'])
-    assert resolve_config({}, [r"folder='a\u0000'"]).folder == r"a\u0000"
-
-
-@pytest.mark.parametrize("device", ["tpu", "", "cuda:", "cuda:x", "cuda:-1", "CUDA"])
-def test_a_device_that_there_is_none_of_is_refused(device):
-    engine = f"generate.engine={{kind='transformers', device={device!r}}}"
-    for given in (f"learner.device={device!r}", f"inference.device={device!r}", engine):
-        with pytest.raises(ConfigError, match=r"^--set .*Expected `str` matching regex"):
-            resolve_config({}, [given])
-
-
 def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
     auto = parse_config({"algorithm": {"kind": "auto", "proximal": "behaviour", "denominator": "kept"}}).algorithm
     proximal, denominator = doubts_about_algorithm(auto)
@@ -176,3 +169,24 @@ with ThreadPoolExecutor(3) as pool:
     assert len(list(pool.map(load_config, ["quickstart"] * 3))) == 3
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+
+
+def test_every_struct_that_a_config_can_hold_is_exported_and_in_the_schema_with_every_field():
+    assert len(KINDS) > 60
+    schema = json.loads(json.dumps(configs.json_schema(), allow_nan=False))
+    for kind in KINDS:
+        assert getattr(configs, name := kind.cls.__name__) is kind.cls
+        fields = {field.encode_name for field in kind.fields}
+        assert set(schema["$defs"][name]["properties"]) - {"kind"} == fields - {"kind"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_are_of_the_schema_and_a_misspelt_field_is_not(path):
+    jsonschema = pytest.importorskip("jsonschema")
+    raw = tomllib.loads(path.read_text())
+    jsonschema.validate(raw, configs.json_schema())
+    with pytest.raises(jsonschema.ValidationError, match="max_stalenes"):
+        jsonschema.validate(raw | {"buffer": {"max_stalenes": 1}}, configs.json_schema())

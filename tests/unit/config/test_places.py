@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.config.load import parse_config
-from asyncrl.config.places import choose_medium, doubts_about_medium, with_chosen_medium
+from asyncrl.config.places import choose_medium, with_chosen_medium
 from asyncrl.errors import ConfigError
 from asyncrl.generate.factory import with_own_server
 from tests.builders import laid_over
@@ -48,13 +48,6 @@ def test_auto_is_replaced_once_and_says_what_and_why():
     assert chosen.broadcast.medium.kind == "shared_memory"
     assert line == "broadcast.medium auto is shared_memory: learner and generators are on this machine"
     assert with_chosen_medium(chosen) == (chosen, "")
-
-
-def test_deltas_of_float32_are_doubted_and_of_bfloat16_are_not():
-    (doubt,) = doubts_about_medium(config(broadcast__delta={}))
-    assert 'set broadcast.dtype = "bfloat16"' in doubt
-    assert doubts_about_medium(config(broadcast__delta={}, broadcast__dtype="bfloat16")) == []
-    assert doubts_about_medium(config()) == []
 
 
 def test_addresses_follow_the_host_that_the_run_is_open_on():

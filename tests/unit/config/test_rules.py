@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import faults_beside, parse_config, take_values
+from asyncrl.config.reward import AnswerMatchReward, FormatCheckReward, RewardConfig, reward_names
 from asyncrl.errors import ConfigError
 from tests.builders import laid_over
 
@@ -220,3 +221,11 @@ def test_a_vllm_server_that_the_weights_reach_is_taken(server, changes):
 def test_how_far_apart_a_probe_may_be_follows_the_number_formats_of_learner_and_engine(learner, engine, told, expected):
     generate = {"engine": {"kind": "transformers", "dtype": engine}}
     assert parse_config({"learner": {"dtype": learner}, "generate": generate, "broadcast": told}).probe_tolerance == expected
+
+
+def test_names_of_rewards_default_to_the_kind_with_a_number_where_it_repeats_or_is_given():
+    own, other = AnswerMatchReward(name="mine"), FormatCheckReward(pattern=".*")
+    functions = (AnswerMatchReward(), other, AnswerMatchReward(), own)
+    assert reward_names(RewardConfig(functions=functions)) == ("answer_match", "format_check", "answer_match_2", "mine")
+    functions = (AnswerMatchReward(), AnswerMatchReward(name="answer_match"))
+    assert reward_names(RewardConfig(functions=functions)) == ("answer_match_2", "answer_match")

@@ -12,12 +12,10 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.control.controller import Controller
 from asyncrl.control.join import Membership
-from asyncrl.control.launch.lease import Ownership
+from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
 from asyncrl.errors import ConnectionClosed
-from asyncrl.observe.alarms import STALL_S, STALL_STEPS
-from asyncrl.observe.steps import read_events
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
@@ -31,15 +29,6 @@ from tests.in_process import InProcessListener
 B = G = 2
 ETA = 1
 NUM_STEPS = 2
-
-
-class Clock(SystemClock):
-    """The machine's time, and so much more."""
-
-    ahead_s = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.ahead_s
 
 
 class World:
@@ -61,8 +50,7 @@ class World:
         task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
         self.listener = InProcessListener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
-        self.clock = Clock()
-        self.controller = Controller(config, folder, self.buffer, task, self.listener, self.launcher, membership, self.clock)
+        self.controller = Controller(config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock())
 
     async def join(self, kind: str, name: str) -> Connection:
         return await self.listener.connect(hello(kind, name))
@@ -126,15 +114,11 @@ async def generate(generator: Connection, reward: Connection, count: int) -> lis
     for _ in range(count):
         work = await receive(generator, GroupWork, Lane.DATA)
         group_ids.append(work.group_id)
-        await answer(generator, reward, work)
+        for index in work.indices:
+            await generator.send(answer_to(work, index))
+            request = await receive(reward, ScoreRequest, Lane.DATA)
+            await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
     return group_ids
-
-
-async def answer(generator: Connection, reward: Connection, work: GroupWork) -> None:
-    for index in work.indices:
-        await generator.send(answer_to(work, index))
-        request = await receive(reward, ScoreRequest, Lane.DATA)
-        await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
 
 
 async def train(learner: Connection, steps: range) -> None:
@@ -174,36 +158,12 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         assert (world.controller.lifecycle.phase, counts.trained, counts.taken, counts.ready) == ("stopped", 2 * B, 0, 2 * B)
 
 
-async def test_a_step_that_stays_open_is_told_while_it_lasts_and_is_over_with_the_next(tmp_path):
-    async with running(tmp_path, num_steps=9, buffer={"max_staleness": STALL_STEPS, "ahead": "as_allowed"}) as world:
-        learner, reward, generator = await world.start()
-        await generate(generator, reward, (STALL_STEPS + 1) * B)
-        await train(learner, range(STALL_STEPS))
-        await until(lambda: world.controller.feeder.version == STALL_STEPS)
-        assert "stall.early" not in world.controller.reporter.alarms.standing
-        world.clock.ahead_s = 1.5 * STALL_S
-        await until(lambda: "stall.early" in world.controller.reporter.alarms.standing)
-        await train(learner, range(STALL_STEPS, STALL_STEPS + 1))
-        await until(lambda: "stall.early" not in world.controller.reporter.alarms.standing)
-        told = [event.version for event in read_events(tmp_path) if event.subject == "stall.early"]
-        assert told == [STALL_STEPS, STALL_STEPS + 1]
-
-
 async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_was_given(tmp_path):
     async with running(tmp_path, window=1) as world:
         _, reward, generator = await world.start()
         await world.until("running")
         await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
         assert await generate(generator, reward, (ETA + 1) * B) == [0, 1, 2, 3]
-
-
-async def test_a_checkpoint_that_is_not_of_this_run_ends_it_with_the_reason(tmp_path):
-    async with running(tmp_path) as world:
-        await world.launcher.started("learner")
-        learner = await world.join("learner", "learner")
-        await learner.send(LearnerReady(7, "model"), Lane.CONTROL)
-        await asyncio.wait_for(world.controller.ending.wait(), 30)
-        assert "learner stands at version 7" in world.controller.lifecycle.reason
 
 
 async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
@@ -234,25 +194,3 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await receive(again, JoinTerms)
         assert (membership.counts()["here"], membership.counts()["came"]) == (1, 2)
-
-
-async def test_what_is_handed_out_before_a_change_keeps_its_sampling_and_what_comes_after_has_the_new(tmp_path):
-    async with running(tmp_path, num_steps=9) as world:
-        (tmp_path / "config.toml").touch()
-        world.controller._held_out = [Prompt(f"h{number}", text="1=", answer="46") for number in range(5)]
-        learner, reward, generator = await world.start()
-        before = [await receive(generator, GroupWork, Lane.DATA) for _ in range((ETA + 1) * B)]  # every place
-        values = {"generate.sampling.temperature": 0.5, "algorithm.entropy_coefficient": 0.1}
-        of_evaluation = {"every_steps": 1, "num_prompts": 1, "samples_per_prompt": 3, "temperature": 0.25}
-        values |= {f"eval.{name}": value for name, value in of_evaluation.items()}
-        assert world.controller.change(values, "a test").step == 0
-        for work in before:
-            await answer(generator, reward, work)
-        batch = await receive(learner, StepBatch, Lane.DATA)
-        assert (batch.temperature, batch.settings["algorithm.entropy_coefficient"]) == (0.5, 0.1)
-        await learner.send(StepDone(0, 1, {}, 0.0, 1.0), Lane.CONTROL)
-        await generator.send(VersionLive(1, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        after = [await receive(generator, GroupWork, Lane.DATA) for _ in range(B + 1)]
-        assert {work.sampling.temperature for work in before} == {1.0}
-        told = {work.purpose: (work.sampling.temperature, len(work.indices)) for work in after}
-        assert told == {"eval": (0.25, 3), "train": (0.5, G)}

@@ -14,7 +14,7 @@ from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import Prompt, SampleFailure, ScoreRequest, ids_to_bytes
-from asyncrl.tasks.sampler import PromptSequence
+from asyncrl.tasks.task import PromptSequence
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
 from tests.in_process import InProcessListener
@@ -152,7 +152,6 @@ async def test_when_nothing_has_spread_groups_are_trained_all_the_same_and_the_r
     assert (bench.buffer.counts().dropped, bench.buffer.counts().ready) == ({"no spread": 3 * B}, B)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "6 groups in a row taught nothing (no spread)" in message
-    assert "algorithm.max_resamples" in message
 
 
 async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multiple_until_one_comes(caplog):
@@ -164,8 +163,6 @@ async def test_a_run_without_pairs_goes_on_sampling_and_says_so_at_every_multipl
     assert bench.buffer.counts().dropped == {"no pair": 6 * B}
     said = [record.args[0].partition(":")[2] for record in caplog.records]
     assert said == [f" {num} in a row had none and were dropped" for num in (6, 12)]
-    for knob in ("algorithm.preference", "algorithm.group_size", "generate.sampling.temperature", "stall_timeout_s"):
-        assert knob in caplog.records[0].getMessage()
     assert bench.dispatcher.fruitless == "a group with a preference pair: 12 in a row had none and were dropped"
     bench.answer((await _received(far, 1))[0], [0.0, 1.0])
     assert (bench.dispatcher.fruitless, bench.buffer.counts().ready) == ("", 1)

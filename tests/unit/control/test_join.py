@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import why_weights_do_not_reach
-from asyncrl.control.join import JoinRequest, Membership, joined, own_config
+from asyncrl.control.join import JoinRequest, Membership, joined
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms
@@ -42,14 +42,6 @@ def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_fol
     assert bool(why) == bool(reason)
 
 
-def test_a_joining_generator_needs_a_server_that_no_generator_of_the_run_has(tmp_path):
-    run = _config(generate={"num_workers": 1, "engine": {"kind": "vllm_server", "url": "http://127.0.0.1:1"}})
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 each serve.*generate\.engine\.url"):
-        own_config(_terms(run), (), tmp_path)
-    own = own_config(_terms(run), ("generate.engine.url=http://127.0.0.1:2",), tmp_path)
-    assert own.generate.engine.urls == ("http://127.0.0.1:2",)
-
-
 def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(tmp_path):
     make_keys(tmp_path / "run")
     file, private = tmp_path / "run" / KEYS_FOLDER / CLIENT_FILE, tmp_path / "private"
@@ -64,16 +56,6 @@ def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(t
     wrong.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read it"):
         bring_client_keys(wrong, tmp_path)
-
-
-async def test_a_folder_without_a_live_run_and_an_address_that_is_none_are_refused(tmp_path):
-    for request, message in (
-        (JoinRequest(run_folder=str(tmp_path)), "has no live run"),
-        (JoinRequest(address="10.0.0.5:99"), "tcp://HOST:PORT"),
-        (JoinRequest(address="ipc:///nowhere/c"), "only its own machine reaches"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            await joined(request, 7, "endpoint").__aenter__()
 
 
 async def _run_of(config, folder: Path) -> Listener:

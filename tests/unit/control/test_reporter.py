@@ -5,12 +5,12 @@ from unittest.mock import Mock
 import pytest
 
 from asyncrl.config.run import RunConfig
+from asyncrl.control.lifecycle.failure_watch import Wait
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
-from asyncrl.control.stall_detector import Wait
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
-from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
-from asyncrl.schema.control import CheckpointDone, Heartbeat
+from asyncrl.observe.steps import read_events
+from asyncrl.schema.control import Heartbeat
 from tests.builders import score_of
 from tests.virtual_clock import VirtualClock
 
@@ -53,42 +53,6 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
         ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0),
         ("reward-0", "a sample to score", 4.0, 5.0), ("reward-0", "a sample to score", 5.5, 6.0),
     ]  # fmt: skip
-
-
-async def test_a_checkpoint_is_a_span_of_the_learner_while_it_was_written_and_an_event(tmp_path):
-    clock = VirtualClock()
-    clock.advance(10.0)
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
-    reporter.note_checkpoint(CheckpointDone(7, str(tmp_path / "checkpoints" / "step-000007"), 1.5))
-    reporter.tick([], [])
-    await reporter.close(tmp_path)
-    spans = [(one.name, one.process, one.start_s, one.end_s, one.attributes) for one in read_spans(tmp_path)]
-    assert spans == [("checkpoint", "learner", 8.5, 10.0, {"version": 7})]
-    assert [(one.subject, one.version) for one in read_events(tmp_path)] == [("checkpoints/step-000007", 7)]
-
-
-async def test_seconds_are_written_while_no_step_is_done_and_can_be_read_at_any_time(tmp_path):
-    clock = VirtualClock()
-    dispatcher, generator = Mock(generated_tokens=0), Mock(num_slots=8, heartbeat=None)
-    dispatcher.buffer.state.lead.versions = 1.0
-    dispatcher.buffer.counts.return_value = Mock(ready=1, running=2, scoring=3, dropped={}, failed={})
-    generator.name = "generator-0"
-    peers = Mock(values=lambda: [generator], of=lambda _: [generator])
-    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), clock)
-    for tick in range(1, 13):
-        clock.advance(0.25)
-        dispatcher.generated_tokens = 10 * tick
-        gauges = {"process/idle_s": tick / 8, "process/requests_running": 5.0, "process/resident_bytes": 2e9}
-        generator.heartbeat = Heartbeat("generator-0", clock.now(), gauges=gauges)
-        reporter.note_second(dispatcher, peers, learner_idle=tick > 4)
-    rows = list(read_lines(tmp_path / SECONDS_FILE, SecondReport))  # nothing is closed yet
-    assert [row.values["idle/learner"] for row in rows] == [0.0, 1.0, 1.0]
-    assert [row.values["idle/generators"] for row in rows] == [0.0, 0.5, 0.5]
-    assert {row.values["throughput/generated_tokens_per_sec"] for row in rows} == {40.0}
-    last = rows[-1].values
-    assert (last["queue/ready"], last["process/requests_running"], last["process/slots"]) == (1.0, 5.0, 8.0)
-    assert last["memory/resident_gb/generator-0"] == 2.0
-    await reporter.close(tmp_path)
 
 
 async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screens_is_none(tmp_path):

@@ -13,8 +13,7 @@ from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.fake import FakeEngine
-from asyncrl.generate.rollout import Rollout
-from asyncrl.generate.tokenizer import ByteCodec, TokenizerCodec
+from asyncrl.generate.rollout import ByteCodec, Rollout, TokenizerCodec
 from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.schema.samples import GroupWork, PreferenceAnswers, Prompt, SampleFailure, Samples, SamplingParams, ids_from_bytes
 from tests.virtual_clock import VirtualClock

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from asyncrl.generate.engine import uniforms
-from asyncrl.generate.transformers.sampling import DRAW_FIELDS, SamplingBatch, sample
+from asyncrl.generate.transformers.scheduler import DRAW_FIELDS, SamplingBatch, sample
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:

@@ -22,11 +22,11 @@ def models():
     return AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
 
 
-def test_new_weights_are_the_parameters_and_buffers_stay_even_in_deep_sleep(models) -> None:
+def test_new_weights_are_the_parameters_and_buffers_stay_over_a_sleep(models) -> None:
     running, trained = models
     running.get_buffer(BIAS).fill_(3.0)
     weights = WeightsInPlace(running)
-    weights.leave(2)
+    weights.leave()
     weights.come_back()
     weights.load(dict(trained.named_parameters()))
     assert all(torch.equal(running.get_parameter(name), tensor) for name, tensor in trained.named_parameters())

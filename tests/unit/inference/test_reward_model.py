@@ -53,11 +53,3 @@ def test_what_is_no_reward_model_is_refused(kit, tmp_path, kind, expected):
         kit.save_model(tmp_path, **({"num_labels": 2} if kind == "two outputs" else {"made": LlamaForCausalLM}))
     with pytest.raises(ConfigError, match=expected):
         _open(tmp_path)
-
-
-def test_what_a_model_cannot_judge_is_said_before_it_is_tried(kit, tmp_path):
-    kit.save_model(tmp_path)
-    scorer = _open(tmp_path)
-    assert scorer.refusal(64, 28) == ""
-    assert "outside its vocabulary of 29" in scorer.refusal(4, 29)
-    assert "takes at most 64 tokens, the sample has 65" in scorer.refusal(65, 3)

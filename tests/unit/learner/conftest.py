@@ -13,7 +13,7 @@ from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
 from asyncrl.learner.model.policy import Reference, made_ready
-from asyncrl.learner.optim.optimizer import build_optimizer
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
@@ -36,7 +36,7 @@ def run_config(algorithm=None, learner=None, **rest):
 
 
 def train_state_of(model, config, critic=None, reference=None):
-    train_state = TrainState(model, build_optimizer(model, config.learner, config.num_steps))
+    train_state = TrainState(model, PolicyOptimizer(model.named_parameters(), config.learner, config.num_steps))
     if reference is not None:
         train_state.reference = Reference(reference, 64)
     if critic is not None:

@@ -1,21 +1,20 @@
 """Checkpoints: whole or not there, kept and removed, and gone on from to the same bits."""
 
 import copy
-import json
 import shutil
 import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
-from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import save_checkpoint, save_shards
 from asyncrl.learner.checkpoint_folder import StepMemory, TrainerState, newest_checkpoint, write_checkpoint, write_folder
-from asyncrl.learner.resume import build_train_state, load_or_make
+from asyncrl.learner.resume import load_or_make
 from asyncrl.learner.step.train_step import train_step
 
 ALPHABET = "abcdefghijklmnopqrstu"
@@ -164,7 +163,6 @@ CONFIGS = {
     "separate critic, bfloat16": config_of(with_critic("separate"), dtype="bfloat16"),
     "value head, adapters, moments on the host": config_of(with_critic("head"), lora=LoRAConfig(rank=2), offload_optimizer=True),
     "auto, float16": config_of(AlgorithmConfig(kind="auto"), dtype="float16"),
-    "8 bits": config_of(hidden_size=64, optimizer="adamw_8bit"),
     "8 bits on the host": config_of(hidden_size=64, optimizer="adamw_8bit", dtype="bfloat16", offload_optimizer=True),
 }
 
@@ -199,26 +197,3 @@ def test_everything_goes_on_to_the_same_bits(kit, tmp_path, config):
     for part in ("model", "critic"):
         ours, theirs = (getattr(initial.train_state, part) for initial in (second, whole))
         assert theirs is None or kit.same(ours.parameters(), theirs.parameters())
-
-
-OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own_llama"
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
-@pytest.mark.parametrize("path_is_given", [True, False])
-def test_a_separate_critic_opens_a_folder_with_code_where_the_run_trusts_it(kit, tmp_path, monkeypatch, path_is_given):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "model"
-    kit.model().save_pretrained(folder)
-    (folder / "own.py").write_text(OWN_CODE)
-    (folder / "tokenizer.json").write_text("{}")
-    own = {"model_type": "own_llama", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}}
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | own))
-    critic = CriticConfig(path=str(folder) if path_is_given else "")
-    model = PretrainedModel(path=str(folder), trust_remote_code=True)
-    train_state = build_train_state(kit.config({"advantage": "gae", "critic": critic}, model=model), folder)
-    assert type(train_state.critic.body.config).__name__ == "OwnConfig"

@@ -1,20 +1,33 @@
-"""The policy as it is made and opened, and its reference: apart from it, or the policy without its adapters."""
+"""The policy as it is made and opened, its adapters, and its reference: apart from it, or the policy without its adapters."""
+
+import os
 
 import msgspec
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config.algorithm import AlgorithmConfig, KLConfig, ReferenceConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel, WarmStart
-from asyncrl.config.run import RunConfig
-from asyncrl.config.tasks import AdditionTask
+from asyncrl.config.run import AdditionTask, RunConfig
 from asyncrl.errors import ConfigError, LearnerError
-from asyncrl.learner.model.policy import build_scratch, made_ready, open_model, open_tokenizer, run_row, save_model
+from asyncrl.learner.model.policy import (
+    build_scratch,
+    made_ready,
+    open_model,
+    open_policy,
+    open_tokenizer,
+    publishable_tensors,
+    run_row,
+    save_adapters,
+    save_model,
+)
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
 from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
+from asyncrl.models.adapters import adapters_off
 from asyncrl.models.attention import PACKED_ATTENTION
 from asyncrl.tasks.registry import build_task
 
@@ -34,32 +47,11 @@ def test_a_saved_scratch_model_opens_with_plain_transformers(kit, tmp_path):
     assert kit.same(model.parameters(), opened.parameters())
 
 
-def test_opening_names_the_folder_and_what_is_missing(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; `asyncrl model import`"):
-        open_model(tmp_path / "nowhere", LearnerConfig())
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has no \*\.safetensors, no a tokenizer"):
-        open_model(tmp_path, LearnerConfig())
-
-
 def test_a_model_that_scales_its_logits_is_refused():
     sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = CohereConfig(**sizes, logit_scale=0.25)
     with pytest.raises(ConfigError, match='"cohere" cannot be trained'):
         made_ready(CohereForCausalLM(config), LearnerConfig())
-
-
-def test_the_initial_model_is_made_once(kit, tmp_path):
-    model = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, warm_start=WarmStart(steps=3, batch_size=8))
-
-    def sums():
-        assert not (tmp_path / "model").exists(), "a second warm start"
-        return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
-
-    first, second = (load_or_make(RunConfig(model=model), tmp_path, sums, ALPHABET) for _ in range(2))
-    assert first.metrics["warm_start/steps"] == 3
-    assert (second.metrics, second.version) == ({}, 0)
-    assert kit.same(first.train_state.model.parameters(), second.train_state.model.parameters())
 
 
 def test_a_pretrained_folder_becomes_the_run_s_model(kit, tmp_path):
@@ -100,6 +92,7 @@ def test_a_warm_start_ends_at_the_accuracy_it_was_asked_for_and_repeats_bit_for_
 
 
 LETTERS = "abcdefghijklmnopqrstu"
+"""As many tokens, with padding and end, as the kit's vocabulary."""
 
 
 def penalised(reference=None, seed=0, **learner):
@@ -154,3 +147,72 @@ def test_dropout_is_switched_off():
     made_ready(model, LearnerConfig())
     ids = torch.arange(8)[None]
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def with_adapters(**learner):
+    return RunConfig(learner=LearnerConfig(lora=LoRAConfig(rank=4), learning_rate=1e-2, warmup_steps=0, **learner))
+
+
+@pytest.fixture
+def base(tmp_path):
+    model, tokenizer = build_scratch(ScratchModel(hidden_size=32, num_layers=2, num_heads=4, max_positions=64), LETTERS, 0)
+    folder = tmp_path / "run" / "model"
+    folder.mkdir(parents=True)
+    save_model(model, tokenizer, folder)
+    return folder
+
+
+def trained(kit, base, config):
+    """Return the folder's policy after two steps, and what it was made of before."""
+    policy = open_policy(config, base)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    train_state = kit.train_state(policy, config)
+    for step in range(2):
+        train_step(train_state, kit.batch(kit.samples(seed=step), step=step), config)
+    return policy, before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_trains_the_adapters_and_leaves_the_base_as_it_was(kit, base, dtype):
+    policy, before = trained(kit, base, with_adapters(dtype=dtype))
+    changed = {name for name, parameter in policy.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == set(publishable_tensors(policy))
+    plain, ids = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)), torch.arange(12)[None]
+    plain.set_attn_implementation(policy.config._attn_implementation)
+    with torch.no_grad(), adapters_off(policy):
+        assert torch.equal(policy(ids).logits, plain(ids).logits)
+
+
+def test_a_checkpoint_opens_as_the_trained_policy_even_after_the_run_has_moved(kit, base):
+    policy, _ = trained(kit, base, with_adapters())
+    checkpoint = base.parent / "checkpoints" / "step-2"
+    checkpoint.mkdir(parents=True)
+    save_adapters(policy, checkpoint)
+    open_tokenizer(base).save_pretrained(checkpoint)
+    assert (checkpoint / "model.safetensors").is_symlink()
+    assert os.path.getsize(checkpoint / "adapter_model.safetensors") < os.path.getsize(base / "model.safetensors")
+    moved = base.parent.rename(base.parent.parent / "moved")
+    ids = torch.arange(12)[None]
+    opened = AutoModelForCausalLM.from_pretrained(moved / "checkpoints" / checkpoint.name)
+    plain = AutoModelForCausalLM.from_pretrained(moved / "model")
+    by_peft = PeftModel.from_pretrained(plain, moved / "checkpoints" / checkpoint.name)
+    with torch.no_grad():
+        expected = policy(ids).logits
+        torch.testing.assert_close(opened(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_peft(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        with adapters_off(policy):
+            assert not torch.allclose(policy(ids).logits, expected, atol=1e-3)
+
+
+def test_gradient_checkpointing_reaches_the_adapters(base):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = open_policy(with_adapters(gradient_checkpointing=checkpointing), base)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for tensor in publishable_tensors(policy).values():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+        policy(torch.arange(12)[None]).logits.sin().sum().backward()
+        gradients.append([parameter.grad for parameter in publishable_tensors(policy).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.count_nonzero(gradient) for gradient in gradients[0])

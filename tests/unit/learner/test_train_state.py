@@ -7,7 +7,7 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PlacementConfig, RayLaunch
-from asyncrl.errors import LearnerError, ResidencyError
+from asyncrl.errors import LearnerError
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import open_device, open_offload
 from asyncrl.observe.steps import read_memory
@@ -87,12 +87,3 @@ def test_the_learners_part_of_a_device_is_what_generation_beside_it_leaves(kit):
     assert budget(placement=beside) == 1.5 * GIB
     assert budget(placement=beside, launch=RayLaunch()) == 2 * GIB  # no generator of such a run is held to a share
     assert budget(placement=PlacementConfig(device_memory_gib=2.0)) == 2 * GIB
-
-
-def test_what_does_not_fit_after_all_is_said_with_the_sums_when_it_is_to_come(kit, opened):
-    """Sums of the start are first-order; whoever gets past them is told what the learner really holds."""
-    config = colocated(kit, device_memory_gib=1e-4)
-    residents = opened(kit.train_state(kit.model(), config), config)
-    residents.reach("rollout", 0)
-    with pytest.raises(ResidencyError, match=r"(?s)'train'.*policy .*working memory.*too much"):
-        residents.reach("train", 1)

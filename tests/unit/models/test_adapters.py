@@ -34,7 +34,5 @@ def test_layers_that_are_not_linear_modules_but_act_so_get_them_too():
 
 
 def test_a_name_that_no_layer_has_is_refused():
-    with pytest.raises(ConfigError, match=r"learner.lora.target_modules \['query'\]"):
-        add_adapters(make_model(0), LoRAConfig(target_modules=("query",)), seed=0)
     with pytest.raises(ConfigError, match=r"\['v_porj'\]: no linear layer of this model has that name; \['q_proj'\] were found"):
         add_adapters(make_model(0), LoRAConfig(target_modules=("q_proj", "v_porj")), seed=0)

@@ -164,14 +164,6 @@ def test_a_run_that_learns_raises_nothing_nor_does_one_odd_step_nor_steps_withou
     assert raised([msgspec.structs.replace(one, metrics={}) for one in steps]) == []
 
 
-def test_drift_is_told_in_the_second_step_that_has_it_and_entropy_that_grows_in_the_third_after_ten_steps():
-    drifted = [report(0), *(report(step, **{"kl/k1": 0.2}) for step in (1, 2))]
-    assert [(alarm.rule, alarm.version) for alarm in raised(drifted)] == [("off_policy.drift", 3)]
-    steps = [report(step, 0.6, **{"policy/entropy": 1.0 if step < 10 else 1.2}) for step in range(13)]
-    assert [(alarm.rule, alarm.version) for alarm in raised(steps)] == [("entropy.grows", 13)]
-    assert raised(steps[:12]) == raised([report(step, 0.6, **{"policy/entropy": 1.0 + step / 100}) for step in range(13)]) == []
-
-
 def test_memory_that_others_take_is_no_trouble_of_the_run():
     def of_step(step):
         one = filling("memory/available_gb")(step)

@@ -1,11 +1,9 @@
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.packing.pack import CostModel, Unit, idle_share, pack_lengths, pack_units, step_cost
+from asyncrl.packing.pack import CostModel, Unit, idle_share, pack_lengths, pack_units
 
 COST = CostModel.of_model(64)
 
@@ -46,12 +44,6 @@ def test_whole_groups_fill_rows_by_their_distinct_tokens():
     assert [row.members for row in pack_units(units, 442)] == [tuple(range(16)), tuple(range(16, 32))]
 
 
-def test_a_group_larger_than_a_row_is_cut_into_the_fewest_pieces():
-    units = [unit_of(50, [20, 10, 20, 10])]
-    rows = pack_units(units, 90)
-    assert sorted(row_size(row, units) for row in rows) == [70, 90]
-
-
 def rows_of_lengths(lengths, capacity, num_ranks, cost=COST):
     return pack_units([unit_of(0, [length], cost) for length in lengths], capacity, num_ranks)
 
@@ -67,19 +59,6 @@ def test_ranks_have_equally_many_rows_within_the_budget(lengths, capacity, num_r
         assert min(counts) == max(counts)
 
 
-def cheapest_step(costs, num_ranks):
-    """Try every order of the rows: R at a time make a turn."""
-    padded = [*costs, *[0.0] * (-len(costs) % num_ranks)]
-    turns = range(0, len(padded), num_ranks)
-    return min(sum(max(order[at : at + num_ranks]) for at in turns) for order in set(itertools.permutations(padded)))
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(2, 3))
-@settings(max_examples=60, deadline=None)
-def test_no_order_of_the_rows_makes_a_shorter_step(costs, num_ranks):
-    assert step_cost(costs, num_ranks) == cheapest_step(costs, num_ranks)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_log_normal_lengths_keep_all_ranks_busy(num_ranks):
     rng = np.random.default_rng(0)
@@ -91,11 +70,3 @@ def test_log_normal_lengths_keep_all_ranks_busy(num_ranks):
     assert len(rows) - len(pack_lengths(lengths, 16_384)) < num_ranks
     assert max(loads) * num_ranks / sum(loads) < 1.01
     assert idle_share([row.cost for row in rows], num_ranks) < 0.005 * num_ranks
-
-
-def test_what_is_only_carried_along_counts_for_room_and_not_for_work():
-    """Four trained samples and four that are not, of one length: each rank gets two of the trained ones."""
-    rows = pack_units([Unit(0, (10,), 0.0, (float(i % 2 == 0),)) for i in range(8)], 20, 2)
-    trained = [sum(i % 2 == 0 for row in rows if row.rank == rank for i in row.members) for rank in (0, 1)]
-    assert trained == [2, 2]
-    assert max(len(row.members) for row in rows) <= 2

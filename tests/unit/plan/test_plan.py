@@ -7,8 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import ModelShape, shape_of_json
 from asyncrl.plan.cli_args import ask
-from asyncrl.plan.memory import gpu_memory
-from asyncrl.plan.planner import advice, plan
+from asyncrl.plan.planner import advice, gpu_memory, plan
 from asyncrl.plan.report import plan_text, plan_values
 from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
 from asyncrl.plan.validate import planned_peak_bytes
@@ -35,10 +34,7 @@ def test_parameters_are_those_that_transformers_counts(tmp_path, is_tied):
     assert find_model(str(tmp_path)).parameters == sum(tensor.numel() for tensor in LlamaForCausalLM(config).parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "billions", "active"),
-    [("llama-3-70b", 70.6, 69.5), ("qwen2.5-7b", 7.6, 7.1), ("qwen3-30b-a3b", 30.5, 3.0), ("qwen3-235b-a22b", 235.1, 21.6)],
-)
+@pytest.mark.parametrize(("name", "billions", "active"), [("llama-3-70b", 70.6, 69.5), ("qwen3-235b-a22b", 235.1, 21.6)])
 def test_named_models_have_their_published_sizes(name, billions, active):
     assert NAMED[name].parameters / 1e9 == pytest.approx(billions, abs=0.06)
     assert NAMED[name].active_parameters / 1e9 == pytest.approx(active, abs=0.06)

@@ -15,8 +15,7 @@ from asyncrl.control.lifecycle import events as le
 from asyncrl.control.lifecycle.state import IllegalTransitionError
 from asyncrl.control.placement import state as ps
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions.journal import Beginning, Recorder
-from asyncrl.observe.decisions.machine import Watch
+from asyncrl.observe.decisions import Beginning, Recorder, Watch
 from asyncrl.replay.decisions import machines_of, replay_decisions
 
 NUM_STEPS = 6
@@ -94,17 +93,6 @@ def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:
     assert life.num_events == number > 0
     assert f"event {number} is the first that differs: buffer" in life.difference
     assert "recorded: [['ScoreMembers'" in life.difference
-
-
-@pytest.mark.parametrize("kept_bytes", [-1, -200])
-def test_a_recording_that_was_cut_off_holds_up_to_its_last_whole_step(recorded: Path, kept_bytes: int) -> None:
-    path = recorded / "record" / "decisions-0000.bin"
-    path.write_bytes(path.read_bytes()[:kept_bytes])
-    (life,) = replay_decisions(recorded)
-    assert life.difference == ""
-    assert "was cut off" in life.fault
-    assert 0 <= life.last_step < NUM_STEPS
-    assert f"up to step {life.last_step}" in life.text
 
 
 def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:

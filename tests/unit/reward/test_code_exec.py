@@ -5,6 +5,7 @@ import pytest
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.errors import RewardError
 from asyncrl.reward.inputs import RewardInput
+from asyncrl.reward.sandbox.bubblewrap import probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, build_code_exec, parse_tests
 from asyncrl.schema.samples import Prompt
 
@@ -53,3 +54,13 @@ OTHER = [
 def test_values_are_compared_as_json_and_strictly(cases, share):
     code = "import collections, fractions, decimal, itertools\ndef f(name):\n    return eval(name)"
     assert run(code, [{"function": "f", "args": [name], "expected": expected} for name, expected in cases]) == share
+
+
+def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    status = probe_sandbox()
+    assert not status.works
+    assert "apt-get install bubblewrap" in status.reason
+    with pytest.raises(RewardError, match=r'not run without a sandbox.*bubblewrap is not installed.*sandbox = "none"'):
+        build_code_exec(CodeExecReward())
+    assert run("def f(): return 1", ["assert f() == 1"]) == 1.0

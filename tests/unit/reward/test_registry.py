@@ -5,8 +5,9 @@ import pytest
 from asyncrl.config.reward import CodeExecReward, FormatCheckReward, OverlongPenalty, PreferenceReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, batch_values, build_reward, build_rewards, score_sample
-from asyncrl.schema.samples import Prompt
+from asyncrl.reward.registry import NamedReward, batch_values, build_reward, build_rewards, judge_for, score_sample
+from asyncrl.schema.codec import encode
+from asyncrl.schema.samples import Prompt, ScoreRequest
 
 SAMPLE = RewardInput(Prompt("p", answer="46"), "46", "stop", 2)
 
@@ -18,21 +19,12 @@ def score(rewards, *items):
         values = await batch_values(rewards, [(item, ()) for item in items], lambda *_: None)
         return [await score_sample(rewards, item, values.get(index, {})) for index, item in enumerate(items)]
 
-    return [(one.total, one.parts) for one in asyncio.run(scored())]
+    return [(one.reward, one.parts) for one in asyncio.run(scored())]
 
 
 async def half(_sample):
     await asyncio.sleep(0)
     return 0.5
-
-
-class Divides:
-    """Its own methods raise."""
-
-    def __float__(self):
-        return 1 / 0
-
-    __repr__ = __float__
 
 
 class Exits:
@@ -47,8 +39,7 @@ class Exits:
 @pytest.mark.parametrize(
     ("value", "said"),
     [(None, "None, which is not a finite number"), ("1", "not a finite number"), (b"1", "not a finite number"),
-     (float("nan"), "nan"), (10**400, "not a finite number"), (Divides(), "Divides that cannot be shown"),
-     (Exits(), "Exits that cannot be shown")],
+     (float("nan"), "nan"), (10**400, "not a finite number"), (Exits(), "Exits that cannot be shown")],
 )  # fmt: skip
 def test_what_is_no_finite_number_fails_the_sample(value, said):
     with pytest.raises(RewardError, match=said):
@@ -58,7 +49,7 @@ def test_what_is_no_finite_number_fails_the_sample(value, said):
 def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
     rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples)),)
     assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
-    assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).total == 0.25, "what a batch gave is not asked for again"
+    assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).reward == 0.25, "what a batch gave is not asked for again"
 
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.5}, {2.0, 1.0}])
@@ -97,3 +88,41 @@ def test_overlong_falls_linearly_to_minus_one():
 def test_preference_knows_two_answers():
     with pytest.raises(RewardError, match="member 2"):
         build_reward(PreferenceReward())(RewardInput(Prompt("p"), "", "stop", 1, 2))
+
+
+class Silent(Exception):  # noqa: N818 - what a library might raise
+    def __str__(self):
+        raise KeyError("no words")
+
+
+RAISED = [Silent(), ValueError("\ud800"), ValueError("word " * 1_000_000), KeyError("x"), asyncio.CancelledError()]
+
+
+async def test_whatever_a_caller_s_function_raises_fails_its_sample_in_bounded_text_that_can_be_sent():
+    told = []
+
+    async def ask(judged):
+        told.extend(judged.answers)
+        if not judged.wants:
+            encode(judged)
+            return []
+        if not judged.held:
+            texts = tuple(map(str, range(len(RAISED) + 2)))
+            indices = tuple(range(len(texts)))
+            return [ScoreRequest(1, 0, Prompt("p"), indices, texts, ("stop",) * len(texts), (1,) * len(texts))]
+        while not told:
+            await asyncio.sleep(0)
+        raise EOFError  # the run has ended
+
+    def reward(_prompt, text):
+        if int(text) < len(RAISED):
+            raise RAISED[int(text)]
+        return b"1" if int(text) == len(RAISED) else 0.5
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(judge_for(ask, reward), 30)
+    assert ended.group_contains(EOFError)
+    (answer,) = told
+    *failed, scored = answer.scores
+    assert all(score.error and len(score.error) < 2000 for score in failed)
+    assert (scored.reward, scored.error) == (0.5, "")

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -17,8 +18,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.clock import SystemClock
 from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent
-from asyncrl.serve.daemon import URL_FILE, ServeOptions, serve
+from asyncrl.serve.client import Server
+from asyncrl.serve.daemon import URL_FILE, ServeOptions, own_records, serve, view_runs
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
@@ -104,6 +107,31 @@ async def test_over_tls_by_its_names_alone_and_ready_once_a_run_of_before_has_it
         assert (run["state"], run["outcome"], run["reason"], run["attempts"]) == ("ended", "stopped", "as it was told", 0)
         serving.cancel()
     assert not (folder / URL_FILE).exists()
+
+
+@pytest.mark.parametrize(("options", "error", "said"), [
+    ({"host": "0.0.0.0"}, ConfigError, "is open to others"), ({"tls_key": Path("key")}, ConfigError, "go together"),
+    ({"host": "runs.example"}, ConfigError, "takes an IP address"),
+    ({"code_roots": (Path("/nowhere"),)}, ConfigError, "no folder"),
+    ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, ConfigError, "cannot be used"),
+    ({}, LaunchError, "another daemon serves"), ({"folder": "other"}, LaunchError, "cannot listen"),
+])  # fmt: skip
+async def test_a_daemon_that_would_be_open_or_in_the_way_is_refused(tmp_path, systemd, options, error, said):
+    with own_records(tmp_path / "served"), socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"port": taken.getsockname()[1], **options, "folder": tmp_path / options.get("folder", "served")}
+        with pytest.raises(error, match=said):
+            await serve(ServeOptions(**given))
+
+
+async def test_a_daemon_that_is_not_there_is_said():
+    with pytest.raises(LaunchError, match="no daemon answers"):
+        async with Server("http://127.0.0.1:9", "x"):
+            pass
+
+
+async def test_viewed_folders_of_the_same_name_cannot_be_told_apart(tmp_path):
+    with pytest.raises(ConfigError, match="two are same"):
+        await view_runs([tmp_path / "a" / "same", tmp_path / "b" / "same"], 0, print)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.serve.machine import Machine, admit, in_order, misfits, waits
+from asyncrl.serve.machine import Machine, admit, in_order, waits
 from asyncrl.serve.records import Demand, RunRecord
 
 
@@ -16,13 +16,6 @@ def test_what_a_run_waits_for_is_said():
     live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))
     assert waits(machine, [live, run(2), run(1, gpus=2, memory=3 << 30)]) == ["2 GPUs (1 free), 3 GiB (2 free)", "1 before it"]
     assert waits(machine, [live, run(1)]) == ["its start"]
-
-
-def test_what_never_fits_is_named_with_its_sums():
-    assert misfits(Machine(cores=2, memory_bytes=1 << 30), Demand(1, 1, 4 << 30)) == [
-        "the run takes 1 GPUs and this machine has 0",
-        "the run's processes hold 4.0 GiB and this machine has 1.0",
-    ]
 
 
 demands = st.integers(0, 3), st.integers(1, 4), st.integers(0, 4)

@@ -29,10 +29,9 @@ from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.overview import MOST_SERIES
+from asyncrl.serve.reading import MOST_CHUNK_BYTES, MOST_SERIES, SUMS_FILE, json_response, stream
 from asyncrl.serve.records import DATABASE, ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
-from asyncrl.serve.streams import MOST_CHUNK_BYTES, SUMS_FILE, json_response, stream
 from tests.virtual_clock import VirtualClock
 
 
@@ -132,13 +131,13 @@ async def test_what_a_route_does_not_take_is_a_4xx_and_starts_nothing(service, c
     statuses = set()
     async with asyncio.TaskGroup() as keeping:
         keeper = keeping.create_task(service.keeper.run())
-        for _ in range(500):
+        for _ in range(250):
             async with asyncio.TaskGroup() as group:
                 for _ in range(20):
                     group.create_task(ask_one())
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("run-")]
         keeper.cancel()
-    assert {200, 400, 401, 403, 404, 405, 409, 422} <= statuses
+    assert {200, 400, 401, 403, 404, 405, 409} <= statuses
     assert (service.records.runs, service.records.tokens, service.keeper.statuses) == (runs, known, {})
     assert service.records.events(0) == []
     assert os.listdir(tmp_path / "runs") == ["r"]
@@ -281,7 +280,7 @@ async def test_lines_of_all_processes_come_by_time(service, client, tokens, tmp_
     assert (wrong.status, "RE2" in (await wrong.json())["error"]) == (400, True)
 
 
-async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path):
+async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path, monkeypatch):
     checkpoints, base = service.records.run_folder("r") / "checkpoints", tmp_path / "base.safetensors"
     base.write_bytes(os.urandom(MOST_CHUNK_BYTES + 700))
     for name in ("step-000001", "step-000002", ".partial-step-000003"):
@@ -298,7 +297,9 @@ async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, t
         }  # fmt: skip
         with pytest.raises(RunError, match="already"):
             await server.download("r", tmp_path / "into")
-        assert (await server.download("r", tmp_path / "into", checkpoint="step-000001")).name == "step-000001"
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "other").mkdir()
+        assert (await server.download("r", "other/../into", checkpoint="step-000001")).name == "step-000001"
         for name in ("step-000009", ".partial-step-000003", "..", "%2e%2e%2fkeys"):
             with pytest.raises(RunError):
                 await server.download("r", tmp_path / "other", checkpoint=name)
@@ -332,7 +333,7 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
         told = [row["time_s"] for row in first["rows"]]
         stream = await client.get(f"/v1/runs/live/live?seconds={first['offset']}", headers=headers)
         async with asyncio.timeout(100):
-            for begun in range(5, 65, 10):
+            for begun in range(5, 35, 10):
                 for number in range(begun, begun + 10):
                     seconds.write(SecondReport(float(number), {}))
                 while told[-1] < begun + 9:
@@ -340,7 +341,7 @@ async def test_seconds_are_told_once_each_where_their_file_is_full_and_begun_ane
                     told += [row["time_s"]] if "time_s" in row else []
         assert set_behind(path).exists()
         stream.close()
-    assert told == [float(number) for number in range(65)]
+    assert told == [float(number) for number in range(35)]
 
 
 MODEL, SUMS = ("step-000001/model.safetensors", b"wrong"), ("step-000001/SHA256SUMS", b"0" * 64 + b"  model.safetensors\n")
@@ -592,10 +593,10 @@ async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are
     lines = [line % (0, b"0.1", b"0.5"), line % (1, b"0.2", b"0.6"), b'{"st\n', line % (1, b"0.30000000000000004", b"1e-7")]
     whole = b"".join(lines)
     (service.records.run_folder("r") / "steps.jsonl").write_bytes(whole + lines[0][:20])
-    answer = await client.get("/v1/runs/r/series?names=reward_mean,ratio/ess,none", headers=bearer(tokens["viewer"]))
+    answer = await client.get("/v1/runs/r/series?names=reward_mean,ratio/ess,__class__", headers=bearer(tokens["viewer"]))
     said = await answer.json()
     assert said["steps"] == [0, 1]
-    assert said["columns"] == {"reward_mean": [0.1, 0.30000000000000004], "ratio/ess": [0.5, 1e-7], "none": [None, None]}
+    assert said["columns"] == {"reward_mean": [0.1, 0.30000000000000004], "ratio/ess": [0.5, 1e-7], "__class__": [None, None]}
     assert (said["newest"]["reward_mean"], said["offset"]) == (0.30000000000000004, len(whole))
 
 

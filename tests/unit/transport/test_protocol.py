@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
 from asyncrl.transport.packets import Parcel
-from asyncrl.transport.protocol import Connection, Lane, RefusalCounts
+from asyncrl.transport.protocol import Connection, Lane, Refused
 
 HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["send", "ack", "cut", "mend", "forget"]), st.integers(0, 20)), max_size=200)
@@ -18,7 +18,7 @@ async def no_goodbye(session: Connection, reason: str) -> None:
 
 
 def make_session(window: int) -> Connection:
-    return Connection(HELLO, window, 1 << 20, no_goodbye, RefusalCounts())
+    return Connection(HELLO, window, 1 << 20, no_goodbye, Refused())
 
 
 @given(st.integers(1, 8), ACTIONS)

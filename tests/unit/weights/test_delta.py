@@ -19,7 +19,7 @@ def brought_up(manifest, base, current):
     return changed, blob
 
 
-@pytest.mark.parametrize("share", [0.0001, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0001, 1.0])
 def test_sparse_and_dense_changes_over_several_chunks_arrive(share):
     manifest = make_manifest({"w": torch.zeros(CHUNK_BYTES + 1000, dtype=torch.bfloat16)})
     base, old = flat_of(manifest)

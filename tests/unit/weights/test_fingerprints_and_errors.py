@@ -4,38 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, DeltaConfig, GlooMedium, NCCLMedium, SharedMemoryMedium
 from asyncrl.errors import ConfigError
 from asyncrl.weights.buckets import device_fingerprint, gpu_for
-from asyncrl.weights.media.registry import fingerprints_made
-from asyncrl.weights.media.shared_memory import proves_whole_versions
-
-CONTENT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 64 * 1000, dtype=np.uint8))
 
 
-def splitmix_sum(content: bytes) -> int:
-    """The definition, in Python's integers."""
-    mask = (1 << 64) - 1
-    total = 0
-    for number, word in enumerate(np.frombuffer(content, np.uint64).tolist(), start=1):
-        mixed = (number * 0x9E3779B97F4A7C15 & mask) ^ word
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
-        total += mixed ^ mixed >> 31
-    return total & mask
-
-
-def test_a_bucket_larger_than_what_is_mixed_at_once_has_the_same_fingerprint_as_by_definition():
-    large = CONTENT.repeat(140)[: (8 << 20) + 4096].contiguous()
-    assert int.from_bytes(device_fingerprint(large), "little") == splitmix_sum(large.numpy().tobytes())
-
-
-def test_each_medium_has_its_fingerprints_and_shared_memory_none_where_it_proves_a_version_without():
-    media = [NCCLMedium(), CUDAIPCMedium(), GlooMedium()]
-    assert [fingerprints_made(BroadcastConfig(medium=medium)) for medium in media] == ["device", "device", "host"]
-    assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium())) == ("none" if proves_whole_versions() else "host")
-    assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium(), verify=True)) == "host"
-    assert fingerprints_made(BroadcastConfig(medium=SharedMemoryMedium(), delta=DeltaConfig())) == "host"
+def test_a_changed_byte_and_bytes_in_other_places_change_the_fingerprint_of_a_bucket_larger_than_what_is_mixed_at_once():
+    large = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8 << 20) + 4096, dtype=np.uint8))
+    found = device_fingerprint(large)
+    for place in (0, (8 << 20) - 1, 8 << 20, len(large) - 1):
+        changed = large.clone()
+        changed[place] ^= 1
+        assert device_fingerprint(changed) != found, place
+    assert device_fingerprint(large.roll(8)) != found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -15,9 +15,8 @@ def test_weights_that_do_not_fit_the_run_are_refused_and_the_next_are_taken(tmp_
     with pytest.raises(BroadcastError, match=r"\(6,\)"):
         publisher.publish(2, {"w": torch.ones(6)})
     publisher.publish(2, {"w": torch.ones(5)})
-    assert publisher.flush(30)
-    assert announced[-1].version == 2
     publisher.close()
+    assert announced[-1].version == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -27,9 +26,7 @@ def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
 
     publisher = Publisher(BroadcastConfig(), tmp_path, refuse, VirtualClock())
     publisher.publish(1, {"w": torch.ones(5)})
-    for _ in range(2):
-        with pytest.raises(BroadcastError, match="nobody hears of version 1"):
-            publisher.flush(30)
+    publisher._thread.join(30)
     with pytest.raises(BroadcastError, match="nothing can be published any more"):
         publisher.publish(2, {"w": torch.ones(5)})
     with pytest.raises(BroadcastError, match="nobody hears of version 1"):

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 import threading
@@ -11,7 +10,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.media.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter
-from asyncrl.weights.shm_segments import remove_leftover_segments, segment_folder, segment_prefix
+from asyncrl.weights.shm_segments import remove_leftover_segments, segment_path
 
 MANIFEST = make_manifest({"w": torch.zeros(1_000_000)})
 
@@ -29,7 +28,8 @@ def announcement(version, location):
 
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     writer.open(MANIFEST)
-    paths = list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
+    ours = segment_path(tmp_path, "")
+    paths = list(ours.parent.glob(f"{ours.name}*"))
     assert len(paths) == 3
     assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
 
@@ -40,21 +40,10 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     assert remove_leftover_segments(tmp_path) == []
 
 
-def test_a_segment_swept_before_it_is_locked_is_made_again_and_one_that_a_reader_closed_stays(writer, tmp_path, monkeypatch):
-    create, swept = os.open, []
-
-    def create_and_sweep(path, flags, *mode):
-        handle = create(path, flags, *mode)
-        if flags & os.O_CREAT and not swept:
-            swept.extend(remove_leftover_segments(tmp_path))
-        return handle
-
-    monkeypatch.setattr(os, "open", create_and_sweep)
+def test_a_segment_whose_learner_lives_stays_though_a_reader_has_closed_it_and_another_process_sweeps(writer, tmp_path):
     writer.open(MANIFEST)
-    writer.overwrite(0, 1)
+    writer.overwrite(0)
     location = Path(writer.commit(0, 1, ""))
-    assert swept
-    assert location not in swept
     into = memoryview(bytearray(MANIFEST.total_bytes))
     SharedMemoryReader(tmp_path).fetch(announcement(1, str(location)), into, threading.Event())
     location.read_bytes()
@@ -89,7 +78,7 @@ def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):
     now_s = [100.0]
     writer = SharedMemoryWriter(tmp_path, lambda: now_s[0])
     writer.open(MANIFEST)
-    writer.overwrite(0, 1)
+    writer.overwrite(0)
     lease = SharedMemoryReader(tmp_path).lease(announcement(1, writer.commit(0, 1, "")))
     assert writer.busy_slots() == {0}
     now_s[0] += LEASE_LIMIT_S

@@ -10,8 +10,8 @@ from asyncrl.config.broadcast import BroadcastConfig
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 from asyncrl.schema.weights import WeightsAvailable
-from asyncrl.weights.media.shared_params import HybridPublisher, HybridSubscriber
-from asyncrl.weights.shm_segments import segment_folder, segment_prefix
+from asyncrl.weights.media.learner_memory import HybridPublisher, HybridSubscriber
+from asyncrl.weights.shm_segments import remove_leftover_segments
 
 
 def a_model() -> torch.nn.Module:
@@ -39,7 +39,7 @@ def ends(tmp_path: Path):
     yield made
     made.subscriber.close()
     made.publisher.close()
-    assert not list(segment_folder(tmp_path).glob(f"{segment_prefix(tmp_path)}*"))
+    assert remove_leftover_segments(tmp_path) == []
 
 
 async def test_a_change_that_was_not_published_is_refused(ends):

@@ -1,37 +1,43 @@
-"""Which processes a config asks for, and with how many threads."""
+"""The environment of a process that is started, and a real one: gone with everything it started."""
 
-import subprocess
+import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
-from asyncrl.config.load import parse_config
-from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.processes import forked_modules, plan_processes, plan_ranks
-from asyncrl.packing.pack import CostModel, RankPlan
+from asyncrl.control.launch import processes
+
+LEAVE_ONE_BEHIND = """
+import os, subprocess, sys, time
+life = open(sys.argv[1], "w")
+os.set_inheritable(life.fileno(), True)
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], close_fds=False)
+print("up", file=life, flush=True)
+time.sleep(600)
+"""
 
 
-def test_ranks_are_one_process_and_share_rows_by_the_models_size(tmp_path: Path) -> None:
-    config = parse_config({"learner": {"ranks": 2}, "model": {"kind": "scratch", "hidden_size": 64}})
-    assert [item.name for item in plan_processes(config)].count("learner") == 1
-    assert plan_ranks(config) == RankPlan(2, CostModel.of_model(64))
-    assert plan_ranks(RunConfig()) == RankPlan(1)
-    (tmp_path / "config.json").write_text('{"hidden_size": 576}')
-    pretrained = parse_config({"learner": {"ranks": 2}, "model": {"kind": "pretrained", "path": str(tmp_path)}})
-    assert plan_ranks(pretrained).cost == CostModel.of_model(576)
+def spec(folder: Path, *arguments: str, **env: str) -> processes.ProcessSpec:
+    command = (sys.executable, "-c", *arguments)
+    return processes.ProcessSpec("child-0", "generator", 1, command, folder / "logs" / "child-0.log", 2, env)
 
 
-def test_what_computes_on_a_cpu_is_forked():
-    learner, generator = ("asyncrl.learner.worker",), ("asyncrl.generate.worker", "asyncrl.generate.transformers.engine")
-    here = sys.platform == "linux"
-    assert forked_modules(RunConfig()) == ({"learner": learner, "generator": generator} if here else {})
-    assert forked_modules(parse_config({"learner": {"device": "cuda"}})) == ({"generator": generator} if here else {})
-    no_model = {"learner": {"fake_step_s": 0.1}, "generate": {"engine": {"kind": "fake"}}}
-    assert forked_modules(parse_config(no_model)) == {}
+async def test_kill_takes_the_whole_process_group(tmp_path: Path) -> None:
+    """What a process says arrives in a named pipe, and once all that hold it are gone, that is end of file."""
+    fifo = tmp_path / "life"
+    os.mkfifo(fifo)
+    process = await processes.LocalLauncher().start(spec(tmp_path, LEAVE_ONE_BEHIND, str(fifo)))
+    async with asyncio.timeout(20):
+        with await asyncio.to_thread(open, fifo) as pipe:
+            assert await asyncio.to_thread(pipe.readline) == "up\n"
+            process.kill()
+            assert await process.wait() == -signal.SIGKILL
+            assert await asyncio.to_thread(pipe.read) == ""
 
 
-def test_a_rank_without_a_good_config_ends_with_one_line(tmp_path):
-    (tmp_path / "config.toml").write_text("[buffer]\nmax_stalenes = 1\n")
-    command = [sys.executable, "-m", "asyncrl.pipeline", "rank", "1", str(tmp_path), "tcp://127.0.0.1:1"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    (line,) = ended.stderr.strip().splitlines()
-    assert (ended.returncode, "max_stalenes" in line) == (1, True)
+def test_environment_gives_each_process_its_share_of_cores(tmp_path: Path) -> None:
+    base = {"HOME": "/somewhere", "OMP_NUM_THREADS": "64", "GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    environment = processes.child_environment(base, spec(tmp_path, EXTRA="1"))
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "2"
+    assert [environment[name] for name in ("HOME", "EXTRA", "GLIBC_TUNABLES")] == ["/somewhere", "1", base["GLIBC_TUNABLES"]]

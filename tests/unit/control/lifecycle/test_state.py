@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncrl.config.run import SupervisionConfig
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.state import LONGEST_BACKOFF_S, IllegalTransitionError, Lifecycle
+from asyncrl.control.lifecycle.state import LONGEST_BACKOFF_S, Lifecycle
 from asyncrl.schema.status import Phase
 
 PLAN = [ev.ProcessPlan("learner", "learner"), *(ev.ProcessPlan(f"generator-{number}", "generator") for number in range(2))]
@@ -105,21 +103,6 @@ def test_time_in_which_the_controller_stood_still_is_no_silence() -> None:
     assert len(beating(told, 20)) == len(PLAN)
 
 
-@pytest.mark.parametrize("event", [ev.Drained(), ev.EvaluationDone(), ev.Begin(), ev.ProcessReady("nobody")])
-def test_what_cannot_come_is_refused_with_the_recent_story(event: ev.Event) -> None:
-    with pytest.raises(IllegalTransitionError, match=r"recent story:\n.*Begin"):
-        Told().up()(event)
-
-
-def test_user_learns_beforehand_why_a_request_cannot_be_met() -> None:
-    told = Told()
-    told(ev.Begin())
-    assert told.life.refusal(ev.PauseRequested()) == "only a running run can be paused; this one is starting"
-    assert not told.life.refusal(ev.DrainRequested())
-    told(ev.StopRequested("enough"))
-    assert told.life.refusal(ev.DrainRequested()) == "the run is over (stopped: enough)"
-
-
 # -- generators that come and go -------------------------------------------------------------------------------------------
 
 
@@ -140,7 +123,7 @@ def test_one_that_was_to_be_started_again_and_is_not_wanted_leaves_at_once() -> 
     assert told(ev.ProcessUnwanted("generator-1")) == [ev.RetireProcess("generator-1", "generator", 2)]
     told(ev.ProcessExited("generator-1", 0, 2))
     gone = told.life.processes["generator-1"]
-    assert (gone.departures, len(gone.exit_codes)) == (1, 1)
+    assert (gone.state, gone.exit_codes) == ("left", [1])
 
 
 def test_drain_timeout_and_stall_end_badly() -> None:

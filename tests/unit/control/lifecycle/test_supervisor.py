@@ -1,7 +1,6 @@
 """The supervisor over the fake launcher and a virtual clock: what it kills; and the file of who has which pid."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import msgspec
 import pytest
 
 from asyncrl.config.run import SupervisionConfig
-from asyncrl.control.launch.local import ProcessSpec
+from asyncrl.control.launch.processes import ProcessSpec
 from asyncrl.control.lifecycle import events as ev
 from asyncrl.control.lifecycle.state import Lifecycle
-from asyncrl.control.lifecycle.supervisor import PidRecord, PidTable, Supervisor, begin_pids, note_pid, read_pids
+from asyncrl.control.lifecycle.supervisor import PidRecord, Supervisor, begin_pids, note_pid, read_pids
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 from tests.fake_launcher import FakeLauncher
@@ -81,9 +80,9 @@ def test_starts_and_ends_add_up_to_who_lives_and_a_controller_begins_anew(tmp_pa
     ended = [msgspec.structs.replace(record, ended_s=9.0) for record in (LEARNER, GENERATOR)]
     for record in (LEARNER, GENERATOR, ended[0], AGAIN, ended[1]):
         note_pid(tmp_path, record)
-    assert read_pids(tmp_path) == PidTable(os.getpid(), {"learner": AGAIN})
+    assert read_pids(tmp_path) == {"learner": AGAIN}
     with (tmp_path / "pids.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(GENERATOR)[:-3])  # cut short by a crash
-    assert read_pids(tmp_path).processes == {"learner": AGAIN}
+    assert read_pids(tmp_path) == {"learner": AGAIN}
     begin_pids(tmp_path, 2.0)
-    assert read_pids(tmp_path).processes == {}
+    assert read_pids(tmp_path) == {}

@@ -7,7 +7,7 @@ import pytest
 from asyncrl import Run
 from asyncrl.config.load import parse_config
 from asyncrl.control.tools.choices import describe
-from asyncrl.control.tools.inputs import function_faults
+from asyncrl.control.tools.inputs import start_faults
 from asyncrl.errors import ConfigError
 from tests.builders import write_jsonl
 
@@ -33,17 +33,22 @@ def written(folder, text):
     return path
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    (("def task(seed)", "def task()"), r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)"),
-    (("def score(prompt, text)", "def score(text)"), r"reward.functions .* is called with \(prompt, text\) and takes \(text\)"),
-    (("def maths(inputs, config)", "def maths(inputs)"), r"algorithm.advantage .* takes \(inputs\)"),
-    (("print(", "import no_such_package; ("), "cannot be imported: No module named 'no_such_package'"),
-    (("print(", "raise ValueError("), "cannot be imported: ValueError: imported"),
-    (("print(", "import os; os._exit(0) or ("), "ended the process with exit code 0 and no answer: it said nothing"),
+@pytest.mark.parametrize(("wrong", "messages"), [
+    (
+        {"def task(seed)": "def task()", "def score(prompt, text)": "def score(text)", "maths(inputs, config)": "maths(x)"},
+        (r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)",
+         r"reward.functions .* is called with \(prompt, text\) and takes \(text\)", r"algorithm.advantage .* takes \(x\)"),
+    ),
+    ({"print(": "import no_such_package; ("}, ["cannot be imported: No module named 'no_such_package'"]),
+    ({"print(": "import os; os._exit(0) or ("}, ["ended the process with exit code 0 and no answer: it said nothing"]),
 ])  # fmt: skip
-def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, message):
-    config = config_of(written(tmp_path, GOOD.replace(*wrong)))
-    assert re.search(message, "\n".join(describe(config)[1]))
+def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, messages):
+    text = GOOD
+    for good, bad in wrong.items():
+        text = text.replace(good, bad)
+    faults = "\n".join(describe(config_of(written(tmp_path, text)))[1])
+    for message in messages:
+        assert re.search(message, faults)
 
 
 async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_names_it(tmp_path):
@@ -54,22 +59,14 @@ async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_na
             pass
     assert not (tmp_path / "early").exists()
     assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.path", "task.held_out_path"]
-    (tmp_path / "train.jsonl").write_text("")
-    assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.held_out_path"]
 
 
 def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
     launch = {"kind": "ray", "environment": {"working_dir": "elsewhere"}}
-    assert function_faults(config_of("not_here.py", launch=launch)) == []
-    fields = ("task.path", "reward.functions", "algorithm.advantage", "algorithm.loss", "algorithm.corrections")
-    expected = [f"{field} 'not_here.py:{{}}': there is no file not_here.py" for field in fields]
-    names = ("task", "score", "maths", "maths", "maths")
-    found = function_faults(config_of("not_here.py", launch={"kind": "ray"}))
-    assert found == [said.format(name) for said, name in zip(expected, names, strict=True)]
-
-
-def faults_of(**raw):
-    return describe(parse_config(raw))[1]
+    assert start_faults(config_of("not_here.py", launch=launch)) == []
+    fields = ["task.path", "reward.functions", "algorithm.advantage", "algorithm.loss", "algorithm.corrections"]
+    found = start_faults(config_of("not_here.py", launch={"kind": "ray"}))
+    assert [fault.partition(" ")[0] for fault in found] == fields
 
 
 def lines(path, count, prompt="1+1="):
@@ -80,31 +77,28 @@ def lines(path, count, prompt="1+1="):
 def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     task = lines(tmp_path / "d.jsonl", 30, prompt="x" * 20) | {"held_out": 10}
     generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
-    (fault,) = faults_of(task=task, generate=generate)
+    (fault,) = describe(parse_config({"task": task, "generate": generate}))[1]
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
 
 
 @pytest.mark.parametrize(("files", "said"), [
-    (None, "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json"),
+    ([], "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json"),
 ])  # fmt: skip
-def test_a_dry_run_looks_into_the_model_s_folder(tmp_path, files, said):
-    folder = tmp_path / "m"
-    for name in files or []:
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_text("{}")
-    fault, *others = faults_of(model={"kind": "pretrained", "path": str(folder)})
-    assert said in fault
-    assert ["config.json has no 'hidden_size'" in other for other in others] == [True] * (files == ["config.json"])
-
-
-def test_a_dry_run_finds_folders_that_cannot_be_written(tmp_path):
+def test_folders_that_are_not_there_or_cannot_be_written_and_files_that_a_model_lacks_are_named(tmp_path, files, said):
+    for name in files:
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / name).write_text("{}")
     (tmp_path / "file").write_text("")
-    (fault,) = faults_of(folder=str(tmp_path / "file" / "runs"))
-    assert fault == f"folder: {tmp_path / 'file'} is no folder that can be written"
+    model = {"kind": "pretrained", "path": str(tmp_path / "m")}
+    wrong, unwritten = start_faults(parse_config({"model": model, "folder": str(tmp_path / "file" / "runs")}))
+    assert said in wrong
+    assert unwritten == f"folder: {tmp_path / 'file'} is no folder that can be written"
 
 
-def test_a_dry_run_names_devices_that_are_not_here_and_says_where_held_out_prompts_are_few(tmp_path):
-    task = lines(tmp_path / "d.jsonl", 30) | {"held_out": 10}
-    text, faults = describe(parse_config({"task": task, "learner": {"device": "cuda:99"}, "eval": {"num_prompts": 11}}))
-    assert [fault.partition(" cannot be used here: ")[0] for fault in faults] == ["learner.device 'cuda:99'"]
-    assert "10  (eval.num_prompts asks for 11: all of them are taken)" in text
+def test_a_phase_without_room_is_said_beside_what_is_wrong_with_folders(tmp_path):
+    (tmp_path / "file").write_text("")
+    placement = {"kind": "colocated", "device_memory_gib": 1e-6}
+    wrong = {"folder": str(tmp_path / "file" / "runs"), "placement": placement, "buffer": {"max_staleness": 1}}
+    unwritten, no_room = start_faults(parse_config(wrong))
+    assert unwritten.startswith("folder: ")
+    assert "does not fit the device" in no_room

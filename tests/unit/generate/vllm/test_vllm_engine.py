@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.vllm.backend import Piece
+from asyncrl.generate.engine import Piece
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
 from tests.contract.engine_cases import collect, make_model, make_request, tensors_of
@@ -17,7 +17,7 @@ TENSORS = tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1))
 class Scripted:
     """A backend that is told what it generates and notes what it is told."""
 
-    shared_folder = why_no_sleep = load_hint = fault = ""
+    shared_folder = load_hint = fault = ""
     num_slots, block_tokens = 2, 0
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Scripted:
         self.told: list[object] = []
         self.pieces: dict[str, asyncio.Queue] = {}
         self.replies = [LoadReply()]
-        self.label, self.fails_to_sleep = "", False
+        self.label = ""
 
     async def start(self, folder, on_room, on_death) -> None:
         self.on_death = on_death
@@ -53,13 +53,11 @@ class Scripted:
     async def score(self, token_ids, salt):
         return [-1.0] * (len(token_ids) - 1)
 
-    async def sleep(self, level) -> None:
-        if self.fails_to_sleep:
-            raise GenerationError("no room in host memory")
-        self.told.append(f"sleep {level}")
+    async def sleep(self) -> None:
+        self.told.append("sleep")
 
-    async def wake_up(self, tag="") -> None:
-        self.told.append(f"wake {tag or 'all'}")
+    async def wake_up(self, tag) -> None:
+        self.told.append(f"wake {tag}")
 
     async def resume(self) -> None:
         self.told.append("resume")
@@ -138,10 +136,10 @@ async def test_after_a_load_that_failed_nothing_is_sampled_until_another_succeed
     assert await engine.score([2, 3, 4]) == [-1.0, -1.0]
 
 
-async def test_sleeping_and_waking_twice_are_as_once_and_deeper_is_deeper(engine) -> None:
+async def test_sleeping_and_waking_twice_are_as_once(engine) -> None:
     await engine.wake()
-    for level in (1, 1, 2, 1):
-        await engine.sleep(level)
+    await engine.sleep()
+    await engine.sleep()
     for order in (engine.score([2, 3]), engine.load_weights(1, TENSORS, "keep")):
         with pytest.raises(GenerationError, match="asleep; wake it first"):
             await order
@@ -150,17 +148,6 @@ async def test_sleeping_and_waking_twice_are_as_once_and_deeper_is_deeper(engine
     with pytest.raises(GenerationError, match="of no version"):
         await engine.score([2, 3])
     await engine.load_weights(1, TENSORS, "keep")
-    assert engine.backend.told == [
-        *("pause and clear", "sleep 1", "pause and clear", "wake all", "sleep 2", "wake weights"),
-        *("pause", "load", "wake kv_cache"),
-    ], "vLLM goes on with the last of its memory: by then the weights have come"
-
-
-async def test_an_engine_that_could_not_fall_asleep_goes_on_and_one_that_never_can_says_why(engine) -> None:
-    engine.backend.fails_to_sleep = True
-    with pytest.raises(GenerationError, match="no room"):
-        await engine.sleep(1)
-    assert engine.backend.told == ["pause and clear", "resume"]
-    engine.backend.why_no_sleep = "the engine cannot sleep"
-    with pytest.raises(GenerationError, match="cannot sleep"):
-        await engine.sleep(1)
+    assert engine.backend.told == ["pause and clear", "sleep", "wake weights", "pause", "load", "wake kv_cache"], (
+        "vLLM goes on with the last of its memory: by then the weights have come"
+    )

@@ -47,7 +47,7 @@ class StubServer:
     @web.middleware
     async def _gate(self, request: web.Request, handler):
         self.calls.append(request.path_qs)
-        is_guarded = self.key and request.path.startswith(("/v1", "/inference"))
+        is_guarded = self.key and request.path.startswith(("/v1", "/inference", "/metrics"))
         if is_guarded and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)
@@ -177,13 +177,17 @@ async def test_a_lost_server_ends_every_stream_and_every_later_call_with_its_url
             await engine.load_weights(1, {}, "keep")
 
 
-@pytest.mark.parametrize(("change", "expected"), [("started_s", "was restarted"), ("healthy_after", "its engine is dead")])
-async def test_a_server_that_was_restarted_or_whose_engine_died_is_noticed(stub, folder, change, expected) -> None:
+@pytest.mark.parametrize(("change", "value", "expected"), [
+    ("started_s", 2e9, "was restarted"),
+    ("healthy_after", 60, "its engine is dead"),
+    ("key", "another", "answered 401: .*Unauthorized"),
+])  # fmt: skip
+async def test_a_server_that_was_restarted_or_died_or_refuses_us_is_noticed(stub, folder, change, value, expected) -> None:
     clock = VirtualClock()
     async with running(stub, folder, clock) as engine:
         stream = engine.submit(make_request("a"))
         await stub.begun.wait()
-        setattr(stub, change, getattr(stub, change) + 60)
+        setattr(stub, change, value)
         with pytest.raises(EngineDied, match=expected):  # noqa: PT012
             async with asyncio.timeout(30):
                 while engine.num_slots:

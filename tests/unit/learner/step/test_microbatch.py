@@ -2,7 +2,6 @@
 
 import copy
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from asyncrl.config import algorithm as kinds
 from asyncrl.config.learner import LearnerConfig
-from asyncrl.errors import LearnerError
 from asyncrl.learner.model.policy import made_ready, run_row
 from asyncrl.learner.step.microbatch import Division, prepare
 from asyncrl.learner.step.train_step import train_step
@@ -52,14 +50,6 @@ def test_an_update_never_holds_only_groups_that_are_masked(kit):
     prepared = prepare(kit.batch(samples, 30), Division(minibatches=2))
     assert prepared.update_of_sample.tolist() == [-1, -1, -1, -1, 0, 0, 1, 1]
     assert all(update for update in prepared.updates)
-
-
-def test_a_trained_prompt_token_is_refused(kit):
-    batch = kit.batch(kit.samples(groups=1, group_size=1))
-    row = batch.rows[0]
-    masked = msgspec.structs.replace(row, loss_mask=bytes([0, 1, *row.loss_mask[2:]]))
-    with pytest.raises(LearnerError, match=r"g0\.0: token 1 is to be trained, and is part of the prompt"):
-        prepare(msgspec.structs.replace(batch, rows=(masked,)))
 
 
 def plain_logprobs(kit, model, samples):
@@ -133,16 +123,6 @@ def with_common_prefix(samples, num_tokens):
     """The same, each prompt after so many tokens that are alike."""
     prefix = np.arange(num_tokens) % 19 + 2
     return [sample | {"prompt": np.concatenate([prefix, sample["prompt"]])} for sample in samples]
-
-
-@pytest.mark.parametrize(("common", "times"), [(16, 1), (15, 3)])
-def test_what_all_prompts_of_a_row_begin_with_is_computed_once_where_that_is_16_tokens(kit, common, times):
-    samples = with_common_prefix(kit.samples(groups=3, group_size=2, prompt=(6, 7), response=(3, 4)), common)
-    for number, sample in enumerate(samples):
-        sample["mask"][:] = 1
-        sample["prompt"][common] = 2 + number // 2
-    (row,) = prepare(kit.batch(samples)).rows
-    assert len(row.input_ids) == times * common + 3 * (6 + 2 * 2)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

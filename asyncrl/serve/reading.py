@@ -1,7 +1,8 @@
-"""What is sent piece by piece: rows that come while somebody reads (server-sent events with numbers, or JSON lines), files, tars.
+"""What is read from files of runs for an answer: rows as they come, files, tars, newest metrics, runs beside each other.
 
-Rows come from files and from the database, never from a run's controller: readers cost a run nothing, however many and however
-slow they are. A reader that is too slow is held back by its own connection.
+Rows are sent as server-sent events with numbers, or as JSON lines. They come from files and from the database, never from a run's
+controller: readers cost a run nothing, however many and however slow they are. A reader that is too slow is held back by its own
+connection.
 """
 
 from __future__ import annotations
@@ -11,18 +12,32 @@ import contextlib
 import hashlib
 import os
 import tarfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from asyncrl.observe.steps import AT_ONCE_BYTES
+from asyncrl.config.load import load_config
+from asyncrl.observe.sinks import MetricsRow, label_text, render_prometheus
+from asyncrl.observe.steps import MOST_READ_BYTES, read_steps
 from asyncrl.serve.guard import ForbiddenError
-from asyncrl.serve.records import PRIVATE
+from asyncrl.serve.records import PRIVATE, Records
 
+T = TypeVar("T", bound=msgspec.Struct)
+MOST_SERIES = 300
+"""Metrics of one run in /metrics, by name; how many more there are is a metric too."""
+MOST_LINE_BYTES = 1 << 20
+"""The end of a file, in which its newest line is looked for."""
+OWN_METRICS = {
+    "version": "the run's policy version",
+    "serve_metrics_left_out": "metrics of the run that are not here, as they are too many",
+}
+"""What the daemon says of each live run beside its metrics, and what it means."""
+LAST_STEPS = 50
+"""Over which reward and staleness are compared."""
 LOOK_S = 0.5
 """Between looks for new rows."""
 BEAT_S = 15.0
@@ -40,20 +55,22 @@ def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN40
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def last_event_id(request: web.Request) -> int:
-    """Return behind which number a reader goes on: `Last-Event-ID`, or `?after=`; -1 for all.
+def whole_number(given: str, name: str, default: int = 0) -> int:
+    """Return a whole number of a query or header; `default` where it is left out, or given.
 
     Raises:
-        ForbiddenError: It is no number.
+        ForbiddenError: It is none, or not from 0 to 2^63 - 1.
     """
-    given = request.headers.get("Last-Event-ID") or request.query.get("after") or "-1"
-    try:
-        number = int(given)
-    except ValueError as error:
-        raise ForbiddenError(400, f"Last-Event-ID (or after) must be a whole number, got {given[:40]!r}") from error
-    if not -1 <= number < 1 << 63:
-        raise ForbiddenError(400, f"Last-Event-ID (or after) must be from 0 to {(1 << 63) - 1}, got {number}")
-    return number
+    if given in {"", str(default)}:
+        return default
+    if not (given.isascii() and given.isdecimal() and len(given) <= 19 and int(given) < 1 << 63):
+        raise ForbiddenError(400, f"{name} must be a whole number from 0 to {(1 << 63) - 1}, got {given[:40]!r}")
+    return int(given)
+
+
+def last_event_id(request: web.Request) -> int:
+    """Return behind which number a reader goes on: `Last-Event-ID`, or `?after=`; -1 for all."""
+    return whole_number(request.headers.get("Last-Event-ID") or request.query.get("after", ""), "Last-Event-ID (or after)", -1)
 
 
 async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) -> web.StreamResponse:
@@ -79,7 +96,7 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
             elif as_events and silent_s >= BEAT_S:
                 await response.write(b": still here\n\n")
                 silent_s = 0.0
-            if not over and sum(len(line) for _, _, line in found) < AT_ONCE_BYTES:  # else more may be there
+            if not over and sum(len(line) for _, _, line in found) < MOST_READ_BYTES // 4:  # else more may be there
                 await asyncio.sleep(LOOK_S)
                 silent_s += LOOK_S
         await response.write_eof()
@@ -171,3 +188,79 @@ class _File(web.FileResponse):
                     whole.popall("Range", None)
                     request = request.clone(headers=whole)
         return await super().prepare(request)
+
+
+# -- several runs at once ----------------------------------------------------------------------------------------------
+
+
+class StepSeen(msgspec.Struct, frozen=True):
+    """What the list of runs shows of a run's newest step; see `StepReport`."""
+
+    step: int
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+    learner_idle: float
+    generators_idle: float
+
+
+def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
+    """Return the newest metrics of every live run, and counts of the daemon: runs by state, requests by status (`answered`)."""
+    runs = list(records.runs.values())
+    states = {state: sum(run.state == state for run in runs) for state in ("queued", "starting", "live", "ended")}
+    lines = ["# HELP asyncrl_serve_runs runs of the daemon by state", "# TYPE asyncrl_serve_runs gauge"]
+    lines += [f'asyncrl_serve_runs{{state="{name}"}} {n}' for name, n in states.items()]
+    lines += ["# HELP asyncrl_serve_requests_total requests that the daemon has answered, by status"]
+    lines += ["# TYPE asyncrl_serve_requests_total counter"]
+    lines += [f'asyncrl_serve_requests_total{{status="{status}"}} {n}' for status, n in sorted(answered.items())]
+    newest: dict[str, dict[str, float]] = {}
+    for run in runs:
+        if run.state == "live":
+            row = newest_row(records.run_folder(run.id) / "metrics.jsonl", MetricsRow)
+            values = sorted(row.metrics.items()) if row else []
+            own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
+            newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
+    return "\n".join(lines) + "\n" + render_prometheus(newest, OWN_METRICS)
+
+
+def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return results of runs, and those settings in which they differ."""
+    rows = list[dict[str, Any]]()
+    for record, folder in ((records.runs[name], records.run_folder(name)) for name in names):
+        steps = read_steps(folder)
+        last, span_s = steps[-LAST_STEPS:], steps[-1].time_s - steps[0].time_s if len(steps) > 1 else 0.0
+        rows.append({
+            "run": record.id,
+            "outcome": record.outcome or record.state,
+            "version": record.version,
+            "accuracy_before": record.accuracy_before,
+            "accuracy_after": record.accuracy_after,
+            "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
+            "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
+            "steps_per_s": (len(steps) - 1) / span_s if span_s else None,
+            "config": _flat(msgspec.to_builtins(load_config(records.config_file(record.id)))),
+        })  # fmt: skip
+    keys = {key for row in rows for key in row["config"]}
+    same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
+    return [{**row, "config": {key: value for key, value in row["config"].items() if key not in same}} for row in rows]
+
+
+def newest_row(path: Path, kind: type[T]) -> T | None:
+    """Return the last row of a file of JSON lines; None: there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_LINE_BYTES))
+        end = file.read()
+    while end:
+        end, _, line = end.rpartition(b"\n")
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(line, type=kind)
+    return None
+
+
+def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found

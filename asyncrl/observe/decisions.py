@@ -1,18 +1,22 @@
-"""RUN/record/decisions-NNNN.bin: what entered the machines in one life of the controller, and what they said to it.
+"""Every event of the pure state machines of a run (buffer, lifecycle, phases, scaling): where it enters, and how it is recorded.
 
-The file is a row of chunks, each with its length before it. The first holds the `Beginning`; every further one the events up to
-the end of one optimizer step, compressed. Each carries a hash over itself and the hash before. So a file that was cut off holds
-up to its last whole chunk, and one that was changed says from where on.
+Invariant: a machine changes by `handle` alone. So what went in, in order and with its time, gives the same instructions again in
+another process.
+
+RUN/record/decisions-NNNN.bin holds what entered the machines in one life of the controller, and what they said to it. The file
+is a row of chunks, each with its length before it. The first holds the `Beginning`; every further one the events up to the end
+of one optimizer step, compressed. Each carries a hash over itself and the hash before. So a file that was cut off holds up to its
+last whole chunk, and one that was changed says from where on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import zstandard
@@ -31,6 +35,46 @@ MOST_CHUNK_BYTES = 1 << 30
 LENGTH_BYTES = 4
 Entry = tuple[str, float, msgspec.Raw, msgspec.Raw]
 """Machine, clock seconds, event, and its instructions or the error."""
+Event = TypeVar("Event")
+Instruction = TypeVar("Instruction")
+Watch = Callable[[str, Any, float, "Sequence[Any] | str"], None]
+"""(machine, event, now, instructions); in place of instructions the error, where the event could not come."""
+
+
+class Value(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An event or an instruction; in a recording a row of its name and its fields."""
+
+
+class Machine(Generic[Event, Instruction]):
+    """A pure state machine."""
+
+    name: ClassVar[str]
+    """In recordings."""
+    watchers: tuple[Watch, ...] = ()
+    """Told of every event, once it is decided."""
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take one event in and return what is to be done about it, in order.
+
+        Args:
+            event: What happened.
+            now: Clock seconds; never less than at the call before.
+
+        Raises:
+            AssertionError: The event cannot follow what happened before: a bug of the caller.
+        """
+        try:
+            instructions = self._decide(event, now)
+        except AssertionError as error:
+            for watch in self.watchers:
+                watch(self.name, event, now, str(error))
+            raise
+        for watch in self.watchers:
+            watch(self.name, event, now, instructions)
+        return instructions
+
+    def _decide(self, event: Event, now: float, /) -> list[Instruction]:
+        raise NotImplementedError
 
 
 class Beginning(msgspec.Struct, frozen=True):

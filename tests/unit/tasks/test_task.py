@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.tasks.sampler import permuted
+from asyncrl.tasks.task import permuted
 
 
 @given(size=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))

@@ -1,0 +1,338 @@
+"""What each process must have resident, and whether a shared device has room for it, checked before anything is started.
+
+First-order sums from the config and folders' headers: of weights, state, gradients, activations and logits of a row, KV cache,
+reference and reward models with a batch of theirs. Nothing is opened but config.json and the headers of safetensors files. What a
+generator needs for a forward is in no sum.
+
+Every phase of a shared device must fit its budget. With `placement.kind = "async_hybrid"` the same sums are divided by shares:
+training state with the activations of a row, models of inference workers on the same device, weights and the least KV cache that
+works are added up, and refused with the sum where they do not fit. Of a budget of B bytes vLLM's KV cache in each of n generators
+is s B / n - weights (without a budget it gets s / n of the GPU), with s = `placement.generation_share`; the transformers engine's
+is fixed by its slots, and on a GPU torch's allocator is held to s B / n. The share of time is in limits.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from math import ceil, floor, prod
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.config.learner import ModelConfig, ScratchModel
+from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of
+from asyncrl.config.run import RunConfig
+from asyncrl.control.placement.limits import core_quota, most_generators, on_gpu, own_cores, shares_device, usable_cores
+from asyncrl.errors import ConfigError
+from asyncrl.models.memory import BYTES, ModelShape, Part, forward_row, shape_of_json, trained_parts, training_row
+from asyncrl.models.number_format import ask_driver
+from asyncrl.residency.plan import GIB, check_phases
+from asyncrl.schema.control import Phase
+
+JUDGING_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
+CHARACTER_VOCABULARY = 64
+"""Upper bound for the character tokenizers of scratch models."""
+
+
+def policy_shape(model: ModelConfig) -> ModelShape:
+    """Return the policy's shape.
+
+    Raises:
+        ConfigError: A pretrained model's folder has no readable config.json.
+    """
+    if isinstance(model, ScratchModel):
+        heads, head_size = model.num_heads, model.hidden_size // model.num_heads
+        return ModelShape(
+            model.hidden_size, model.num_layers, heads, model.num_kv_heads or heads, head_size,
+            model.intermediate_size or 4 * model.hidden_size, CHARACTER_VOCABULARY, model.tie_embeddings,
+        )  # fmt: skip
+    return _shape_in(model.path, "model.path")
+
+
+def training_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it trains: weights, state, gradients, one row in the making."""
+    sizes, learner = dict[str, int](), config.learner
+    gradients = 0
+    for model, parts in learner_parts(config).items():
+        if model != "reference":
+            gradients += _on_device(parts, "gradients")
+            state = _on_device(parts, "masters") + _on_device(parts, "moments")
+            sizes |= {model: _on_device(parts, "weights"), f"{model} optimizer": state}
+    whole = {**sizes, "gradients": gradients}
+    longest = config.samples_per_step * config.generate.engine.max_sequence_tokens
+    row = training_row(
+        policy_shape(config.model), min(config.packing.tokens_per_row, longest), BYTES[learner.dtype],
+        checkpointing=learner.gradient_checkpointing,
+        chunk_tokens=learner.logprob_chunk_tokens if learner.logprobs == "chunked" else 0,
+    )  # fmt: skip
+    return {name: size // learner.ranks for name, size in whole.items()} | {name: int(size) for name, size in row.items()}
+
+
+def reference_sizes(config: RunConfig) -> dict[str, int]:
+    """Return what one rank of the learner has on its device while it reads a reference of its own; nothing where it has none."""
+    weights = _on_device(learner_parts(config).get("reference", ()), "weights")
+    if not weights:
+        return {}
+    learner = config.learner
+    row = forward_row(_reference_shape(config), config.packing.tokens_per_row, BYTES[learner.dtype], learner.logprob_chunk_tokens)
+    return {"reference": weights // learner.ranks, "activations of a forward": int(row)}
+
+
+def _on_device(parts: Iterable[Part], word: str) -> int:
+    return sum(part.num_bytes for part in parts if part.place == "device" and word in part.name)
+
+
+def _reference_shape(config: RunConfig) -> ModelShape:
+    path = config.algorithm.reference.path
+    return _shape_in(path, "algorithm.reference.path") if path else policy_shape(config.model)
+
+
+def judging_forward_bytes(config: RunConfig) -> int:
+    """Return what an inference worker needs for one batch, by the largest of its models: they judge one after the other."""
+    inference = config.inference
+    longest = config.most_samples_in_flight * config.generate.engine.max_sequence_tokens
+    tokens = min(inference.tokens_per_batch, longest)
+    sizes = [
+        forward_row(_shape_in(model.path, "inference.reward_models.path"), tokens, BYTES[model.dtype], 0)
+        for model in inference.reward_models
+    ]
+    if config.has_reference_worker:
+        sizes.append(forward_row(_reference_shape(config), tokens, BYTES[inference.dtype], min(tokens, JUDGING_CHUNK_TOKENS)))
+    return int(max(sizes, default=0))
+
+
+def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
+    """Return what the learner's ranks hold together, by model: policy, critic, reference."""
+    learner, algorithm, shape = config.learner, config.algorithm, policy_shape(config.model)
+    adapters = shape.adapter_parameters(learner.lora)
+    trained, frozen = (adapters, shape.parameters) if learner.lora is not None else (shape.parameters, 0)
+    parts = {"policy": trained_parts(trained, frozen, learner)}
+    critic, reference = algorithm.critic, algorithm.reference
+    if critic is not None and critic.kind == "head":
+        parts["critic"] = trained_parts(shape.hidden + 1, 0, replace(learner, dtype="float32"))
+    elif critic is not None:
+        body = stored_elements(critic.path, "algorithm.critic.path") if critic.path else shape.body_parameters
+        parts["critic"] = trained_parts(body + shape.hidden + 1, 0, learner)
+    if algorithm.needs_reference and reference.where == "learner":
+        parts["reference"] = (Part("policy without its adapters", 0),)
+        if reference.path or learner.lora is None:
+            parts["reference"] = (Part(f"{learner.dtype} weights", _reference_elements(config) * BYTES[learner.dtype]),)
+    return parts
+
+
+def generator_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each generator holds; nothing where its engine has no model, or has it on a server elsewhere."""
+    engine, shape = config.generate.engine, policy_shape(config.model)
+    if not isinstance(engine, TransformersEngineConfig | VLLMEngineConfig):
+        return ()
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
+    if isinstance(engine, TransformersEngineConfig):
+        return Part("weights", weights), Part("KV cache", shape.cached_values * engine.max_sequence_tokens * engine.slots * held)
+    # On a GPU the KV cache is what room there is, unless the config says how much.
+    rest_of_gpu = "" if engine.kv_cache_gib else f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
+    whole = Part("weights", weights * engine.data_parallel)
+    if engine.device == "cuda" and rest_of_gpu:
+        return whole, Part(f"KV cache: {rest_of_gpu}", 0)
+    where = "" if engine.device == "cpu" or not rest_of_gpu else f" on a CPU, on a GPU {rest_of_gpu}"
+    cache = int((engine.kv_cache_gib or 1.0) * GIB) * engine.tensor_parallel * engine.data_parallel
+    return whole, Part(f"KV cache{where}", cache)
+
+
+def inference_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what each inference worker holds, a part a model; nothing where there is none."""
+    parts = [
+        Part(model.name, stored_elements(model.path, "inference.reward_models.path") * BYTES[model.dtype])
+        for model in config.inference.reward_models
+    ]
+    if config.has_reference_worker:
+        parts.append(Part("reference", _reference_elements(config) * BYTES[config.inference.dtype]))
+    return tuple(parts)
+
+
+def version_bytes(config: RunConfig) -> int:
+    """Return the bytes of one weight version: of the adapters alone under LoRA."""
+    shape, dtype = policy_shape(config.model), config.broadcast.dtype
+    sent = shape.parameters if config.learner.lora is None else shape.adapter_parameters(config.learner.lora)
+    return sent * BYTES[config.learner.dtype if dtype == "model" else dtype]
+
+
+def number_of_model(folder: str, field: str) -> int:
+    """Return a number that a model's config.json says, of its text model where that has one of its own; 0: it does not say."""
+    try:
+        model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return int(model.get(field) or model.get("text_config", {}).get(field) or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+
+
+def stored_elements(path: str, field: str) -> int:
+    """Return how many numbers the safetensors files of a folder hold, from their headers.
+
+    Raises:
+        ConfigError: There are none, or one is no safetensors file; `field` is whose path it is.
+    """
+    files = list(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{field} {path!r} has no *.safetensors")
+    number = 0
+    try:
+        for file in files:
+            with file.open("rb") as stream:
+                header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            number += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{field} {path!r} has a *.safetensors that cannot be read ({error})") from error
+    return number
+
+
+def _reference_elements(config: RunConfig) -> int:
+    path = config.algorithm.reference.path
+    return stored_elements(path, "algorithm.reference.path") if path else policy_shape(config.model).parameters
+
+
+def _shape_in(path: str, field: str) -> ModelShape:
+    try:
+        content: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{field} {path!r} has no readable config.json ({error}); `asyncrl model import` makes such a folder"
+        ) from error
+    return shape_of_json(content, f"{field} {path!r}: config.json")
+
+
+# -- whether it fits ---------------------------------------------------------------------------------------------------
+
+
+def with_own_memory(config: RunConfig) -> RunConfig:
+    """Return the config as a generator beside training reads it: vLLM's memory bounded by the share."""
+    engine = config.generate.engine
+    if not shares_device(config) or not isinstance(engine, VLLMEngineConfig):
+        return config
+    share = config.placement.generation_share / most_generators(config)
+    budget_bytes = int(config.placement.device_memory_gib * GIB)
+    if budget_bytes:
+        room_gib = (share * budget_bytes - _weights_bytes(config)) / GIB
+        engine = replace(engine, kv_cache_gib=min(engine.kv_cache_gib or room_gib, room_gib))
+    elif on_gpu(config):
+        engine = replace(engine, gpu_memory_share=min(engine.gpu_memory_share, share))
+    return replace(config, generate=replace(config.generate, engine=engine))
+
+
+def memory_bounds(config: RunConfig) -> tuple[float, float, int]:
+    """Return the shares of the budget that a generator and the learner are held to, and the budget in bytes; 0: the whole GPU."""
+    share, budget_bytes = config.placement.generation_share, int(config.placement.device_memory_gib * GIB)
+    return (share / most_generators(config), 1 - share, budget_bytes) if shares_device(config) else (1.0, 1.0, 0)
+
+
+def check_shares(config: RunConfig) -> None:
+    """Refuse shares that cannot be, with the sum. Where nobody knows the device's memory nothing is added up.
+
+    Raises:
+        ConfigError: No whole core, or training and the least that generation needs do not fit beside each other.
+    """
+    if not shares_device(config):
+        return
+    if not on_gpu(config):
+        own_cores(config.placement.generation_share, usable_cores(), core_quota())
+    budget_bytes = int(config.placement.device_memory_gib * GIB) or gpu_memory_bytes(config)
+    if not budget_bytes:
+        return
+    share, number, beside = config.placement.generation_share, most_generators(config), _training_parts(config)
+    training, generation = sum(beside.values()), number * sum(part.num_bytes for part in least_parts(config))
+    parts = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in least_parts(config)) or "no model"
+    sums = (
+        f"  training state                {_gib(training)} of {_gib((1 - share) * budget_bytes)} "
+        f"((1 - {share:g}) x {_gib(budget_bytes)}): {', '.join(f'{name} {_gib(size)}' for name, size in beside.items())}\n"
+        f"  generation, at least          {_gib(generation)} of {_gib(share * budget_bytes)} ({share:g} x {_gib(budget_bytes)}): "
+        f"{number} x ({parts})"
+    )
+    if training + generation > budget_bytes:
+        raise ConfigError(
+            f"placement: training and generation do not fit the device beside each other:\n{sums}\n  set "
+            f"placement.device_memory_gib to at least {_gib(training + generation)} if the device has it; fewer "
+            "generate.num_workers or slots; learner.optimizer = 'adamw_8bit' or offload_optimizer; or "
+            "placement.kind = 'colocated', where they take turns"
+        )
+    least, most = ceil(100 * generation / budget_bytes) / 100, floor(100 * (1 - training / budget_bytes)) / 100
+    if not least <= share <= most:
+        asked = f"between {least:.2f} and {most:.2f}" if least <= most else f"near {least:.2f}, and the budget a little larger"
+        raise ConfigError(f"placement.generation_share {share:g} does not divide the device's memory:\n{sums}\n  set it {asked}")
+
+
+def check_phase_room(config: RunConfig) -> None:
+    """Refuse a device on which some phase has no room: one that phases share, or a learner's own with a budget.
+
+    Without `placement.device_memory_gib` the budget of a shared device is all that the GPU has; on a CPU there is none then, and
+    nothing is refused.
+
+    Raises:
+        ConfigError: With the sum that is too large, and what makes it smaller.
+    """
+    placement, is_builtin = config.placement, config.learner.kind == "builtin"
+    budget_bytes = int(placement.device_memory_gib * GIB) or (gpu_memory_bytes(config) if placement.takes_turns else 0)
+    if not budget_bytes or shares_device(config):
+        return
+    trained = training_sizes(config) if is_builtin else {}  # outside code has what it has
+    stays = {"policy": trained["policy"]} if placement.kind == "hybrid" else {}
+    sums: list[tuple[Phase, dict[str, int]]] = [("train", trained)]
+    if placement.takes_turns:  # in hybrid the generators' weights are the policy
+        held = {
+            "KV cache" if part.name.startswith("KV") else "engine weights": part.num_bytes * most_generators(config)
+            for part in generator_parts(config)
+            if part.name.startswith("KV") or placement.kind != "hybrid"
+        }
+        sums.insert(0, ("rollout", stays | held))
+    if is_builtin and (reference := reference_sizes(config)):
+        sums.append(("inference", stays | reference))
+    if inference_takes_turns(config):
+        named = {
+            part.name if part.name == "reference" else f"reward {part.name}": part.num_bytes for part in inference_parts(config)
+        }
+        judges = named | {"activations of a batch": judging_forward_bytes(config)}
+        sums.append(("inference", stays | {name: size * config.inference.num_workers for name, size in judges.items()}))
+    check_phases(sums, budget_bytes)
+
+
+def least_parts(config: RunConfig) -> tuple[Part, ...]:
+    """Return what one generator cannot do without: weights, and the KV cache of all its slots, with vLLM of one sample."""
+    engine, shape = config.generate.engine, policy_shape(config.model)
+    if not isinstance(engine, VLLMEngineConfig):
+        return generator_parts(config)
+    held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
+    one = shape.cached_values * engine.max_sequence_tokens * held
+    return Part("weights", _weights_bytes(config)), Part("KV cache of one sample", one)
+
+
+def gpu_memory_bytes(config: RunConfig) -> int:
+    """Return the memory of the learner's GPU as its driver says; 0 where there is none, or nobody says."""
+    gpu = places_of(config).learner_gpu
+    told = "" if gpu is None else ask_driver("memory.total", gpu)
+    return int(told) << 20 if told.isdigit() else 0
+
+
+def _training_parts(config: RunConfig) -> dict[str, int]:
+    """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
+    if config.learner.kind != "builtin":
+        return {}
+    sizes, reference = training_sizes(config), reference_sizes(config)
+    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/train_state.py)
+        sizes |= {name: size for name, size in reference.items() if name == "reference"}
+    elif sum(reference.values()) > sum(sizes.values()):
+        sizes = reference
+    if inference_shares_device(config):
+        judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
+        sizes["inference workers"] = judge * config.inference.num_workers
+    return sizes
+
+
+def _weights_bytes(config: RunConfig) -> int:
+    return next((part.num_bytes for part in generator_parts(config) if part.name == "weights"), 0)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3f} GiB"

@@ -4,6 +4,7 @@ What differs on a GPU is the name of the backend and where the buffers lie (test
 """
 
 import signal
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -100,6 +101,19 @@ def test_a_late_joiner_gets_the_version_that_was_sent_already_and_the_next_one_w
     late.tell(Receive(first))
     expect(late, 1)
     receive(members, learner.publish(2))
+
+
+def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner, members):
+    held = learner.publish(1)
+    members[0].tell(Receive(held, hold_after=1))
+    assert members[0].hear(Received).is_held
+    assert learner.writer.busy_slots() == {1}
+    started_s = time.monotonic()
+    newest = learner.publish(2)
+    assert time.monotonic() - started_s < TIMEOUT_S
+    members[0].tell(None)
+    expect(members[0], 1)
+    receive(members, newest)
 
 
 def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(members):

@@ -160,6 +160,14 @@ async def test_a_server_that_answers_no_start_or_no_kill_is_replaced(folder: Pat
     assert not psutil.pid_exists(int(str(said["parent"])))
 
 
+async def test_a_log_that_cannot_be_opened_is_an_error_that_names_it(folder: Path) -> None:
+    (folder / "logs" / "sleeps.log").mkdir(parents=True)
+    async with launching(folder, "stage") as launcher:
+        with pytest.raises(LaunchError, match=r"Is a directory: .*sleeps\.log"):
+            await launcher.start(spec(folder, "sleeps"))
+        await ends_with(launcher, folder, 0)
+
+
 async def test_every_end_is_told_also_of_a_child_that_ends_at_once(folder: Path) -> None:
     (folder / "quick.py").write_text("import os, sys\nsys.modules['__main__']._main = lambda *_, **__: os._exit(7)\n")
     async with launching(folder, "quick") as launcher:

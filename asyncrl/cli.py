@@ -33,6 +33,8 @@ OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
 """Exit statuses: docs/running.md."""
 SAY = functools.partial(print, flush=True)
 """What is said while a command goes on is seen at once, in a pipe or a log too."""
+LEAVE_S = 2.0
+"""After which a terminal that leaves a run does not wait for its connection to close."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
     errno.EDQUOT: "; make room, or have the quota raised",
@@ -131,13 +133,21 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
     folder = _newest(folder)
 
     async def follow() -> RunStatus | None:
+        loop, own = asyncio.get_running_loop(), asyncio.current_task()
+        assert own is not None
+
+        def leave() -> None:
+            again, end = f"`asyncrl attach {folder}` follows it again", f"`asyncrl drain {folder}` ends it"
+            print(f"\nleft; {again}, {end}", file=sys.stderr, flush=True)
+            own.cancel()
+            loop.call_later(LEAVE_S, os._exit, 0)  # nothing here is worth waiting for a connection to close
+
+        loop.add_signal_handler(signal.SIGINT, leave)
         async with connect(folder) as live:
             return await follow_run(live, plain=plain or not sys.stdout.isatty())
 
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         _exit_by(asyncio.run(follow()), folder)
-    except KeyboardInterrupt:
-        print(f"\nleft; `asyncrl attach {folder}` follows it again, `asyncrl drain {folder}` ends it", file=sys.stderr)
 
 
 @app.command()

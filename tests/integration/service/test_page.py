@@ -94,7 +94,8 @@ LATER = {"/": ("link", "tiny"), "/run/tiny": ("heading", "Over seconds, since")}
 def real(tmp_path_factory) -> Path:
     """The folder of a run of 6 steps on the fake engine, with a learner that has a model, ended."""
     folder = tmp_path_factory.mktemp("real")
-    config = written(parse_config(tiny_settings(folder, generate__engine=NO_MODEL, num_steps=6)), folder / "tiny.toml")
+    settings = tiny_settings(folder, generate__engine=NO_MODEL, num_steps=6, supervision__heartbeat_s=0.2)
+    config = written(parse_config(settings), folder / "tiny.toml")
     assert command_line("run", config, "--plain", timeout=300).returncode == 0
     return folder / "tiny"
 

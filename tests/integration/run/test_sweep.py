@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
@@ -69,7 +70,10 @@ def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
     assert len(trained_groups(folder)) == 40 * 4
 
 
-def test_a_null_control_has_the_same_rewards_and_a_learner_that_stands_still_has_others(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("seeds", "change", "verdict"), [(1, "", "not told apart"), (6, '"learner.learning_rate" = 1e-9', "lower")]
+)
+def test_a_null_control_is_not_told_apart_and_a_learner_that_stands_still_is(tiny, tmp_path, seeds, change, verdict):
     """With models. Runs without staleness are the same bit for bit, so the null control is exact."""
     pays = python_reward(tmp_path, "def score(prompt, text):\n    return text.count('7') / 6\n")
     settings = NO_EVALUATION | {
@@ -78,12 +82,14 @@ def test_a_null_control_has_the_same_rewards_and_a_learner_that_stands_still_has
     }  # fmt: skip
     written(tiny(**settings), tmp_path / "base.toml")
     (tmp_path / "sweep.toml").write_text(
-        'base = "base.toml"\nseeds = 1\nsame_settings = true\nmetrics = ["reward"]\n[[axes]]\nname = "control"\n'
-        '[axes.choices]\nfirst = {}\nother = {}\nstill = { "learner.learning_rate" = 1e-9 }\n'
+        f'base = "base.toml"\nseeds = {seeds}\nsame_settings = true\nmetrics = ["reward"]\n[[axes]]\nname = "control"\n'
+        f"[axes.choices]\nfirst = {{}}\nother = {{ {change} }}\n"
     )
     asyncio.run(run_sweep(load_sweep(tmp_path), SystemClock(), print, jobs=2))
     printed = CliRunner().invoke(app, ["sweep", "report", str(tmp_path)]).output
     (compared,) = re.findall(r"^\| other \| reward.*$", printed, re.MULTILINE)
-    assert compared.endswith("| not told apart |"), printed
-    rewards = {line.arm: line.outcome.reward for line in read_results(tmp_path / "results.jsonl")}
-    assert rewards["first"] == rewards["other"] > rewards["still"], printed
+    assert compared.endswith(f"| {verdict} |"), printed
+    rewards = {arm: {} for arm in ("first", "other")}
+    for line in read_results(tmp_path / "results.jsonl"):
+        rewards[line.arm][line.seed] = line.outcome.reward
+    assert (rewards["first"] == rewards["other"]) == (not change), printed

@@ -74,6 +74,7 @@ check: install
 	$(BIN)/ruff format --check asyncrl tests experiments
 	$(BIN)/ruff check asyncrl tests experiments
 	$(BIN)/mypy
+	MYPYPATH=experiments/off_policy $(BIN)/mypy experiments/off_policy/*.py
 	$(BIN)/lint-imports
 
 format: install

@@ -144,7 +144,8 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
 
         loop.add_signal_handler(signal.SIGINT, leave)
         async with connect(folder) as live:
-            return await follow_run(live, plain=plain or not sys.stdout.isatty())
+            is_plain = plain or not sys.stdout.isatty()
+            return await follow_run(live.status, live.steps(), live.run_folder, plain=is_plain)
 
     with contextlib.suppress(asyncio.CancelledError):
         _exit_by(asyncio.run(follow()), folder)
@@ -616,9 +617,10 @@ def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
         async with run:
             if detach:
                 return None
+            is_plain = plain or not sys.stdout.isatty()
             with _interrupts(run) as asked:
                 try:
-                    return await follow_run(run, plain=plain or not sys.stdout.isatty(), first=first)
+                    return await follow_run(run.status, run.steps(first), run.run_folder, plain=is_plain)
                 except RunLostError:
                     if len(asked) > 1:
                         return None  # it was ended before it could say how

@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ChangeResult
-from asyncrl.config.load import Overrides, dump_config, resolve_config
+from asyncrl.config.load import ConfigLike, Overrides, dump_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import (
     ControllerProcess,
@@ -43,17 +43,7 @@ from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, r
 from asyncrl.reward.registry import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Progress, ScoreRequest
-from asyncrl.schema.status import (
-    ENDED,
-    ApiEndpoint,
-    ExternalGroup,
-    GroupGiven,
-    GroupsAsked,
-    Judged,
-    Released,
-    RunStatus,
-    SubmitResult,
-)
+from asyncrl.schema.status import ENDED, ExternalGroup, GroupGiven, GroupsAsked, Judged, Released, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
 CONTROLLER_LOG = Path("logs", "controller.log")
@@ -88,13 +78,14 @@ class RunClient:
         self._lease: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Self:
-        endpoint = ApiEndpoint(self._url, self._token, pid=0) if self._url else read_endpoint(self.run_folder)
-        if endpoint is None:
-            raise LaunchError(
-                f"{self.run_folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`"
-            )
+        url, token = self._url, self._token
+        if not url:
+            if (endpoint := read_endpoint(self.run_folder)) is None:
+                start = "start one with `asyncrl run` or `asyncrl resume`"
+                raise LaunchError(f"{self.run_folder} has no live run (no api.json); {start}")
+            url, token = endpoint.url, endpoint.token
         try:
-            await self._open(endpoint)
+            await self._open(url, token)
             status = await self.status()
         except BaseException as error:
             await self._close()
@@ -266,16 +257,16 @@ class RunClient:
             raise ConfigError(f"announce_weights takes a WeightsAvailable, got {type(available).__name__}")
         await self._call("POST", "weights", NoneType, {"available": available, "model_folder": model_folder})
 
-    async def _open(self, endpoint: ApiEndpoint) -> None:
+    async def _open(self, url: str, token: str) -> None:
         try:
             self._http = aiohttp.ClientSession(
-                base_url=endpoint.url.rstrip("/") + "/",
-                headers={"Authorization": f"Bearer {endpoint.token}", "Accept": "application/msgpack"},
+                base_url=url.rstrip("/") + "/",
+                headers={"Authorization": f"Bearer {token}", "Accept": "application/msgpack"},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
                 connector=aiohttp.TCPConnector(limit=0),  # each wait for a group has one, and none holds up the others
             )
         except ValueError as error:
-            raise LaunchError(f"{endpoint.url} is no URL of a run, as http://HOST:PORT/v1/runs/ID: {error}") from error
+            raise LaunchError(f"{url} is no URL of a run, as http://HOST:PORT/v1/runs/ID: {error}") from error
         if not self._url:
             self._lease = await take_lease(self.run_folder)
 
@@ -301,13 +292,9 @@ class RunClient:
 
     @contextlib.asynccontextmanager
     async def _answer(
-        self,
-        method: str,
-        path: str,
-        timeout_s: float | None = None,
-        **asked: Any,  # noqa: ANN401 - aiohttp's
+        self, method: str, path: str, timeout_s: float | None = None, **asked: object
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask the run for something.
+        """Ask the run for something; `asked` is what aiohttp's request takes.
 
         Raises:
             RunError: It refuses, or (RunLostError) does not answer, or not within `timeout_s`, up to the end of the context.
@@ -315,21 +302,14 @@ class RunClient:
         if self._http is None:
             raise RunError("this client is closed; use it inside `async with`")
         try:
-            async with asyncio.timeout(timeout_s), self._http.request(method, path, **asked) as response:
+            async with asyncio.timeout(timeout_s), self._http.request(method, path, **asked) as response:  # type: ignore[arg-type]
                 if response.status >= 400:
                     raise RunError((await response.read()).decode(errors="replace"))
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise self._lost() from error
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        body: Any = None,  # noqa: ANN401 - any struct
-        timeout_s: float | None = None,
-    ) -> T:
+    async def _call(self, method: str, path: str, kind: type[T], body: object = None, timeout_s: float | None = None) -> T:
         try:
             encoded = None if body is None else io.BytesIO(msgspec.msgpack.encode(body))
         except (OverflowError, TypeError, ValueError) as error:
@@ -352,9 +332,7 @@ def connect(run: str | Path, token: str = "") -> RunClient:
     return RunClient(run, token)
 
 
-def given_config(
-    config: RunConfig | Mapping[str, Any] | str | Path | None, resume: str | Path | None, overrides: Overrides
-) -> RunConfig:
+def given_config(config: ConfigLike | None, resume: str | Path | None, overrides: Overrides) -> RunConfig:
     """Return the config that is given, or that of the run that is resumed, with `overrides` laid over it."""
     if config is None and resume is None:
         raise ConfigError("give a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
@@ -383,15 +361,9 @@ class Run(RunClient):
     """
 
     def __init__(
-        self,
-        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
-        resume: str | Path | None = None,
-        overrides: Overrides = (),
-        detached: bool = False,
-        environment: Mapping[str, str] | None = None,
-        reward: Reward | None = None,
-    ) -> None:
+        self, config: ConfigLike | None = None, *, resume: str | Path | None = None, overrides: Overrides = (),
+        detached: bool = False, environment: Mapping[str, str] | None = None, reward: Reward | None = None,
+    ) -> None:  # fmt: skip
         if reward is not None and not callable(reward):
             raise ConfigError(f"reward must be a function of (prompt, text), got {reward!r}")
         resolved = given_config(config, resume, overrides)
@@ -422,7 +394,7 @@ class Run(RunClient):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     endpoint = await self._controller.endpoint()
                 if endpoint is not None:
-                    await self._open(endpoint)
+                    await self._open(endpoint.url, endpoint.token)
             except TimeoutError as error:
                 await self._controller.end(late=True)
                 late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
@@ -522,10 +494,8 @@ class Run(RunClient):
                 raise ConfigError(f"{made}: what [model] says cannot change; start another run (`--set name=...`)")
         elif config_file.exists() and not self._resumed:
             if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
-                raise ConfigError(
-                    f"{self.run_folder} already holds a run: `asyncrl resume {self.run_folder}` goes on with it, "
-                    "`--set name=...` starts another"
-                )
+                instead = f"`asyncrl resume {self.run_folder}` goes on with it, `--set name=...` starts another"
+                raise ConfigError(f"{self.run_folder} already holds a run: {instead}")
             # What a start left that failed before its first sample: its model and ledger may be of another config.
             for path in self.run_folder.glob("ledger.sqlite*"):
                 path.unlink()

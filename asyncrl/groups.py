@@ -50,17 +50,9 @@ class GroupStream:
     """
 
     def __init__(
-        self,
-        run: RunClient,
-        prompts: Iterable[PromptLike],
-        size: int,
-        max_new_tokens: int,
-        window: int,
-        is_over: Callable[[], bool],
-        say_after_s: float = 10.0,
-        *,
-        is_followed: bool = False,
-    ) -> None:
+        self, run: RunClient, prompts: Iterable[PromptLike], size: int, max_new_tokens: int, window: int,
+        is_over: Callable[[], bool], say_after_s: float = 10.0, *, is_followed: bool = False,
+    ) -> None:  # fmt: skip
         if prompts is None or isinstance(prompts, (str, Mapping, Prompt)):
             raise ConfigError(f"prompts must be several, as a list: [prompt]; got {prompts!r}")
         self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
@@ -157,11 +149,8 @@ class GroupStream:
         with contextlib.suppress(RunError):
             status = await self._run.status()
             if CALLER_HOLDS in status.waiting and not status.groups["taken"]:
-                log.warning(
-                    "nothing is generated: %d groups are neither trained nor released, and hold every place under "
-                    "buffer.max_staleness; train some, or `release` them",
-                    status.groups["ready"],
-                )
+                held = "are neither trained nor released, and hold every place under buffer.max_staleness"
+                log.warning("nothing is generated: %d groups %s; train some, or `release` them", status.groups["ready"], held)
 
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:

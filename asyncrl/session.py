@@ -17,7 +17,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +30,7 @@ from asyncrl.algorithms.screening import Screen
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
 from asyncrl.client import Run, given_config
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import Overrides, resolve_config
-from asyncrl.config.run import RunConfig
+from asyncrl.config.load import ConfigLike, Overrides, resolve_config
 from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import save_checkpoint
@@ -55,10 +54,11 @@ from asyncrl.weights.publisher import Publisher
 
 LogprobLoss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
 """(logprobs [N], inputs) to a scalar: this micro-batch's share of the step's loss. Its first argument is called `logprobs`."""
+LossLike = str | Loss | LogprobLoss | None
 NOT_OPEN = "this session is not open; use it inside `async with`"
 LOSS_FORMS = "a loss is a name, a function (logprobs, inputs) to a scalar tensor, or one (LossInputs, LossConfig) to LossOutputs"
-Numbers = Sequence[Sequence[float]]
-"""By group and member."""
+Numbers = Sequence[Sequence[float]] | None
+"""By group and member, where they are given."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -104,14 +104,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        config: RunConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
-        overrides: Overrides = (),
-        resume: str | Path | None = None,
-        reward: Reward | None = None,
-        sync: Literal["auto", "manual"] = "auto",
-    ) -> None:
+        self, config: ConfigLike | None = None, *, overrides: Overrides = (), resume: str | Path | None = None,
+        reward: Reward | None = None, sync: Literal["auto", "manual"] = "auto",
+    ) -> None:  # fmt: skip
         if sync not in {"auto", "manual"}:
             raise ConfigError(f"sync must be 'auto' or 'manual', got {sync!r}")
         resolved = given_config(config, resume, overrides)
@@ -196,10 +191,9 @@ class Session:
         policy = await self._on_thread(lambda: load_or_make(config, folder, lambda: list(task.worked_examples), task.alphabet))
         waiting = (await self.run.status()).version
         if policy.version != waiting:
-            raise LearnerError(
-                f"the newest whole checkpoint of {folder} is of version {policy.version} and its ledger goes on at {waiting}: a "
-                "session that was killed after its last `save` cannot be resumed"
-            )
+            why = f"is of version {policy.version} and its ledger goes on at {waiting}"
+            lost = "a session that was killed after its last `save` cannot be resumed"
+            raise LearnerError(f"the newest whole checkpoint of {folder} {why}: {lost}")
         put, clock = self._published.put_nowait, SystemClock()
         self._publisher = Publisher(config.broadcast, folder, lambda one: loop.call_soon_threadsafe(put, one), clock)
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
@@ -212,12 +206,7 @@ class Session:
     # -- groups ----------------------------------------------------------------------------------------------------------
 
     def stream(
-        self,
-        prompts: Iterable[PromptLike],
-        *,
-        n: int | None = None,
-        max_new_tokens: int | None = None,
-        is_followed: bool = False,
+        self, prompts: Iterable[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None, is_followed: bool = False
     ) -> GroupStream:
         """Return groups of these prompts, in this order, generated ahead as far as the staleness bound has places.
 
@@ -259,10 +248,8 @@ class Session:
             raise ConfigError(f"generate takes a list of prompts, `stream` anything that gives them one by one; got {prompts!r}")
         places = (self.config.buffer.max_staleness + 1) * self.config.algorithm.groups_per_step
         if len(prompts) > places:
-            raise ConfigError(
-                f"{len(prompts)} prompts were given, and buffer.max_staleness and algorithm.groups_per_step have places for "
-                f"{places}: give fewer at once, or take `stream`"
-            )
+            allowed = f"buffer.max_staleness and algorithm.groups_per_step have places for {places}"
+            raise ConfigError(f"{len(prompts)} prompts were given, and {allowed}: give fewer at once, or take `stream`")
         try:
             return await stream.all()
         except BaseException:
@@ -333,14 +320,9 @@ class Session:
 
     @_whole
     async def train_step(
-        self,
-        groups: Sequence[ScoredGroup],
-        *,
-        loss: str | Loss | LogprobLoss | None = None,
-        rewards: Numbers | None = None,
-        advantages: Numbers | None = None,
+        self, groups: Sequence[ScoredGroup], *, loss: LossLike = None, rewards: Numbers = None, advantages: Numbers = None,
         learning_rate: float | None = None,
-    ) -> StepResult:
+    ) -> StepResult:  # fmt: skip
         """Train a step: the gradients of these groups, then the optimizer. The new version goes to the generators.
 
         Args:
@@ -369,12 +351,7 @@ class Session:
 
     @_whole
     async def forward_backward(
-        self,
-        groups: Sequence[ScoredGroup],
-        *,
-        loss: str | Loss | LogprobLoss | None = None,
-        rewards: Numbers | None = None,
-        advantages: Numbers | None = None,
+        self, groups: Sequence[ScoredGroup], *, loss: LossLike = None, rewards: Numbers = None, advantages: Numbers = None
     ) -> float:
         """Compute the gradients of a step, for `optim_step`; arguments and errors are those of `train_step`.
 
@@ -429,13 +406,7 @@ class Session:
             raise RunError(NOT_OPEN)
         return self._policy
 
-    async def _backward(
-        self,
-        groups: Sequence[ScoredGroup],
-        loss: str | Loss | LogprobLoss | None,
-        rewards: Numbers | None,
-        advantages: Numbers | None,
-    ) -> OpenStep:
+    async def _backward(self, groups: Sequence[ScoredGroup], loss: LossLike, rewards: Numbers, advantages: Numbers) -> OpenStep:
         """Return the step with the gradients of these groups; the caller holds the lock."""
         group_ids = _ids_of(groups)
         if self._open is not None:

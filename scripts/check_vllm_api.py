@@ -20,7 +20,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.generate.engine import EngineRequest, RequestRules
 from asyncrl.generate.vllm.checkpoint import ModelFolder
@@ -299,7 +298,10 @@ def main(arguments: list[str]) -> int:
     """Check each folder; return the exit status."""
     trees = [(Path(argument), number_of(Path(argument))) for argument in arguments]
     if not trees:
-        trees = [(Path(find_spec("vllm").submodule_search_locations[0]).parent, installed_version().number)]
+        installed = find_spec("vllm")
+        if installed is None or not installed.submodule_search_locations:
+            raise SystemExit("vLLM is not installed here: name unpacked distributions of it")
+        trees = [(Path(installed.submodule_search_locations[0]).parent, installed_version().number)]
     status = 0
     for root, number in trees:
         found = faults(root, number)

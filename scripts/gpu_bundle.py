@@ -25,7 +25,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 LIBRARIES, VLLM = "libraries.tar.xz", "vllm.tar.xz"
 MANIFEST = "manifest.json"
@@ -60,8 +60,8 @@ class Pieces(io.RawIOBase):
     def write(self, chunk: Any) -> int:
         rest = memoryview(chunk).cast("B")
         while len(rest):
-            if not self._left:
-                self._begin()
+            if self._file is None or not self._left:
+                self._file = self._begin()
             taken = rest[: self._left]
             self._file.write(taken)
             self._sum.update(taken)
@@ -74,10 +74,10 @@ class Pieces(io.RawIOBase):
             self._end()
         super().close()
 
-    def _begin(self) -> None:
+    def _begin(self) -> io.BufferedWriter:
         self._end()
-        path = self._folder / f"{self._name}.{len(self.written):03d}"
-        self._file, self._sum, self._left = path.open("wb"), hashlib.sha256(), self._piece_bytes
+        self._sum, self._left = hashlib.sha256(), self._piece_bytes
+        return (self._folder / f"{self._name}.{len(self.written):03d}").open("wb")
 
     def _end(self) -> None:
         if self._file is None:
@@ -106,7 +106,11 @@ def pack(wheels: Path, folder: Path, piece_bytes: int, beside: list[Path]) -> di
 
 
 def _pack_wheels(wheels: list[Path], pieces: Pieces) -> list[dict[str, Any]]:
-    with pieces, lzma.open(pieces, "wb", preset=9) as squeezed, tarfile.open(fileobj=squeezed, mode="w|") as archive:
+    with (
+        pieces,
+        lzma.open(cast("BinaryIO", pieces), "wb", preset=9) as squeezed,
+        tarfile.open(fileobj=squeezed, mode="w|") as archive,
+    ):
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as members:
                 for name, target in _installed_names(members.namelist()):

@@ -166,7 +166,6 @@ if wanted staleness && has_vllm && prepare_smollm2 staleness; then
 fi
 
 if wanted media; then
-  "$python" -m asyncrl bench broadcast --media all --json >"$out/bench-media.json" 2>"$out/bench-media.log" || failed "bench broadcast --media all"
   gpus=$(cut -d' ' -f1 "$out/machine.txt" | head -1)
   media="shared_memory cuda_ipc"
   # NCCL wants each member on a GPU of its own.

@@ -30,37 +30,22 @@ settings.load_profile("asyncrl")
 
 TESTS = Path(__file__).parent
 WITH_VLLM = (
-    "contract/engines/test_engine.py",
-    "contract/engines/test_vllm_parallel.py",
-    "contract/engines/test_vllm_engine.py",
-    "contract/engines/test_vllm_server.py",
-    "integration/run/test_vllm_run.py",
-)
+    "contract/engines/test_engine.py", "contract/engines/test_vllm_parallel.py", "contract/engines/test_vllm_engine.py",
+    "contract/engines/test_vllm_server.py", "integration/run/test_vllm_run.py",
+)  # fmt: skip
 """In this order: the last tests of a file may end the engine that those before it share."""
 TIMED = ("contract/media/test_collective_faults.py", "gpu/")
 """`timed` as a whole: faults that must be noticed in time, and whatever has the accelerator."""
 LONGEST = (
-    *WITH_VLLM,
-    "integration/machines/test_ray_cluster.py",
-    "integration/service/test_serve.py",
-    "adversarial/test_failures_seen.py",
-    "integration/experiments/test_tinker.py",
-    "integration/machines/test_networks.py",
-    "integration/run/test_sweep.py",
-    "integration/run/test_cli.py",
-    "integration/run/test_alarms.py",
-    "integration/reward/test_reward_pool.py",
-    "adversarial/test_reward_programs.py",
-    "integration/run/test_run.py",
-    "contract/media/test_medium.py",
-    "integration/ranks/test_rank_cases.py",
-    "integration/placement/test_synchronous_equality.py",
-    "integration/placement/test_switch_deaths.py",
-    "integration/ranks/test_ranks.py",
-    "integration/session/test_session.py",
-    "integration/run/test_detached.py",
+    *WITH_VLLM, "integration/machines/test_ray_cluster.py", "integration/service/test_serve.py",
+    "adversarial/test_failures_seen.py", "integration/experiments/test_tinker.py", "integration/machines/test_networks.py",
+    "integration/run/test_sweep.py", "integration/run/test_cli.py", "integration/run/test_alarms.py",
+    "integration/reward/test_reward_pool.py", "adversarial/test_reward_programs.py", "integration/run/test_run.py",
+    "contract/media/test_medium.py", "integration/ranks/test_rank_cases.py",
+    "integration/placement/test_synchronous_equality.py", "integration/placement/test_switch_deaths.py",
+    "integration/ranks/test_ranks.py", "integration/session/test_session.py", "integration/run/test_detached.py",
     "integration/run/test_data_path.py",
-)
+)  # fmt: skip
 
 
 class ByFile(LoadFileScheduling):

@@ -10,22 +10,17 @@ class FakeProcess:
     """A process that exits when told to; `terminate` and `kill` end it unless it is stubborn."""
 
     def __init__(self, spec: ProcessSpec, pid: int, *, ignores_terminate: bool) -> None:
-        self.spec, self.pid = spec, pid
-        self.terminated = 0
-        self._ignores_terminate = ignores_terminate
-        self._code: int | None = None
-        self._gone = asyncio.Event()
+        self.spec, self.pid, self.terminated, self._ignores_terminate = spec, pid, 0, ignores_terminate
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         """Return whether it has not exited."""
-        return self._code is None
+        return not self._code.done()
 
     async def wait(self) -> int:
         """Return the exit code it was given."""
-        await self._gone.wait()
-        assert self._code is not None
-        return self._code
+        return await asyncio.shield(self._code)
 
     def terminate(self) -> None:
         """Exit with -15, unless it ignores that."""
@@ -39,9 +34,8 @@ class FakeProcess:
 
     def exit(self, code: int) -> None:
         """End with this code; the first call counts."""
-        if self._code is None:
-            self._code = code
-            self._gone.set()
+        if self.alive:
+            self._code.set_result(code)
 
 
 class FakeLauncher:

@@ -4,7 +4,6 @@ Messages still go through the codec, so what would not travel between processes 
 """
 
 import asyncio
-from collections import deque
 
 from asyncrl.errors import ConnectionClosed, TransportError
 from asyncrl.schema.codec import MAX_MESSAGE_BYTES
@@ -28,8 +27,8 @@ class InProcessListener:
         self._hello = hello
         self._sizes = window, max_message_bytes
         self._by_name: dict[str, tuple[Connection, Connection]] = {}
-        self._accepted: deque[Connection] = deque()
-        self._changed = asyncio.Event()
+        self._accepted: asyncio.Queue[Connection | None] = asyncio.Queue()
+        """None: it is closed."""
         self._is_closed = False
 
     async def connect(self, hello: Hello) -> Connection:
@@ -56,23 +55,20 @@ class InProcessListener:
         far = Connection(self._hello, *self._sizes, goodbye, Refused())
         near.wire, far.wire = far.deliver, near.deliver
         self._by_name[hello.name] = near, far
-        self._accepted.append(near)
-        self._changed.set()
+        self._accepted.put_nowait(near)
         return far
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once closed."""
-        while not self._accepted:
-            if self._is_closed:
-                raise ConnectionClosed(f"{self.address} is closed")
-            self._changed.clear()
-            await self._changed.wait()
-        return self._accepted.popleft()
+        connection = None if self._is_closed else await self._accepted.get()
+        if connection is None:
+            self._accepted.put_nowait(None)  # for whoever else waits
+            raise ConnectionClosed(f"{self.address} is closed")
+        return connection
 
     async def close(self) -> None:
         """Close every connection."""
         self._is_closed = True
-        self._accepted.clear()
-        self._changed.set()
+        self._accepted.put_nowait(None)
         for near, _ in self._by_name.values():
             await near.close()

@@ -1,8 +1,7 @@
 """The second implementation of `Clock`."""
 
 import asyncio
-import heapq
-import itertools
+from operator import itemgetter
 
 
 class VirtualClock:
@@ -17,8 +16,7 @@ class VirtualClock:
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._order = itertools.count()
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> float:
         """Return the seconds it was last advanced to."""
@@ -30,13 +28,13 @@ class VirtualClock:
             await asyncio.sleep(0)
             return
         wake = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now_s + delay_s, next(self._order), wake))
+        self._sleepers = sorted([*self._sleepers, (self._now_s + delay_s, wake)], key=itemgetter(0))
         await wake
 
     def advance(self, delta_s: float) -> None:
         """Move time forward by `delta_s` seconds and wake whoever is due, in order."""
         self._now_s += delta_s
         while self._sleepers and self._sleepers[0][0] <= self._now_s:
-            _, _, wake = heapq.heappop(self._sleepers)
+            _, wake = self._sleepers.pop(0)
             if not wake.done():
                 wake.set_result(None)

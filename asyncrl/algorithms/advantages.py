@@ -141,7 +141,7 @@ def reinforce_pp(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageO
     Source: REINFORCE++ (arXiv 2501.03262); verl `compute_reinforce_plus_plus_outcome_advantage`.
     """
     returns_ST = discounted_returns(_token_rewards(inputs), inputs.mask, config.gamma)
-    return AdvantageOutputs(whitened(returns_ST, inputs.mask))
+    return AdvantageOutputs(whitened(returns_ST, inputs.mask, True))
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -182,7 +182,7 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     mask, gamma, values_SL = inputs.mask, config.gamma, to_the_left(inputs.values, inputs.mask)
     deltas_SL = to_the_left(_token_rewards(inputs), mask) + gamma * _next(values_SL) - values_SL
     advantages_SL = backwards(deltas_SL, np.full_like(deltas_SL, gamma * config.gae_lambda))
-    advantages_ST = _whitened_if_told(to_places(advantages_SL, mask), mask, config)
+    advantages_ST = whitened(to_places(advantages_SL, mask), mask, config.whiten)
     return AdvantageOutputs(advantages_ST, to_places(advantages_SL + values_SL, mask))
 
 
@@ -204,7 +204,7 @@ def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
     rho_SL, c_SL = np.minimum(weights_SL, config.vtrace_rho), np.minimum(weights_SL, config.vtrace_c)
     targets_SL = values_SL + backwards(rho_SL * (rewards_SL + gamma * _next(values_SL) - values_SL), gamma * c_SL)
     advantages_SL = rho_SL * (rewards_SL + gamma * _next(targets_SL) - values_SL)
-    return AdvantageOutputs(_whitened_if_told(to_places(advantages_SL, mask), mask, config), to_places(targets_SL, mask))
+    return AdvantageOutputs(whitened(to_places(advantages_SL, mask), mask, config.whiten), to_places(targets_SL, mask))
 
 
 def _next(values: FloatArray) -> FloatArray:
@@ -251,11 +251,7 @@ def _of_samples(
 ) -> AdvantageOutputs:
     """Broadcast over trained tokens; of `groups`, those of one get 0 and stay out of the whitening."""
     told_ST = inputs.mask if groups is None else inputs.mask & (groups.sizes > 1)[:, None]
-    return AdvantageOutputs(_whitened_if_told(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config))
-
-
-def _whitened_if_told(advantages_ST: FloatArray, told_ST: NDArray[np.bool_], config: AdvantageConfig) -> FloatArray:
-    return whitened(advantages_ST, told_ST, by_sample=config.whiten == "samples") if config.whiten else advantages_ST
+    return AdvantageOutputs(whitened(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config.whiten))
 
 
 def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
@@ -302,22 +298,25 @@ WHITEN_EPSILON = 1e-8
 """Keeps 1 / sqrt(variance) finite (verl)."""
 
 
-def whitened(values: FloatArray, mask: NDArray[np.bool_], *, by_sample: bool = False) -> FloatArray:
-    """Return (x - mean) / sqrt(unbiased variance + epsilon) at the tokens where `mask` is true, 0 elsewhere.
+def whitened(values: FloatArray, mask: NDArray[np.bool_], over: bool | Literal["samples"]) -> FloatArray:
+    """Return (x - mean) / sqrt(unbiased variance + epsilon) at the tokens where `mask` is true, 0 elsewhere; or the values.
 
     Args:
         values: [S, T]; whatever stands where `mask` is false (NaN too) changes nothing.
         mask: [S, T].
-        by_sample: Mean and variance are over samples, each by the mean of its tokens, and not over tokens.
+        over: Mean and variance are over tokens (True) or over samples, each by the mean of its tokens; False: nothing is done.
 
     Source: verl `masked_whiten`; by samples: TRL's RLOO, `normalize_advantages`.
     """
+    if not over:
+        return values
     if not mask.any():
         return np.zeros(mask.shape)
     # Distances from one token: the rounded mean of equal values is not always equal to them.
     distances_ST = np.where(mask, values - values[mask][0], 0.0)
     lengths_S = mask.sum(axis=1)
-    counted_N = distances_ST.sum(axis=1)[lengths_S > 0] / lengths_S[lengths_S > 0] if by_sample else distances_ST[mask]
+    of_samples = over == "samples"
+    counted_N = distances_ST.sum(axis=1)[lengths_S > 0] / lengths_S[lengths_S > 0] if of_samples else distances_ST[mask]
     mean = counted_N.mean()
     variance = float(np.square(counted_N - mean).sum()) / max(len(counted_N) - 1, 1) + WHITEN_EPSILON
     return np.where(mask, (distances_ST - mean) / np.sqrt(variance), 0.0)

@@ -82,11 +82,6 @@ class Choice:
     reason: str
     """A sentence with the numbers, for the log."""
 
-    @property
-    def number(self) -> float:
-        """Return `policy/recipe`: its place in RECIPE_NAMES."""
-        return float(RECIPE_NAMES.index(self.recipe))
-
 
 def choose(measured: Mapping[str, float], last: str) -> Choice:
     """Pick the recipe of a step.
@@ -125,11 +120,6 @@ def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
     return msgspec.structs.replace(
         algorithm, kind="policy", loss=LOSS, corrections=RECIPES[recipe], proximal="recompute", denominator="all"
     )
-
-
-def signals_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the part of a step's metrics that the next choice is made from."""
-    return {name: metrics[name] for name in SIGNALS if name in metrics}
 
 
 def _level(signals: Mapping[Limit, float], share: float) -> tuple[int, str]:

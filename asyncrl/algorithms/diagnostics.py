@@ -170,10 +170,11 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
     _, groups, counts = np.unique([sample.group_id for sample in samples], return_inverse=True, return_counts=True)
     means = np.bincount(groups, rewards) / counts
     spreads = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+    of_samples = {"reward": rewards} | ({} if advantages is None else {"advantage": advantages[drawn]})
+    kinds = ("mean", "std", "max", "min")
     return {
         **batch_staleness(batch),
-        **_spread("reward", rewards),
-        **({} if advantages is None else _spread("advantage", advantages[drawn])),
+        **{f"{name}/{kind}": float(getattr(values, kind)()) for name, values in of_samples.items() for kind in kinds},
         "reward/group_std_mean": float(spreads.mean()),
         "reward/zero_spread_fraction": float((spreads == 0).mean()),
         "data/samples": float(len(samples)),
@@ -190,7 +191,3 @@ def batch_staleness(batch: StepBatch) -> dict[str, float]:
     """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if there is none."""
     ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
-
-
-def _spread(name: str, values: FloatArray) -> dict[str, float]:
-    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "std", "max", "min")}

@@ -30,14 +30,12 @@ from asyncrl.algorithms.types import (
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A policy loss a token, before corrections."""
+    """A policy loss a token, before corrections, and where it was clipped, bool [N] (None: nowhere)."""
 
     loss: torch.Tensor
     """float [N], X, with gradient."""
     clipped: torch.Tensor | None = None
-    """bool [N]; None: nowhere."""
     dual_clipped: torch.Tensor | None = None
-    """bool [N]; None: nowhere."""
 
 
 def corrections_of(inputs: LossInputs, config: LossConfig) -> CorrectionOutputs:

@@ -293,20 +293,17 @@ def _negative_likelihood(inputs: LossInputs) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ValueInputs:
-    """One micro-batch, flat."""
+    """One micro-batch, flat: float [N], the last four as in `LossInputs`."""
 
     values: torch.Tensor
-    """float [N], the critic now, with gradient."""
+    """The critic now, with gradient."""
     old_values: torch.Tensor
-    """float [N], the critic before this step's first update."""
+    """The critic before this step's first update."""
     returns: torch.Tensor
-    """float [N], what the values are trained towards."""
+    """What the values are trained towards."""
     mask: torch.Tensor
-    """bool [N], true on trained tokens."""
     sequence_ids: torch.Tensor
-    """int64 [N], in [0, S)."""
     num_sequences: int
-    """S."""
     denominators: Denominators
 
 

@@ -22,18 +22,13 @@ from asyncrl.config.algorithm import PreferenceConfig
 
 @dataclass(frozen=True, slots=True)
 class PreferenceInputs:
-    """One micro-batch, flat."""
+    """One micro-batch, flat; the first five are as in `LossInputs`."""
 
     logprobs: torch.Tensor
-    """float [N], current policy, with gradient."""
     reference_logprobs: torch.Tensor
-    """float [N]."""
     mask: torch.Tensor
-    """bool [N], true on trained tokens."""
     sequence_ids: torch.Tensor
-    """int64 [N], in [0, S)."""
     num_sequences: int
-    """S."""
     pair_ids: torch.Tensor
     """int64 [S], any number that both sequences of a pair share; -1: of no pair."""
     is_chosen: torch.Tensor

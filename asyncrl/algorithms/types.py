@@ -47,27 +47,22 @@ class CorrectionOutputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One micro-batch, flat."""
+    """One micro-batch, flat: float [N] where nothing else is said."""
 
     logprobs: torch.Tensor
-    """float [N], current policy, with gradient."""
+    """Current policy, with gradient."""
     proximal_logprobs: torch.Tensor
-    """float [N]."""
     behaviour_logprobs: torch.Tensor
-    """float [N]."""
     advantages: torch.Tensor
-    """float [N]."""
     mask: torch.Tensor
     """bool [N], true on trained tokens."""
     sequence_ids: torch.Tensor
-    """int64 [N], in [0, S)."""
+    """int64 [N], in [0, S); S is the next."""
     num_sequences: int
-    """S."""
     denominators: Denominators
     entropy: torch.Tensor | None = None
-    """float [N], of the current policy's distribution; with gradient where `entropy_coefficient` is not 0."""
+    """Of the current policy's distribution; with gradient where `entropy_coefficient` is not 0."""
     reference_logprobs: torch.Tensor | None = None
-    """float [N], where there is a reference."""
     versions: torch.Tensor | None = None
     """int64 [N], the version that sampled each token; -1 where unknown."""
     learner_version: int = 0
@@ -81,23 +76,19 @@ class LossConfig:
     """What a loss is told; each loss reads what it knows."""
 
     clip_low: float = 0.2
-    """Distance of the lower clipping bound from 1."""
     clip_high: float = 0.2
-    """Distance of the upper clipping bound from 1."""
+    """Distances of the lower and the upper clipping bound from 1."""
     dual_clip: float | None = None
     """c of dual clip, at least 1; None switches it off."""
     max_ratio: float = 5.0
-    """Absolute upper bound of a detached ratio (CISPO, AIPO, DPPO)."""
     min_ratio: float = 0.0
-    """Absolute lower bound of the same."""
+    """Absolute bounds of a detached ratio (CISPO; of AIPO and DPPO the upper one)."""
     tau_positive: float = 1.0
-    """SAPO."""
     tau_negative: float = 1.05
-    """SAPO."""
+    """SAPO's."""
     vespo_positive: tuple[float, float] = (2.0, 3.0)
-    """k and lambda of VESPO's weight, advantage not negative."""
     vespo_negative: tuple[float, float] = (3.0, 2.0)
-    """The same, advantage negative."""
+    """k and lambda of VESPO's weight, where the advantage is not negative and where it is."""
     log_ratio_penalty: float = 0.0
     """Times (log current / behaviour)^2, added to the loss."""
     corrections: tuple[CorrectionConfig, ...] = ()

@@ -6,9 +6,9 @@ oldest token will carry it, and only so does the staleness proof in docs/buffer.
 is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts, and so the rule itself, are the buffer's
 state machine's (state.py); nothing is counted twice.
 
-The pool keeps one heap for each live version, of (load, name); what is another load by now stays in it until it comes up or there
-is too much of it. A change is one push, a question looks at the top of as many heaps as there are versions live. With hundreds of
-generators a scan would cost the controller more than its sockets do.
+The pool keeps the generators of each live version in one sorted list, by load and name. A change moves one entry, a question
+looks at the first of as many lists as there are versions live. With hundreds of generators a scan would cost the controller more
+than its sockets do.
 
 Invariants: a generator gets one group beyond its slots, so that no slot waits for the controller. One whose room shrinks below
 what it holds keeps that and gets no more until there is room again. Room never enters the staleness rule. Pure.
@@ -16,13 +16,12 @@ what it holds keeps that and gets no more until there is room again. Room never 
 
 from __future__ import annotations
 
-import heapq
+import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.group import BufferLimits
 
-_STALE_SHARE = 8
-"""Entries a heap may hold for each generator at its version, before the stale ones are thrown out."""
 WAITING = 0.1
 """Share of the time for which the learner may wait for groups. Without, steps are a little faster and data is a version older."""
 SMOOTHING, RATE = 0.3, 0.5
@@ -80,9 +79,9 @@ class Generator:
     """It finishes what it holds and gets nothing more."""
 
     @property
-    def load(self) -> float:
-        """Return members a slot."""
-        return self.members / self.num_slots
+    def rank(self) -> tuple[float, str]:
+        """Return its place among those of its version: members a slot (infinite where it gets nothing more), then its name."""
+        return math.inf if self.is_leaving else self.members / self.num_slots, self.name
 
 
 @dataclass(eq=False)
@@ -98,8 +97,8 @@ class GeneratorPool:
     """
 
     _by_name: dict[str, Generator] = field(default_factory=dict)
-    _heaps: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
-    _num_at: dict[int, int] = field(default_factory=dict)
+    _ranks: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
+    """By version, where there is a generator of it."""
 
     def __len__(self) -> int:
         """Return the number of generators."""
@@ -113,21 +112,23 @@ class GeneratorPool:
     @property
     def newest_version(self) -> int:
         """Return the newest version live on any; -1 where there is none."""
-        return max(self._num_at, default=-1)
+        return max(self._ranks, default=-1)
 
     def put(self, generator: Generator) -> None:
         """Take a generator in, in place of one of that name."""
         assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
         self.remove(generator.name)
-        self._by_name[generator.name] = generator
-        self._num_at[generator.version] = self._num_at.get(generator.version, 0) + 1
-        self._offer(generator)
+        self._enter(generator)
 
-    def remove(self, name: str) -> None:
-        """Forget a generator; unknown ones are ignored."""
+    def remove(self, name: str) -> Generator | None:
+        """Forget a generator and return it; unknown ones are ignored."""
         generator = self._by_name.pop(name, None)
         if generator is not None:
-            self._one_less_at(generator.version)
+            ranks = self._ranks[generator.version]
+            del ranks[bisect_left(ranks, generator.rank)]
+            if not ranks:
+                del self._ranks[generator.version]
+        return generator
 
     def change(
         self, name: str, *, add_members: int = 0, num_slots: int = 0, version: int | None = None, is_leaving: bool = False
@@ -136,44 +137,19 @@ class GeneratorPool:
 
         A late sample of the process that bore this name before must not make the count of members negative.
         """
-        generator = self._by_name.get(name)
-        if generator is None:
-            return
-        if version is not None and version != generator.version:
-            self._one_less_at(generator.version)
-            self._num_at[version] = self._num_at.get(version, 0) + 1
-            generator.version = version
-        generator.members = max(0, generator.members + add_members)
-        generator.num_slots = num_slots or generator.num_slots
-        generator.is_leaving = generator.is_leaving or is_leaving
-        self._offer(generator)
+        if (generator := self.remove(name)) is not None:
+            generator.version = generator.version if version is None else version
+            generator.members = max(0, generator.members + add_members)
+            generator.num_slots = num_slots or generator.num_slots
+            generator.is_leaving = generator.is_leaving or is_leaving
+            self._enter(generator)
 
     def best(self, min_version: int) -> Generator | None:
         """Return the least loaded generator at `min_version` or above that has room; of equals the newest, then by name."""
-        tops = []
-        for version in self._num_at:
-            heap = self._heaps.get(version, []) if version >= min_version else []
-            while heap and self._is_stale(version, *heap[0]):
-                heapq.heappop(heap)
-            if heap:
-                tops.append(self._by_name[heap[0][1]])
-        return min(tops, key=lambda generator: (generator.load, -generator.version, generator.name), default=None)
+        firsts = [(ranks[0], -version) for version, ranks in self._ranks.items() if version >= min_version and ranks[0][0] <= 1]
+        chosen = min(firsts, key=lambda first: (first[0][0], first[1]), default=None)
+        return None if chosen is None else self._by_name[chosen[0][1]]
 
-    def _is_stale(self, version: int, load: float, name: str) -> bool:
-        known = self._by_name.get(name)
-        return known is None or known.is_leaving or (known.version, known.load) != (version, load)
-
-    def _offer(self, generator: Generator) -> None:
-        if generator.load > 1:
-            return
-        heap = self._heaps.setdefault(generator.version, [])
-        heapq.heappush(heap, (generator.load, generator.name))
-        if len(heap) > _STALE_SHARE * self._num_at[generator.version] + _STALE_SHARE:
-            heap[:] = [entry for entry in set(heap) if not self._is_stale(generator.version, *entry)]
-            heapq.heapify(heap)
-
-    def _one_less_at(self, version: int) -> None:
-        self._num_at[version] -= 1
-        if not self._num_at[version]:
-            del self._num_at[version]
-            self._heaps.pop(version, None)
+    def _enter(self, generator: Generator) -> None:
+        self._by_name[generator.name] = generator
+        insort(self._ranks.setdefault(generator.version, []), generator.rank)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,16 +200,13 @@ def compared(groups: Sequence[IssuedGroup]) -> dict[str, float]:
         of_rewards = _left_out(of_block, np.unique(blocks))
         assert of_rewards is not None, "the blocks are those of the lengths"
         reward_gap = _interval(_means(rewards, of_rewards * is_trained) - _means(rewards, of_rewards))
-    within = [_variance(group.rewards.values()) for group in groups if len(group.rewards) > 1]
+    within = list[float]()
+    for of_group in [group.rewards.values() for group in groups if len(group.rewards) > 1]:
+        mean = sum(of_group) / len(of_group)  # numpy takes ten times as long for a few numbers
+        within.append(sum((reward - mean) ** 2 for reward in of_group) / len(of_group))
     spread = math.sqrt(sum(within) / len(within)) if within else 0.0
     is_off = _outside(length_ratio, 1.0, LENGTH_BOUND) or (spread > 0 and _outside(reward_gap, 0.0, REWARD_BOUND * spread))
     return _named("length_ratio", length_ratio) | _named("reward_gap", reward_gap) | {"bias/flagged": float(is_off)}
-
-
-def _variance(values: Collection[float]) -> float:
-    """Return the variance of a few numbers, for which numpy takes ten times as long."""
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / len(values)
 
 
 def _outside(interval: tuple[float, float, float], middle: float, bound: float) -> bool:

@@ -15,7 +15,7 @@ Nothing here waits, except `write` of a ledger that falls behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +33,7 @@ from asyncrl.buffer.validate import examine, group_error, largest_id, score_erro
 from asyncrl.config.live import settings_of
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LedgerError
+from asyncrl.observe.decisions import UNTRAINED, Watch
 from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score, ScoredGroup, ScoredSample, Scores
 
 
@@ -58,6 +59,16 @@ class TakenStep(msgspec.Struct, frozen=True):
     staleness: StalenessFigures
     instructions: Sequence[BufferInstruction] = ()
     """Groups dropped on the way."""
+
+
+class Untrained(msgspec.Struct, frozen=True):
+    """Samples of one group that no step trains, as `observe.record = "all"` keeps them."""
+
+    group_id: int
+    reason: str
+    samples: tuple[Sample, ...]
+    params: StepParams
+    """That a step would have been packed with then."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -87,6 +98,8 @@ class Buffer:
     """Scores must bring reference log-probabilities: the reference is on inference workers."""
     restored: Restored = field(default_factory=Restored)
     """What the ledger held besides the state."""
+    watch: Watch | None = None
+    """Told of samples that no step trains, as of the events of a machine named `UNTRAINED`."""
 
     def __post_init__(self) -> None:
         restored = self.restored
@@ -157,7 +170,8 @@ class Buffer:
             indices, attempt = pending[group.group_id]
             lost = indices if not group.pending else ()
             records += [rec.FailureRecord(group.group_id, index, attempt, "generate", reason, now) for index in lost]
-        self._write(records)
+        if records:
+            self.ledger.write(records)
         return instructions
 
     def version_published(self, version: int) -> None:
@@ -211,7 +225,8 @@ class Buffer:
                 event = ev.SamplesFinished(group_id, samples.indices, tuple(valid.values()), cut_off)
                 instructions += self._handle(event, records, now)
             receipts.append(Receipt(tuple(valid), refused, instructions))
-        self._write(records)
+        if records:
+            self.ledger.write(records)
         return receipts
 
     def add_scores(self, arrived: Sequence[Scores], now: float) -> list[Receipt]:
@@ -242,7 +257,8 @@ class Buffer:
                 instructions += self._handle(event, records, now)
             settled = tuple([index for index, state in zip(indices, standing, strict=True) if state == "generated"])
             receipts.append(Receipt(settled, _unknown(group_id, indices, standing), instructions))
-        self._write(records)
+        if records:
+            self.ledger.write(records)
         return receipts
 
     def add_failure(self, failure: SampleFailure, now: float) -> Receipt:
@@ -254,7 +270,7 @@ class Buffer:
             return Receipt((), _unknown(failure.group_id, [failure.index], [standing]))
         records: list[Record] = []
         instructions = self._fail(failure, now, records)
-        self._write(records)
+        self.ledger.write(records)
         return Receipt((failure.index,), (), instructions)
 
     def when_committed(self, callback: OnCommitted) -> None:
@@ -289,7 +305,7 @@ class Buffer:
         records: list[Record] = [issued, rec.SamplesRecord(whole, tuple(counts), now)]
         self.state.handle(ev.GroupIssued(group_id, prompt.prompt_id, size, submitter, oldest, external=True), now)
         instructions = self._handle(ev.SamplesFinished(group_id, whole.indices, tuple(counts), truncated), records, now)
-        self._write(records)
+        self.ledger.write(records)
         return Receipt(whole.indices, (), instructions, group_id)
 
     def know_vocabulary(self, size: int, now: float) -> list[int]:
@@ -349,7 +365,8 @@ class Buffer:
             records.append(rec.TakenRecord(step, decision.group_ids, params, decision.staleness.token_max, now))
             self.ledger.write(records, on_committed)
             return TakenStep(step, groups, params, decision.replay, decision.staleness, dropped)
-        self._write(records)
+        if records:
+            self.ledger.write(records)
         assert isinstance(decision, ev.Wait)
         return Waiting(decision.reason, dropped)
 
@@ -403,7 +420,7 @@ class Buffer:
         """Drop a live group on somebody's decision; the reason goes into the books."""
         records: list[Record] = []
         instructions = self._handle(ev.GroupDropped(group_id, reason), records, now)
-        self._write(records)
+        self.ledger.write(records)
         return instructions
 
     def set_aside(self, step: int, reason: str, now: float) -> tuple[ScoredGroup, ...]:
@@ -413,13 +430,15 @@ class Buffer:
         """
         group_ids = self.state.steps[step].group_ids
         groups = self._step_groups.pop(step, ()) or tuple(self.ledger.load_groups(group_ids))
-        del self._step_params[step]
+        params = self._step_params.pop(step)
         for later in sorted(key for key in self._step_params if key > step):
             self._step_params[later - 1] = self._step_params.pop(later)
             if later in self._step_groups:
                 self._step_groups[later - 1] = self._step_groups.pop(later)
         self.state.handle(ev.StepSetAside(step, reason), now)
         self.ledger.write((rec.SetAsideRecord(step, group_ids, reason, now),))
+        for group in groups:
+            self._note_untrained(group.group_id, reason, [member.sample for member in group.members], now, params)
         return groups
 
     def forget(self, before_step: int, now: float) -> None:
@@ -459,8 +478,8 @@ class Buffer:
         records.append(rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now))
         event = ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason)
         instructions = self._handle(event, records, now)
-        if held := self.held.get(failure.group_id):
-            held.samples.pop(failure.index, None)
+        if (held := self.held.get(failure.group_id)) and (sample := held.samples.pop(failure.index, None)):
+            self._note_untrained(failure.group_id, failure.kind or failure.reason, [sample], now)
         return instructions
 
     def _handle(self, event: ev.BufferEvent, records: list[Record], now: float) -> list[BufferInstruction]:
@@ -470,17 +489,19 @@ class Buffer:
             if type(moved) is GroupMoved:
                 returns = -1
                 if moved.after in {"dropped", "failed"}:
-                    prompt = self.held.pop(moved.group_id).prompt
+                    held = self.held.pop(moved.group_id)
+                    self._note_untrained(moved.group_id, moved.reason, held.samples.values(), now)
                     returns = self.state.returned.get(moved.group_id, -1)
                     if returns >= 0:
-                        self._returned[moved.group_id] = prompt
+                        self._returned[moved.group_id] = held.prompt
                 records.append(rec.MovedRecord(moved.group_id, moved.after, moved.reason, now, returns))
         return instructions
 
-    def _write(self, records: list[Record]) -> None:
-        """Write what happened and the moves that follow from it as one unit."""
-        if records:
-            self.ledger.write(records)
+    def _note_untrained(
+        self, group_id: int, reason: str, samples: Collection[Sample], now: float, params: StepParams | None = None
+    ) -> None:
+        if samples and self.watch is not None:
+            self.watch(UNTRAINED, Untrained(group_id, reason, tuple(samples), params or self.params), now, ())
 
 
 def _unknown(group_id: int, indices: Sequence[int], standing: Sequence[str]) -> tuple[str, ...]:

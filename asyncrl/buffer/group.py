@@ -200,16 +200,6 @@ class Group:
         age = self.newest if limits.policy == "mask" else self.oldest
         return bool(self.trained) and age >= step - limits.max_staleness
 
-    def check(self, story: str) -> None:
-        """Raise AssertionError, with the group's recent story, where its state is not that of its members."""
-        told = f"{self}\n{story}"
-        assert len(self.members) == len(self.version_counts) == self.size, told
-        assert self.state == ("running" if self.pending else "scoring" if self.unscored else "ready"), told
-        if self.state == "ready":
-            assert self.scored, told
-            assert self.trained is not None, told
-            assert set(self.trained) <= set(self.scored), told
-
 
 def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | Wait:
     """Return the groups of `step`, ascending, or what it waits for.
@@ -243,8 +233,8 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
     return tuple(sorted(group_id for _, group_id in sorted(ready)[:size]))
 
 
-class Screening:
-    """What becomes of a group whose last member is scored: ready, or dropped because it teaches nothing.
+def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int, list[BufferInstruction]]:
+    """Settle a group whose last member is scored: it is ready, or dropped because it teaches nothing.
 
     Without preferences at most `max_resamples` x B groups are dropped in a row; then groups are ready as they come, until the
     screen has no objection to one. A group without a preference pair is never ready, since a step of such groups could not be
@@ -252,27 +242,20 @@ class Screening:
     detector.
 
     Args:
+        group: Settled here.
         limits: `screen`, `max_resamples` and `groups_per_step` are read.
+        num_in_row: Groups objected to since one was liked, before this one.
+
+    Returns:
+        Why it is to be dropped (nothing: it is ready), `num_in_row` with this one, and what is to be said about it.
     """
-
-    def __init__(self, limits: BufferLimits) -> None:
-        self._screen = limits.screen
-        self._most = limits.max_resamples * limits.groups_per_step
-        self._num_in_row = 0
-        """Groups objected to since one was liked; in this process."""
-
-    def judge(self, group: Group) -> tuple[str, list[BufferInstruction]]:
-        """Settle a scored group; return why it is to be dropped (nothing: it is ready), and what is to be said about it."""
-        judged = group.judged
-        group.settle(judged, self._screen)
-        reason = objection(judged, self._screen)
-        self._num_in_row = self._num_in_row + 1 if reason else 0
-        if not reason:
-            return "", []
-        if self._screen.preference is not None:
-            due = self._num_in_row % self._most == 0
-            return reason, [ScreenStands(group.group_id, reason, self._num_in_row)] if due else []
-        if self._num_in_row <= self._most:
-            return reason, []
-        first = self._num_in_row == self._most + 1
-        return "", [ScreenLifted(group.group_id, reason, self._most)] if first else []
+    judged, most = group.judged, limits.max_resamples * limits.groups_per_step
+    group.settle(judged, limits.screen)
+    if not (reason := objection(judged, limits.screen)):
+        return "", 0, []
+    num_in_row += 1
+    if limits.screen.preference is not None:
+        return reason, num_in_row, [] if num_in_row % most else [ScreenStands(group.group_id, reason, num_in_row)]
+    if num_in_row <= most:
+        return reason, num_in_row, []
+    return "", num_in_row, [ScreenLifted(group.group_id, reason, most)] if num_in_row == most + 1 else []

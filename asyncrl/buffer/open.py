@@ -54,7 +54,8 @@ def open_buffer(
         call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
         on_failure: Called once, the same way, when the ledger cannot be written any more.
         now: Clock seconds.
-        watch: Told of every event of the state, from what the ledger held on.
+        watch: Told of every event of the state, from what the ledger held on; where `observe.record` is "all", also of samples
+            that no step trains.
 
     Raises:
         LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
@@ -87,7 +88,8 @@ def open_buffer(
         minibatches=config.learner.minibatches,
         settings=settings_of(config),
     )
-    return Buffer(state, ledger, params, needs_reference=config.has_reference_worker, restored=restored)
+    keep = watch if config.observe.record == "all" else None
+    return Buffer(state, ledger, params, needs_reference=config.has_reference_worker, restored=restored, watch=keep)
 
 
 def limits_of(config: RunConfig) -> BufferLimits:

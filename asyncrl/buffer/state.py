@@ -25,7 +25,7 @@ from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, Lead
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, Screening, StepRecord, choose, count_reason
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, choose, count_reason, judge
 from asyncrl.buffer.staleness import staleness_figures
 from asyncrl.observe.decisions import Machine
 
@@ -71,7 +71,8 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         self._taken_s: float | None = None
         self._trained_s = 0.0
         """When a new step was taken, and when one was trained, last; the first is None where it says nothing of the next."""
-        self._screening = Screening(limits)
+        self._num_objected = 0
+        """Groups that the screen objected to since it liked one; in this process."""
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
         self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
@@ -203,16 +204,14 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     def counts(self) -> Counts:
         """Return the groups per state."""
         live = Counter(group.state for group in self.groups.values())
-        by_trained = Counter[bool]()
-        for record in self.steps.values():
-            by_trained[record.trained] += len(record.group_ids)
+        steps = self.steps.values()
         return Counts(
             issued=self.next_group_id,
             running=live["running"],
             scoring=live["scoring"],
             ready=live["ready"],
-            taken=by_trained[False],
-            trained=by_trained[True] + self._num_forgotten_groups,
+            taken=sum(len(record.group_ids) for record in steps if not record.trained),
+            trained=sum(len(record.group_ids) for record in steps if record.trained) + self._num_forgotten_groups,
             dropped=dict(self._dropped),
             failed=dict(self._failed),
         )
@@ -254,7 +253,13 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             assert group.group_id < self.next_group_id, f"{group} was never issued"
             is_unplaced = group.state == "running" and not group.generator
             assert is_unplaced == (group.group_id in self._unplaced), f"{group} is with nobody, or is not"
-            group.check(self.story(group.group_id))
+            told = f"{group}\n{self.story(group.group_id)}"
+            assert len(group.members) == len(group.version_counts) == group.size, told
+            assert group.state == ("running" if group.pending else "scoring" if group.unscored else "ready"), told
+            if group.state == "ready":
+                assert group.scored, told
+                assert group.trained is not None, told
+                assert set(group.trained) <= set(group.scored), told
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -359,7 +364,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             return [self._end(group, "failed", f"no greedy baseline: {group.last_failure or 'it has no such member'}")]
         if len(scored) - has_baseline < max(1, min(self.limits.min_group_members, group.size - has_baseline)):
             return [self._end(group, "failed", group.last_failure or "no reason given")]
-        reason, said = self._screening.judge(group)
+        reason, self._num_objected, said = judge(group, self.limits, self._num_objected)
         if reason:
             return [*said, self._end(group, "dropped", reason, returns=False)]
         return [*said, self._move(group, "ready", now)]

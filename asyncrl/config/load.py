@@ -33,6 +33,8 @@ msgspec.json.Decoder(RunConfig)
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
+"""A config, nested dicts, or the path of a TOML file or name of a shipped one."""
 
 
 def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[Path] = ()) -> RunConfig:
@@ -56,9 +58,7 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
     return resolve_config(raw, overrides, source=" + ".join(map(str, (path, *presets))))
 
 
-def resolve_config(
-    config: RunConfig | Mapping[str, Any] | str | Path, overrides: Overrides = (), source: str = "config"
-) -> RunConfig:
+def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = "config") -> RunConfig:
     """Return a checked config, whatever form it came in.
 
     Args:
@@ -80,9 +80,8 @@ def resolve_config(
     checked, wrong, gone = take_values(raw)
     said = []
     for fault in wrong:
-        at_fault = [
-            text for key, _, text in pairs if f"{fault.field}.".startswith(f"{key}.") or key.startswith(f"{fault.field}.")
-        ]
+        below = f"{fault.field}."
+        at_fault = [text for key, _, text in pairs if below.startswith(f"{key}.") or key.startswith(below)]
         said.append(f"{at_fault[-1] if at_fault else source}: {fault.allowed}")
     if checked is not None:
         said += [fault.allowed for fault in faults_beside(checked, gone)]

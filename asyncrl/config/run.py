@@ -329,13 +329,19 @@ class ObserveConfig(_Stage, frozen=True):
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
     """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
-    record: Literal["off", "decisions", "batches"] = "off"
-    """Keep in RUN/record what `asyncrl replay` needs: every event that the controller decided by; also every step's batch."""
+    record: Literal["off", "decisions", "batches", "all"] = "off"
+    """Keep in RUN/record what `asyncrl replay` needs: every event that the controller decided by; also every step's batch; also
+    the samples that no step trained."""
     webhook: Annotated[str, Meta(pattern=r"^(https?://[^\s/?#]+\S*)?$")] = ""
     """URL to which every alarm is posted as JSON, as it is raised and as it is over; empty: none."""
     samples: NonNegativeInt = 32
     """Samples of each step that are kept, with rewards and versions: as text (samples.jsonl, wandb, TensorBoard), and token by
     token as the learner saw them (tokens.jsonl); 0: none."""
+
+    @property
+    def records_batches(self) -> bool:
+        """Return whether every step's batch is kept in RUN/record."""
+        return self.record in {"batches", "all"}
 
 
 class RunConfig(_Stage, frozen=True):

@@ -28,20 +28,9 @@ from asyncrl.control.lifecycle.failure_watch import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
+from asyncrl.schema import status as st
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Score, ScoreRequest
-from asyncrl.schema.status import (
-    ENDED,
-    ApiEndpoint,
-    ExternalGroup,
-    GroupGiven,
-    GroupsAsked,
-    Judged,
-    ProcessStatus,
-    Released,
-    RunStatus,
-    SubmitResult,
-)
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.asked import AskedPrompts
 
@@ -53,7 +42,7 @@ MOST_GROUP_BYTES = 256 << 20
 """Of a group of samples."""
 READ_TIMEOUT_S = 60.0
 """For a request's head to come, and then for its body."""
-ACTIONS = ("pause", "resume", "checkpoint", "drain", "stop", "take")
+ACTIONS = ("pause", "resume", "checkpoint", "take")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -90,7 +79,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = READ_TIMEOUT_S) -> AsyncIterator[ApiEndpoint]:
+async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = READ_TIMEOUT_S) -> AsyncIterator[st.ApiEndpoint]:
     """Serve the API while the context is open, on a free port; `api.json` exists exactly that long."""
     token = secrets.token_urlsafe(32)
     app = web.Application(middlewares=[_guard(token)], client_max_size=MOST_GROUP_BYTES)
@@ -103,7 +92,7 @@ async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = R
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        endpoint = ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
+        endpoint = st.ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
         write_whole(run_folder / "api.json", msgspec.json.encode(endpoint), private=True, onto_disk=False)
         yield endpoint
     finally:
@@ -113,18 +102,19 @@ async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = R
 
 def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     def answers(act: Callable[..., Any], kind: type[Any] | None = None, most_bytes: int = MOST_BODY_BYTES) -> Handler:
-        """Return the handler of a route: what `act` says, of the request's body where it takes one of a kind."""
+        """Return the handler of a route: what `act` says or yields, of the request's body where it takes one of a kind."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             body = b"" if kind is None else await read_body(request, most_bytes, read_timeout_s)
             answer = act() if kind is None else act(msgspec.msgpack.decode(body, type=kind))
             answer = await answer if inspect.isawaitable(answer) else answer
+            if isinstance(answer, AsyncGenerator):
+                return await write_lines(request, answer)
+            if isinstance(answer, web.Response):
+                return answer
             return web.Response(body=msgspec.msgpack.encode(answer), content_type="application/msgpack")
 
         return handler
-
-    async def metrics(_: web.Request) -> web.StreamResponse:
-        return web.Response(text=control.metrics_text())
 
     async def write_lines(request: web.Request, lines: AsyncGenerator[bytes, None]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -134,10 +124,6 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
                 await response.write(line + b"\n")
         await response.write_eof()
         return response
-
-    async def progress(request: web.Request) -> web.StreamResponse:
-        body = await read_body(request, MOST_GROUP_BYTES, read_timeout_s)
-        return await write_lines(request, control.progress(msgspec.msgpack.decode(body, type=GroupsAsked)))
 
     def streams(file: str, number: str, place: str, first: int) -> Handler:
         """Return the handler of a stream of a file's rows, from the one whose number the query's field says, or says plus 1."""
@@ -150,23 +136,25 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     return [
         web.get("/status", answers(control.status)),
         web.get("/evaluations", answers(control.evaluations)),
-        web.get("/metrics", metrics),
+        web.get("/metrics", answers(control.metrics)),
         web.get("/steps", streams(STEPS_FILE, "step", "first", 1)),
         web.get("/events", streams(EVENTS_FILE, "seq", "after", 0)),
-        web.post("/submit", answers(control.submit, ExternalGroup, MOST_GROUP_BYTES)),
-        web.post("/generate", answers(control.generate, GroupsAsked, MOST_GROUP_BYTES)),
-        web.post("/progress", progress),
-        web.post("/score", answers(control.score, Judged, MOST_GROUP_BYTES)),
-        web.post("/release", answers(control.release, Released)),
+        web.post("/submit", answers(control.submit, st.ExternalGroup, MOST_GROUP_BYTES)),
+        web.post("/generate", answers(control.generate, st.GroupsAsked, MOST_GROUP_BYTES)),
+        web.post("/progress", answers(control.progress, st.GroupsAsked, MOST_GROUP_BYTES)),
+        web.post("/score", answers(control.score, st.Judged, MOST_GROUP_BYTES)),
+        web.post("/release", answers(control.release, st.Released)),
         web.post("/lease", answers(control.take_these, StepAsked)),
         web.post("/trained", answers(control.trained, ExternalStep)),
         web.post("/change", answers(control.change, ConfigChange)),
         web.post("/weights", answers(control.announce_weights, ExternalWeights, MOST_MANIFEST_BYTES)),
+        web.post("/drain", answers(lambda: control.end(DrainRequested()))),
+        web.post("/stop", answers(lambda: control.end(StopRequested()))),
         *(web.post(f"/{name}", answers(getattr(control, name))) for name in ACTIONS),
     ]
 
 
-async def read_body(request: web.Request, most_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: web.Request, most_bytes: int = MOST_BODY_BYTES, timeout_s: float = READ_TIMEOUT_S) -> bytes:
     """Return the unpacked body.
 
     Raises:
@@ -218,7 +206,7 @@ class RunApi:
 
     _run: Controller
 
-    def status(self) -> RunStatus:
+    def status(self) -> st.RunStatus:
         """Return the run as it is now."""
         run = self._run
         now, counts, failures = run.clock.now(), run.buffer.counts(), run.dispatcher.failures
@@ -226,18 +214,18 @@ class RunApi:
         groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
         accuracies = [report.accuracy for report in run.reporter.evaluations]
         asked = run.dispatcher.asked
-        return RunStatus(
+        return st.RunStatus(
             name=run.config.name,
             run_folder=str(run.run_folder),
             # An ended run still shows `draining` until its books are closed.
-            phase="draining" if run.lifecycle.phase in ENDED and not run.over.is_set() else run.lifecycle.phase,
+            phase="draining" if run.lifecycle.phase in st.ENDED and not run.over.is_set() else run.lifecycle.phase,
             reason=run.lifecycle.reason,
             resumed=run.resumed,
             version=run.feeder.version,
             num_steps=run.config.num_steps,
             groups=groups,
             dropped={**counts.dropped, **counts.failed},
-            without_place=asked.num_queued if asked is not None and run.buffer.state.is_full else 0,
+            without_place=len(asked.queue) if asked is not None and run.buffer.state.is_full else 0,
             failed_share=failures.share,
             over_limit_share=failures.over_limit_share,
             failures=tuple(failures.kinds.values()),
@@ -254,16 +242,16 @@ class RunApi:
             guests=run.membership.counts(),
         )
 
-    def _processes(self, now: float) -> list[ProcessStatus]:
+    def _processes(self, now: float) -> list[st.ProcessStatus]:
         run = self._run
         pids = {name: process.pid.pid for name, process in run.supervisor.live.items()}
         rows = [
-            ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
+            st.ProcessStatus(record.name, record.kind, pids.get(record.name, 0), record.state, len(record.exit_codes))
             for record in run.lifecycle.processes.values()
         ]
         ready = {peer.name for peer in run.peers.of("generator") if peer.num_slots}
         rows += [
-            ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)
+            st.ProcessStatus(name, "generator", hello.pid, "ready" if name in ready else "starting", joined=True)
             for name, hello in run.membership.joined.items()
         ]
         waits = {  # a joined generator's clock is of another machine
@@ -277,9 +265,9 @@ class RunApi:
         """Return the evaluations so far."""
         return list(self._run.reporter.evaluations)
 
-    def metrics_text(self) -> str:
+    def metrics(self) -> web.Response:
         """Return the newest metrics in Prometheus' text form."""
-        return self._run.reporter.sinks.prometheus_text()
+        return web.Response(text=self._run.reporter.sinks.prometheus_text())
 
     async def rows_of(self, file: str, number: str, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the rows of one of the run's files behind number `after`, past and coming, until the run has ended."""
@@ -302,27 +290,20 @@ class RunApi:
                 async with asyncio.timeout(LOOK_AGAIN_S):
                     await self._run.moved.wait()
 
-    async def pause(self) -> RunStatus:
+    async def pause(self) -> st.RunStatus:
         """Hold the run; return once no step is in hand any more (an outside learner's step is in the caller's own hands)."""
         self._request(PauseRequested())
         if self._run.config.learner.kind == "builtin":
             await self._until_moved(lambda: self._run.feeder.idle or self._run.lifecycle.phase != "paused")
         return self.status()
 
-    def resume(self) -> RunStatus:
+    def resume(self) -> st.RunStatus:
         """Go on."""
         self._request(ResumeRequested())
         return self.status()
 
-    async def drain(self) -> RunStatus:
-        """End the run in good order; return once it has ended."""
-        return await self._end(DrainRequested())
-
-    async def stop(self) -> RunStatus:
-        """End the run at once; return once it has ended."""
-        return await self._end(StopRequested())
-
-    async def _end(self, event: Event) -> RunStatus:
+    async def end(self, event: DrainRequested | StopRequested) -> st.RunStatus:
+        """End the run, in good order or at once; return once it has ended."""
         self._request(event)
         await self._run.over.wait()
         return self.status()
@@ -340,7 +321,7 @@ class RunApi:
         """Change the config while the run goes on."""
         return self._run.change(asked.values, asked.who)
 
-    def submit(self, group: ExternalGroup) -> SubmitResult:
+    def submit(self, group: st.ExternalGroup) -> st.SubmitResult:
         """Take in a group generated elsewhere."""
         if self._run.lifecycle.over:
             raise RunError("the run is over")
@@ -362,13 +343,13 @@ class RunApi:
         if not group_ids:
             raise RunError("there are no groups to train")
         for group_id in group_ids:
-            if (one := source.of(group_id)) is not None and one.why_over:
+            if (one := source.by_group.get(group_id)) is not None and one.why_over:
                 raise RunError(f"group {group_id} cannot be trained any more, it was {one.why_over}")
         taken = await self._run.feeder.take_outside(self._run.ending, group_ids)
         source.forget(group_ids)
         return taken.mask_below
 
-    async def generate(self, asked: GroupsAsked) -> list[GroupGiven]:
+    async def generate(self, asked: st.GroupsAsked) -> list[st.GroupGiven]:
         """Have groups generated; return the first of them once they are ready, or over."""
         source, run = self._asked(), self._run
         source.enter(asked)
@@ -381,21 +362,22 @@ class RunApi:
                 await source.moved.wait()
         finally:
             source.num_waiting -= 1
+        held = run.buffer.held
         return [
-            GroupGiven(None, one.why_over) if one.why_over else GroupGiven(run.buffer.held[one.group_id].as_scored(one.group_id))
+            st.GroupGiven(None, one.why_over) if one.why_over else st.GroupGiven(held[one.group_id].as_scored(one.group_id))
             for one in settled
-        ]  # fmt: skip
+        ]
 
-    def progress(self, asked: GroupsAsked) -> AsyncGenerator[bytes, None]:
+    def progress(self, asked: st.GroupsAsked) -> AsyncGenerator[bytes, None]:
         """Have groups generated; return the tokens of the first, each a Progress in JSON, until that group is ready or over."""
         source, run = self._asked(), self._run
         if not asked.groups:
             raise RunError("there is no group to follow")
-        source.enter(asked)
+        one = source.enter(asked)[0]
         run.dispatcher.changed()
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            one, num_told = source.first(asked), 0
+            num_told = 0
             source.num_waiting += 1
             try:
                 while True:
@@ -414,7 +396,7 @@ class RunApi:
 
         return pieces()
 
-    def release(self, released: Released) -> None:
+    def release(self, released: st.Released) -> None:
         """Let go of groups that will not be trained: their places are free."""
         source = self._asked()
         issued = source.close(released.stream) if released.stream else []
@@ -422,7 +404,7 @@ class RunApi:
             self._run.dispatcher.release([*issued, *released.groups])
         source.forget(released.groups)
 
-    async def score(self, said: Judged) -> list[ScoreRequest]:
+    async def score(self, said: st.Judged) -> list[ScoreRequest]:
         """Take in what a program has judged; return what it is to judge next, waiting a little for some."""
         run = self._run
         caller, scores = run.caller, run.dispatcher.scores

@@ -149,7 +149,7 @@ class Autoscaler:
     def want(self, number: int, now: float) -> None:
         """Have this many generators from now on; those with the highest numbers leave."""
         for added in range(self._wanted, number):
-            self.membership.expect(f"generator-{added}", "generator")
+            self.membership.planned[f"generator-{added}"] = "generator"
             self.post(ProcessWanted(f"generator-{added}", "generator"))
         for spare in range(number, self._wanted):
             self.post(ProcessUnwanted(f"generator-{spare}"))

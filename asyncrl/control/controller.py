@@ -113,7 +113,7 @@ class Controller:
         )
         if (recorder := self.recorder) is not None:
             self.lifecycle.watchers = (recorder.note,)
-            if config.observe.record == "batches":
+            if config.observe.records_batches:
                 self.feeder.record = lambda taken: RecordedStep(
                     taken.step, recorder.life, taken.groups, taken.params
                 ).write(recorder.folder)  # fmt: skip
@@ -229,7 +229,8 @@ class Controller:
             if before is None and peer.kind != "learner":  # it has a model to make first
                 self._note_start(peer.name)
             if peer.name in self.membership.joined:
-                self.membership.connected(peer.name, self.clock.now())
+                self.membership.heartbeats.expect(peer.name, self.clock.now())
+                self.membership.heartbeats.beat(peer.name, self.clock.now())
                 self.reporter.note_event("joined", peer.name, version=self.feeder.version)
                 peer.tell(msg.JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
             if self.ending.is_set():
@@ -365,7 +366,7 @@ class Controller:
             counts, scores = self.buffer.counts(), self.dispatcher.scores
             queues = {
                 "ready": counts.ready, "running": counts.running, "scoring": counts.scoring, "scores asked for": len(scores),
-                **{f"of {kind} workers": scores.num_open(kind) for kind in JUDGES},
+                **{f"of {kind} workers": len(scores.open[kind]) for kind in JUDGES},
             }  # fmt: skip
             if running and self.config.learner.kind == "builtin":  # else its caller says when the next step is
                 for alarm in self.reporter.tell(
@@ -669,8 +670,10 @@ class Controller:
         own = (self.feeder.waiting, self.dispatcher.fruitless)
         waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
         waits += switching.waits() if switching is not None else ()
-        held = (switching is not None and switching.why_nothing_goes_out) or self.buffer.state.why_nothing_is_issued()
-        if not held and (asked := self.dispatcher.asked) is not None and not asked.num_queued:
+        held = self.buffer.state.why_nothing_is_issued()
+        if switching is not None and switching.phases.now != "rollout":
+            held = f"the device: phase {switching.phases.phase}"
+        if not held and (asked := self.dispatcher.asked) is not None and not asked.queue:
             held = "prompts of its caller"
         elif self._caller_holds_all():
             held = f"{CALLER_HOLDS}: {held}"
@@ -684,7 +687,7 @@ class Controller:
                 names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
                 if kind == "reward" and self.caller is not None:
                     names = "its caller's reward function"
-                waits.append(Wait("controller", f"{scores.num_open(kind)} answers of {names}", since_s))
+                waits.append(Wait("controller", f"{len(scores.open[kind])} answers of {names}", since_s))
         return waits
 
     def _caller_holds_all(self) -> bool:

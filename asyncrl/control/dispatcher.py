@@ -104,12 +104,13 @@ class Dispatcher:
             if isinstance(issue, ev.ReissueGroup):
                 group = self.buffer.reissue(issue.group_id, issue.generator, issue.version, now)
             elif self.asked is not None:
-                if (asked := self.asked.next()) is None:
+                if not self.asked.queue:
                     break
+                first = self.asked.queue.popleft()
                 group = self.buffer.issue(
-                    asked.prompt, issue.generator, version=issue.version, group_size=asked.size or size, now=now
+                    first.prompt, issue.generator, version=issue.version, group_size=first.size or size, now=now
                 )  # fmt: skip
-                self.asked.issued(asked, group.group_id, issue.version)
+                self.asked.issued(first, group.group_id, issue.version)
             else:
                 (replaces, prompt), cursor = self.buffer.returned_prompt() or (None, None), self.buffer.cursor
                 if prompt is None:
@@ -117,7 +118,7 @@ class Dispatcher:
                 group = self.buffer.issue(
                     prompt, issue.generator, version=issue.version, group_size=size, now=now, cursor=cursor, replaces=replaces,
                 )  # fmt: skip
-            sampling, asked = self.sampling, self.asked.of(group.group_id) if self.asked is not None else None
+            sampling, asked = self.sampling, self.asked.by_group.get(group.group_id) if self.asked is not None else None
             if asked is not None and asked.max_new_tokens:
                 most = min(asked.max_new_tokens, sampling.max_new_tokens)
                 sampling = msgspec.structs.replace(sampling, max_new_tokens=most)

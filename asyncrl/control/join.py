@@ -43,7 +43,7 @@ from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.lifecycle.state import Heartbeats
 from asyncrl.errors import ConfigError
 from asyncrl.folders import OwnedFolder
-from asyncrl.schema.control import Hello, JoinTerms, ProcessKind
+from asyncrl.schema.control import Hello, JoinTerms
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys
 from asyncrl.transport.zmq_client import open_connection
@@ -89,13 +89,10 @@ class Membership:
         self.most_joined = most_joined
         self.joined: dict[str, Hello] = {}
         self.num_came = self.num_left = self.num_lost = 0
-        self._planned = {item.name: item.kind for item in planned}
+        self.planned = {item.name: item.kind for item in planned}
+        """What the run starts itself, by name; also what it is about to start."""
         self.heartbeats = Heartbeats(config or SupervisionConfig())
         """Of joined generators alone."""
-
-    def expect(self, name: str, kind: ProcessKind) -> None:
-        """Let in a process that the run is about to start."""
-        self._planned[name] = kind
 
     def refusal(self, hello: Hello, is_own: bool = True) -> str:
         """Return why a peer may not come in; empty lets it in, and gives a joining generator its place.
@@ -104,7 +101,7 @@ class Membership:
             hello: What it says of itself.
             is_own: It has the key of the run's own processes; who has a guest's joins under a name of its own, or not at all.
         """
-        if self._planned.get(hello.name) == hello.kind:
+        if self.planned.get(hello.name) == hello.kind:
             return "" if is_own else f"{hello.name!r} is a process of the run, and client.key is for generators that join"
         if hello.kind != "generator" or not _JOINED_NAME.fullmatch(hello.name):
             return f"this run has no {hello.kind} named {hello.name!r}"
@@ -120,11 +117,6 @@ class Membership:
         self.joined[hello.name] = hello
         self.num_came += 1
         return ""
-
-    def connected(self, name: str, now: float) -> None:
-        """Expect heartbeats of a joined generator from now on."""
-        self.heartbeats.expect(name, now)
-        self.heartbeats.beat(name, now)
 
     def gone(self, name: str, *, said_goodbye: bool) -> None:
         """Give its place back."""

@@ -78,7 +78,7 @@ class ScoreDispatcher:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self.open: dict[JudgeKind, dict[Member, _Asked]] = {kind: {} for kind in JUDGES}
-        """In the order they were asked for."""
+        """What the workers of a kind have not judged, in the order it was asked for."""
         self._answered: dict[Member, Scores] = {}
         """Of one member each, whose other half is open."""
         self._waiting: dict[JudgeKind, deque[_Asked]] = {kind: deque() for kind in JUDGES}
@@ -88,10 +88,6 @@ class ScoreDispatcher:
         """Return how many scores are not complete."""
         rules, models = self.open.values()
         return len(rules.keys() | models.keys() if models else rules)
-
-    def num_open(self, kind: JudgeKind) -> int:
-        """Return how many samples the workers of this kind have not judged."""
-        return len(self.open[kind])
 
     def ask(self, *requests: ScoreRequest | InferRequest, now: float) -> None:
         """Ask for samples' scores, of the rules, of the models, or of both; `dispatch` sends the requests."""

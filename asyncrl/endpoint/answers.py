@@ -109,27 +109,24 @@ class Answers:
                     await self._session.release(groups)
 
     async def forget(self) -> None:
-        """Release, again and again, what is too old, and what others need the places of."""
+        """Release, again and again, what is too old, and as many that nobody rewards as there are groups without a place."""
+
+        def late() -> list[str]:
+            before_s = self._clock.now() - self._unrewarded_s
+            return [name for name, one in self._held.items() if one.rewards is None and one.is_sent and one.since_s <= before_s]
+
+        why = f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place"
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             with contextlib.suppress(RunError):  # the run is over, and all groups with it
                 await self._forget_too_old()
-                await self._make_room()
+                num = (await self._session.run.status()).without_place if late() else 0
+                await self._release(late()[:num], why)  # oldest first
 
     async def close(self) -> None:
         """Release everything."""
         with contextlib.suppress(RunError):
             await self._release(list(self._held), "is over: the endpoint was closed")
-
-    async def _make_room(self) -> None:
-        """Release as many answers that nobody rewards as there are groups without a place, oldest first."""
-        before_s = self._clock.now() - self._unrewarded_s
-
-        def late() -> list[str]:
-            return [name for name, one in self._held.items() if one.rewards is None and one.is_sent and one.since_s <= before_s]
-
-        num = (await self._session.run.status()).without_place if late() else 0
-        await self._release(late()[:num], f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place")
 
     async def _forget_too_old(self) -> None:
         old = [name for name, one in self._held.items() if one.is_sent and self._session.is_too_old(one.group)]

@@ -128,7 +128,16 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
         told = f"the run samples with {sampling[name]:g}" if name in sampling else "it is not supported"
         advice = f"leave it out, or have it ignored: Endpoint(ignored=[{name!r}])"
         raise RefusedError(400, f"{name} is {value!r}, and {told}; {advice}", "unsupported_value", name)
-    if name := _unsupported(asked):
+    if isinstance(asked, ChatAsked):
+        wrong = {
+            "top_logprobs": bool(asked.top_logprobs),
+            "tool_choice": asked.tool_choice not in (None, "auto", "none"),
+            "response_format": (asked.response_format or {}).get("type", "text") != "text",
+        }
+    else:
+        wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
+        wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
+    if name := next((name for name, is_wrong in wrong.items() if is_wrong), ""):
         raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; leave it out", "unsupported_value", name)
     return asked
 
@@ -141,20 +150,6 @@ def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
         raise RefusedError(400, f"the body cannot be understood: {error}", "invalid_request") from error
 
 
-def _unsupported(asked: ChatAsked | CompletionAsked) -> str:
-    """Return the name of a field that asks for what is not done here; empty where none does."""
-    if isinstance(asked, ChatAsked):
-        wrong = {
-            "top_logprobs": bool(asked.top_logprobs),
-            "tool_choice": asked.tool_choice not in (None, "auto", "none"),
-            "response_format": (asked.response_format or {}).get("type", "text") != "text",
-        }
-    else:
-        wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
-        wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
-    return next((name for name, is_wrong in wrong.items() if is_wrong), "")
-
-
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: contents are texts, and arguments of tool calls are what their JSON says.
 
@@ -163,37 +158,38 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise RefusedError(400, "there are no messages", "invalid_value", "messages")
-    return [_turn(number, message) for number, message in enumerate(messages)]
-
-
-def _turn(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where, role = f"messages[{number}]", ROLES.get(str(message.get("role")), str(message.get("role")))
-    if role not in {"system", "user", "assistant", "tool"}:
-        raise RefusedError(400, f"{where}.role is {role!r:.80}, none of system, user, assistant, tool", "invalid_value", where)
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    turns = list[dict[str, Any]]()
+    for number, message in enumerate(messages):
+        where, role = f"messages[{number}]", ROLES.get(str(message.get("role")), str(message.get("role")))
+        if role not in {"system", "user", "assistant", "tool"}:
             raise RefusedError(
-                400, f"{where}.content has parts that are no text; only texts are understood", "invalid_value", where
+                400, f"{where}.role is {role!r:.80}, none of system, user, assistant, tool", "invalid_value", where
             )
-        content = "".join(part["text"] for part in content)
-    calls = message.get("tool_calls") or []
-    if content is not None and not isinstance(content, str):
-        raise RefusedError(400, f"{where}.content must be a text, got {content!r:.80}", "invalid_value", where)
-    if content is None and not calls:
-        raise RefusedError(400, f"{where} has neither a content nor tool calls", "invalid_value", where)
-    turn: dict[str, Any] = {"role": role, "content": content or ""}
-    turn |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
-    try:
-        for call in calls:
-            name, arguments = str(call["function"]["name"]), call["function"].get("arguments") or "{}"
-            with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
-                arguments = json.loads(arguments)
-            called = {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
-            turn.setdefault("tool_calls", []).append(called)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RefusedError(400, f"{where}.tool_calls is not understood: {error!r}", "invalid_value", where) from error
-    return turn
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                raise RefusedError(
+                    400, f"{where}.content has parts that are no text; only texts are understood", "invalid_value", where
+                )
+            content = "".join(part["text"] for part in content)
+        calls = message.get("tool_calls") or []
+        if content is not None and not isinstance(content, str):
+            raise RefusedError(400, f"{where}.content must be a text, got {content!r:.80}", "invalid_value", where)
+        if content is None and not calls:
+            raise RefusedError(400, f"{where} has neither a content nor tool calls", "invalid_value", where)
+        turn: dict[str, Any] = {"role": role, "content": content or ""}
+        turn |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+        try:
+            for call in calls:
+                name, arguments = str(call["function"]["name"]), call["function"].get("arguments") or "{}"
+                with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
+                    arguments = json.loads(arguments)
+                called = {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
+                turn.setdefault("tool_calls", []).append(called)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RefusedError(400, f"{where}.tool_calls is not understood: {error!r}", "invalid_value", where) from error
+        turns.append(turn)
+    return turns
 
 
 class Choice(msgspec.Struct, kw_only=True):

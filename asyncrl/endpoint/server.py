@@ -23,7 +23,7 @@ from aiohttp import web
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.clock import SystemClock
-from asyncrl.control.api import READ_TIMEOUT_S, read_body
+from asyncrl.control.api import read_body
 from asyncrl.endpoint.answers import Answers
 from asyncrl.endpoint.following import Following, versions_of
 from asyncrl.endpoint.openai_schema import (
@@ -107,7 +107,7 @@ class Endpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY_BYTES)
         app.add_routes([
             web.get("/v1/models", self._models),
-            web.get("/v1/models/{name:.*}", self._model),
+            web.get("/v1/models/{name:.*}", self._models),
             web.post("/v1/chat/completions", self._chat),
             web.post("/v1/completions", self._complete),
             web.post("/v1/rewards", self._reward),
@@ -185,22 +185,16 @@ class Endpoint:
 
     # -- routes ----------------------------------------------------------------------------------------------------------
 
-    async def _models(self, _: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: web.Request) -> web.StreamResponse:
-        name, own = request.match_info["name"], self._session.config.name
-        if name != own:
-            raise RefusedError(404, f"there is no model {name[:80]!r}, only {own!r}", "model_not_found", "model")
-        return web.json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        config = self._session.config
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        config, name = self._session.config, request.match_info.get("name")
         length = config.generate.engine.max_sequence_tokens
-        return {"id": config.name, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
+        own = {"id": config.name, "object": "model", "created": 0, "owned_by": "asyncrl", "max_model_len": length}
+        if name is not None and name != config.name:
+            raise RefusedError(404, f"there is no model {name[:80]!r}, only {config.name!r}", "model_not_found", "model")
+        return web.json_response({"object": "list", "data": [own]} if name is None else own)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        asked: Rewarded = decoded(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), Rewarded)
+        asked: Rewarded = decoded(await read_body(request, MOST_BODY_BYTES), Rewarded)
         try:
             self.reward(asked.id, asked.rewards)
         except LearnerError as error:
@@ -211,7 +205,7 @@ class Endpoint:
         return web.json_response({"id": asked.id, "object": "reward", "state": "waits for a step"})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked: CompletionAsked = self._parsed(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), CompletionAsked)
+        asked: CompletionAsked = self._parsed(await read_body(request, MOST_BODY_BYTES), CompletionAsked)
         said = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
         texts = [one for one in said if isinstance(one, str)]
         if texts and len(said) > 1:
@@ -223,7 +217,7 @@ class Endpoint:
         return await self._answer(request, asked, prompt, ids, asked.max_tokens, has_logprobs=has_logprobs)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked: ChatAsked = self._parsed(await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S), ChatAsked)
+        asked: ChatAsked = self._parsed(await read_body(request, MOST_BODY_BYTES), ChatAsked)
         turns = turns_of(asked.messages)
         tools = asked.tools if asked.tool_choice != "none" else None
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
@@ -286,8 +280,9 @@ class Endpoint:
             await _unless_unread(request, response.prepare(request))
             await _unless_unread(request, response.write_eof())
             self._answers.sent(name)
-        except BaseException:  # its client is gone, too
-            await self._take_back(following)
+        except BaseException:  # its client is gone, too: the group of an answer that was not sent whole is released
+            self._answers.drop(name)
+            await stream.close()
             raise
         return response
 
@@ -298,11 +293,6 @@ class Endpoint:
             raise RunError(f"{num_choices - len(group.members)} of {num_choices} choices have failed; the run's log says why")
         self._answers.hold(following.writer.id, group)
         return group
-
-    async def _take_back(self, following: Following) -> None:
-        """Release the group of an answer that was not sent whole."""
-        self._answers.drop(following.writer.id)
-        await following.stream.close()
 
     async def _streamed(self, request: web.Request, following: Following, num_choices: int, *, usage: bool) -> web.StreamResponse:
         """Answer with a stream of events; an error in the midst of it is an event, too."""
@@ -327,7 +317,8 @@ class Endpoint:
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - said to the client and the log
-            await self._take_back(following)
+            self._answers.drop(following.writer.id)
+            await following.stream.close()
             await say(error_body(_as_refusal(error)))
             await response.write_eof()
         return response

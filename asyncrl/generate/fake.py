@@ -97,9 +97,28 @@ class FakeEngine:
         if self._task is not None and self._task.done():
             raise GenerationError("the engine is closed")
         self._rules.check(request, self._by_id)
+        token_ids, logprobs = request.answer_ids, (0.0,) * len(request.answer_ids)
+        finish_reason: FinishReason = "stop"
+        if not self._replays:
+            limit, mean, sigma = request.sampling.max_new_tokens, self._config.mean_tokens, self._config.sigma
+            u1, u2 = uniforms(np.uint64(request.seed), np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
+            if request.sampling.ignore_eos:
+                length = math.inf
+            elif self._config.length_distribution == "fixed":
+                length = mean
+            elif self._config.length_distribution == "uniform":
+                length = 1 + u1 * (2 * mean - 1)
+            else:  # a log-normal one of the configured mean
+                normal = math.sqrt(-2 * math.log(1 - u1)) * math.cos(2 * math.pi * u2)
+                length = mean * math.exp(sigma * normal - sigma**2 / 2)
+            num_tokens, vocabulary = limit if length >= limit else max(1, round(length)), self._config.vocabulary_size
+            draws = uniforms(np.uint64(request.seed), np.arange(2 * num_tokens, dtype=np.uint64))
+            token_ids = tuple((draws[:num_tokens] * vocabulary).astype(np.int64).tolist())
+            logprobs = tuple((-2 * math.log(vocabulary) * draws[num_tokens:]).astype(np.float32).tolist())
+            finish_reason = "length" if num_tokens == limit else "stop"
         request_id = request.request_id
         stream = TokenStream(lambda: self.abort(request_id), news)
-        scripted = self._script(request, stream)
+        scripted = _Scripted(request_id, token_ids, logprobs, finish_reason, len(request.prompt_ids), stream)
         self._by_id[request_id] = scripted
         self._waiting.append(scripted)
         self._changed.set()
@@ -220,27 +239,3 @@ class FakeEngine:
             self._waiting.remove(scripted)
         else:
             self._num_in_slots -= 1
-
-    def _script(self, request: EngineRequest, stream: TokenStream) -> _Scripted:
-        prompt_tokens = len(request.prompt_ids)
-        if self._replays:
-            answer, zeros = request.answer_ids, (0.0,) * len(request.answer_ids)
-            return _Scripted(request.request_id, answer, zeros, "stop", prompt_tokens, stream)
-        limit, mean, sigma = request.sampling.max_new_tokens, self._config.mean_tokens, self._config.sigma
-        u1, u2 = uniforms(np.uint64(request.seed), np.array([_LENGTH_SALT, _LENGTH_SALT + 1], dtype=np.uint64))
-        if request.sampling.ignore_eos:
-            length = math.inf
-        elif self._config.length_distribution == "fixed":
-            length = mean
-        elif self._config.length_distribution == "uniform":
-            length = 1 + u1 * (2 * mean - 1)
-        else:  # a log-normal one of the configured mean
-            normal = math.sqrt(-2 * math.log(1 - u1)) * math.cos(2 * math.pi * u2)
-            length = mean * math.exp(sigma * normal - sigma**2 / 2)
-        num_tokens = limit if length >= limit else max(1, round(length))
-        draws = uniforms(np.uint64(request.seed), np.arange(2 * num_tokens, dtype=np.uint64))
-        token_ids = (draws[:num_tokens] * self._config.vocabulary_size).astype(np.int64)
-        logprobs = -2 * math.log(self._config.vocabulary_size) * draws[num_tokens:]
-        said = tuple(token_ids.tolist()), tuple(logprobs.astype(np.float32).tolist())
-        finish_reason: FinishReason = "length" if num_tokens == limit else "stop"
-        return _Scripted(request.request_id, *said, finish_reason, prompt_tokens, stream)

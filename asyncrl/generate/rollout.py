@@ -131,11 +131,11 @@ class TokenizerCodec:
         return self._tokenizer
 
 
+@dataclass(frozen=True, slots=True)
 class ByteCodec:
     """No tokenizer: one token a byte, folded into the vocabulary; text is the ids, separated by spaces."""
 
-    def __init__(self, vocabulary_size: int) -> None:
-        self._vocabulary_size = vocabulary_size
+    _vocabulary_size: int
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return `token_ids` as given, else the bytes of the text (or of all messages)."""

@@ -36,7 +36,7 @@ from asyncrl.generate.rollout import Rollout, request_id_of
 from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.schema import control as msg
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
-from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable
+from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 from asyncrl.weights.media.base import LentTensors
@@ -259,16 +259,13 @@ class GeneratorWorker:
         self._lacks_weights = False
         self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
         live_s = self._clock.now()
-        probe_error = await self._probe_error(engine, available.probe)
+        probe, probe_error = available.probe, -1.0  # as long as there is nothing to compare
+        if probe is not None and self._config.generate.engine.has_model:
+            theirs = logprobs_from_bytes(probe.logprobs).tolist()
+            ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
+            probe_error = max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
         await self._stage.tell(VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error))
         return True
-
-    async def _probe_error(self, engine: Engine, probe: Probe | None) -> float:
-        """Return how far the engine's probe logprobs are from the learner's; -1 where there is nothing to compare."""
-        if probe is None or not self._config.generate.engine.has_model:
-            return -1.0
-        ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
-        return max((abs(a - b) for a, b in zip(ours, logprobs_from_bytes(probe.logprobs).tolist(), strict=True)), default=0.0)
 
     def _report(self) -> tuple[str, dict[str, float]]:
         engine = self._rollout.engine if self._rollout is not None else None
@@ -276,25 +273,23 @@ class GeneratorWorker:
         is_news = self._is_ready.is_set() and num_slots != self._told_slots
         if is_news and self._connection.try_send(msg.EngineRoom(self._name, num_slots), Lane.CONTROL):
             self._told_slots = num_slots
-        return self._waiting_for(), {
+        waiting_for = ""
+        if engine is None:
+            waiting_for = "" if self._is_loading else "a model to load"
+        elif self._is_asleep:
+            waiting_for = "the device, on which the learner trains"
+        elif self._is_paused:
+            waiting_for = "resume"
+        elif self._idle.is_idle and self._work:
+            waiting_for = "a weight swap to end"
+        elif self._idle.is_idle:
+            waiting_for = "weights of version 0" if engine.version < 0 else "a group"
+        return waiting_for, {
             "process/tokens_generated": float(self._rollout.num_tokens if self._rollout is not None else 0),
             "process/requests_running": float(engine.num_running if engine is not None else 0),
             "process/slots": float(num_slots),
             "process/version": float(engine.version if engine is not None else -1),
         }
-
-    def _waiting_for(self) -> str:
-        if self._rollout is None:
-            return "" if self._is_loading else "a model to load"
-        if self._is_asleep:
-            return "the device, on which the learner trains"
-        if self._is_paused:
-            return "resume"
-        if self._work and self._idle.is_idle:
-            return "a weight swap to end"
-        if self._idle.is_idle:
-            return "weights of version 0" if self._rollout.engine.version < 0 else "a group"
-        return ""
 
 
 class WeightsGate:

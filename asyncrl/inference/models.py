@@ -46,12 +46,10 @@ PROBE_LENGTHS = (3, 7, 12)
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Whole sequences end to end, common prompts once."""
+    """Whole sequences end to end, common prompts once: int64 [N]."""
 
     input_ids: torch.Tensor
-    """int64 [N]."""
     position_ids: torch.Tensor
-    """int64 [N]."""
     layout: SequenceLayout
     sequences: tuple[NDArray[np.int64], ...]
     """S arrays [P + T]: where the tokens of each sequence lie."""

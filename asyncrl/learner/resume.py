@@ -26,7 +26,7 @@ from asyncrl.config.learner import LearnerConfig, PretrainedModel
 from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import load_trainer
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, rename_newer, write_folder
-from asyncrl.learner.model.critic import Critic, SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.critic import Critic, build_critic_optimizer
 from asyncrl.learner.model.policy import (
     Reference,
     build_scratch,
@@ -157,12 +157,12 @@ def build_train_state(
             frozen = open_model(folder, plain, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
             state.reference = Reference(divider.policy(frozen), learner.logprob_chunk_tokens)
     if algorithm.critic is not None:
-        critic: Critic
         if algorithm.critic.kind == "head":
-            critic = ValueHead(model.config.get_text_config().hidden_size).to(model.device)
+            critic = Critic(model.config.get_text_config().hidden_size).to(model.device)
         else:
             folder = Path(algorithm.critic.path or model_folder)
-            critic = SeparateCritic(open_model(folder, opened, trust_remote_code=config.trusts_code).base_model)
+            body = open_model(folder, opened, trust_remote_code=config.trusts_code).base_model
+            critic = Critic(body.config.get_text_config().hidden_size, body)
         state.critic = divider.critic(critic)
         state.critic_optimizer = build_critic_optimizer(
             state.critic, algorithm.critic, learner, config.num_steps, state.optimizer

@@ -54,9 +54,7 @@ class TrainState:
     optimizer: PolicyOptimizer
     reference: Reference | None = None
     critic: Critic | None = None
-    """Value head or separate model."""
     critic_optimizer: PolicyOptimizer | None = None
-    """None where there is no critic."""
     ranks: Ranks = field(default_factory=Ranks)
     memory: StepMemory = field(default_factory=StepMemory)
     offload: Offload | None = None

@@ -39,7 +39,7 @@ from asyncrl.learner.ranks.group import Help, RankLauncher, ReachPhase
 from asyncrl.learner.resume import Examples, InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
-from asyncrl.learner.train_state import Offload, TrainState, needs_offload, open_offload
+from asyncrl.learner.train_state import Offload, needs_offload, open_offload
 from asyncrl.observe.decisions import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines
@@ -153,8 +153,9 @@ class LearnerWorker:
         self._initial = initial
         is_whole = initial.train_state.ranks.size == 1 and not needs_offload(self._config)  # else the first step compiles
         if self._config.learner.compile and is_whole and not self._is_ending:
-            await self._on_thread(lambda: self._compile(initial.train_state))
-        if self._config.observe.record == "batches" and initial.train_state.ranks.size == 1:
+            state, fused = initial.train_state, self._config.learner.logprobs == "fused"
+            await self._on_thread(lambda: compile_now(state.model, state.optimizer, fused=fused))
+        if self._config.observe.records_batches and initial.train_state.ranks.size == 1:
             (self._run_folder / RECORD_FOLDER).mkdir(exist_ok=True)
             self._versions = JsonLines(self._run_folder / RECORD_FOLDER / VERSIONS_FILE)
         await self._on_thread(self._publish_version)
@@ -168,12 +169,6 @@ class LearnerWorker:
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._stage.tell(ready)
-
-    def _compile(self, state: TrainState) -> None:
-        """Before the generators start: vLLM takes what others allocate while it measures the memory for its own."""
-        compile_now(state.model, fused=self._config.learner.logprobs == "fused")
-        state.optimizer.zero_grad()
-        torch.cuda.empty_cache()
 
     async def _obey(self, order: Message) -> None:
         """Note orders; `_serve` carries them out between steps."""
@@ -247,7 +242,13 @@ class LearnerWorker:
             finished_s, waited_s = self._clock.now(), started_s - waiting_from_s
             await self._on_thread(self._publish_version)
             self._num_tokens += result.num_tokens
-            metrics = result.metrics | result.timings_s | self._memory()
+            metrics, device = result.metrics | result.timings_s, self._policy.train_state.model.device
+            if device.type == "cuda":
+                held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+                share = peak / torch.cuda.get_device_properties(device).total_memory
+                metrics |= {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9, "memory/peak_share": share}
+            else:
+                metrics["memory/allocated_gb"] = psutil.Process().memory_info().rss / 1e9
             done = StepDone(step, result.version, metrics, started_s, finished_s, waited_s)
         await self._stage.tell(done)
         delivery.ack()
@@ -305,12 +306,3 @@ class LearnerWorker:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _memory(self) -> dict[str, float]:
-        """Return what the learner holds, in GB, on its device or (on a CPU) resident."""
-        device = self._policy.train_state.model.device
-        if device.type == "cuda":
-            held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-            share = peak / torch.cuda.get_device_properties(device).total_memory
-            return {"memory/allocated_gb": held / 1e9, "memory/peak_gb": peak / 1e9, "memory/peak_share": share}
-        return {"memory/allocated_gb": psutil.Process().memory_info().rss / 1e9}

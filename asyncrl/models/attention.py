@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from asyncrl.errors import LearnerError
-from asyncrl.models.flash import Runs, attend_runs, can_flash, runs_of
+from asyncrl.models.flash import Runs, can_flash, flash_runs, runs_of
 
 T = TypeVar("T")
 
@@ -201,27 +201,26 @@ def packed_attention(
     refused = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if refused or attention_mask is not None:
         raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
-    if packed_layout is not None and packed_layout.runs is not None and can_flash(query, key, value):
-        return attend_runs(query, key, value, packed_layout.runs, scaling, sliding_window).unsqueeze(0), None
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if packed_layout is None:
-        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         return _attend(flat, (1, query.shape[2]), scaling, sliding_window).unsqueeze(0), None
-    return _attend_in_buckets(query, key, value, packed_layout, scaling, sliding_window).unsqueeze(0), None
+    runs = packed_layout.runs
+    if runs is not None and can_flash(query, key, value):
+        numbers = [*runs.longest, -1 if sliding_window is None else sliding_window - 1]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attended: torch.Tensor = flash_runs(*flat, runs.keys, runs.query_ends, runs.key_ends, numbers, scale)[0]
+        return attended.unsqueeze(0), None
+    return _attend_in_buckets(flat, packed_layout, scaling, sliding_window).unsqueeze(0), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_in_buckets(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: SequenceLayout,
-    scaling: float | None,
-    sliding_window: int | None,
+    flat: list[torch.Tensor], layout: SequenceLayout, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """Return [N, H, D]; arguments are those of `packed_attention`."""
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    if layout.shared and query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    """Return [N, H, D] of query, key and value [N, heads, D]; the rest is as in `packed_attention`."""
+    head_size, on_cpu = flat[0].shape[-1], flat[0].device.type == "cpu"
+    if layout.shared and on_cpu and sliding_window is None and head_size == flat[2].shape[-1]:
+        scale = head_size**-0.5 if scaling is None else scaling
         shared: torch.Tensor = _SharedAttention.apply(*flat, layout, scale)  # type: ignore[no-untyped-call]
         return shared
     padded: list[torch.Tensor] = [_ToSlots.apply(tensor, layout) for tensor in flat]  # type: ignore[no-untyped-call]
@@ -326,8 +325,10 @@ class _SharedAttention(torch.autograd.Function):
         log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for part in layout.shared:
             inputs = (_slots_of(query, part.queries), *_keys_of(key, value, part.keys, query.shape[1]))
-            if part.keys.shape[1] <= SMALLEST_BUCKET:
-                output, log_sum = _plain_attention(*inputs, is_causal=part.is_causal, scale=scale)
+            if part.keys.shape[1] <= SMALLEST_BUCKET:  # for so few keys plain products are faster than the kernel
+                scores = _scores(*inputs[:2], is_causal=part.is_causal, scale=scale)
+                log_sum = scores.logsumexp(-1)
+                output = ((scores - log_sum[..., None]).exp() @ inputs[2].float()).to(query.dtype)
             else:
                 output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
                     *inputs, 0.0, part.is_causal, scale=scale
@@ -355,18 +356,19 @@ class _SharedAttention(torch.autograd.Function):
             grad_slots = query.new_zeros(num_runs * num_queries, *query.shape[1:])
             tokens = part.queries.flatten()[part.real]
             grad_slots[part.real] = grad_joined[tokens]
-            inputs = (
-                grad_slots.view(num_runs, num_queries, *query.shape[1:]).transpose(1, 2),
-                _slots_of(query, part.queries),
-                *_keys_of(key, value, part.keys, query.shape[1]),
-                _slots_of(joined, part.queries),
-                log_sums[part.queries].transpose(1, 2),
-            )
+            grad = grad_slots.view(num_runs, num_queries, *query.shape[1:]).transpose(1, 2)
+            queries, (keys, values) = _slots_of(query, part.queries), _keys_of(key, value, part.keys, query.shape[1])
+            output, log_sum = _slots_of(joined, part.queries), log_sums[part.queries].transpose(1, 2)
             if part.keys.shape[1] <= SMALLEST_BUCKET:
-                computed = _plain_gradients(*inputs, is_causal=part.is_causal, scale=ctx.scale)
+                scores = _scores(queries, keys, is_causal=part.is_causal, scale=ctx.scale)
+                weights, grad = (scores - log_sum[..., None]).exp(), grad.float()
+                grad_weights = grad @ values.float().transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)
+                grad_scores = weights * grad_weights * ctx.scale
+                of_query, of_key = grad_scores @ keys.float(), grad_scores.transpose(-1, -2) @ queries.float()
+                computed = [found.to(query.dtype) for found in (of_query, of_key, weights.transpose(-1, -2) @ grad)]
             else:
                 computed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
-                    *inputs, 0.0, part.is_causal, scale=ctx.scale
+                    grad, queries, keys, values, output, log_sum, 0.0, part.is_causal, scale=ctx.scale
                 )
             for gradient, slots in zip(gradients, computed, strict=True):
                 own = slots.transpose(1, 2).flatten(0, 1)
@@ -386,35 +388,6 @@ def _slots_of(tensor: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _keys_of(key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
     """Return both as the kernel wants them: with a head for each of the query's."""
     return [_slots_of(tensor, tokens).repeat_interleave(num_heads // tensor.shape[1], dim=1) for tensor in (key, value)]
-
-
-def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [n, H, Q, D] and log-sum-exp [n, H, Q] by plain products, faster than the kernel for few keys."""
-    scores = _scores(query, key, is_causal=is_causal, scale=scale)
-    log_sum = scores.logsumexp(-1)
-    return ((scores - log_sum[..., None]).exp() @ value.float()).to(query.dtype), log_sum
-
-
-def _plain_gradients(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    joined: torch.Tensor,
-    log_sum: torch.Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return those of query, key and value, the output and log-sum-exp being those over all keys."""
-    weights, grad = (_scores(query, key, is_causal=is_causal, scale=scale) - log_sum[..., None]).exp(), grad.float()
-    grad_weights = grad @ value.float().transpose(-1, -2) - (grad * joined).sum(-1, keepdim=True)
-    grad_scores = weights * grad_weights * scale
-    of_value = weights.transpose(-1, -2) @ grad
-    of_query, of_key = grad_scores @ key.float(), grad_scores.transpose(-1, -2) @ query.float()
-    return of_query.to(query.dtype), of_key.to(query.dtype), of_value.to(query.dtype)
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool, scale: float) -> torch.Tensor:

@@ -123,12 +123,9 @@ def check_head(model: PreTrainedModel) -> None:
         ConfigError: Says how far the logits are from those of the output layer.
     """
     token_ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
-
-    def output_layer() -> torch.Tensor:
-        logits: torch.Tensor = model.get_output_embeddings()(model.base_model(token_ids, use_cache=False).last_hidden_state)
-        return logits
-
-    ours, theirs = run_inside(model, output_layer), model(input_ids=token_ids, use_cache=False).logits
+    body, head = model.base_model, model.get_output_embeddings()
+    ours = run_inside(model, lambda: head(body(token_ids, use_cache=False).last_hidden_state))
+    theirs = model(input_ids=token_ids, use_cache=False).logits
     error = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
     if error > HEAD_TOLERANCE:
         raise ConfigError(

@@ -69,29 +69,6 @@ def _has_flash(gpu: int | None) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(gpu) >= CAPABILITY
 
 
-def attend_runs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs, scale: float | None, window: int | None
-) -> torch.Tensor:
-    """Attend within sequences.
-
-    Args:
-        query: [1, H, N, D].
-        key: [1, H or fewer, N, D].
-        value: As `key`.
-        runs: Of the row.
-        scale: Multiplies the scores; None: 1 / sqrt(D).
-        window: A token sees this many tokens, itself included; None: all before it.
-
-    Returns:
-        [N, H, D].
-    """
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    numbers = [*runs.longest, -1 if window is None else window - 1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attended: torch.Tensor = flash_runs(*flat, runs.keys, runs.query_ends, runs.key_ends, numbers, scale)[0]
-    return attended
-
-
 @torch.library.custom_op("asyncrl::flash_runs", mutates_args=(), device_types="cuda")
 def flash_runs(
     query: torch.Tensor,

@@ -63,7 +63,9 @@ def make_manifest(
     seen: set[tuple[object, ...]] = set()
     offset = 0
     for name, tensor in tensors.items():
-        identity = _memory_identity(tensor)
+        here = tensor.to_local() if is_divided(tensor) else tensor
+        place = (here.device, here.untyped_storage().data_ptr(), here.storage_offset())
+        identity = (*place, tuple(here.shape), here.stride(), here.dtype, tuple(tensor.shape))  # of the very same elements
         if identity in seen:
             continue
         if tensor.numel():
@@ -169,8 +171,10 @@ def copy_out(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tens
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [tensors[name] for name in views])
         return
-    for name, view in views.items():
-        copy_tensor(_whole(tensors[name]), view)  # in order, on the caller's stream; one gathered tensor at a time is in memory
+    with torch.no_grad():
+        for name, view in views.items():  # in order, on the caller's stream; one gathered tensor at a time is in memory
+            source = tensors[name]
+            copy_tensor(source.full_tensor() if is_divided(source) else source, view)
 
 
 def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -209,17 +213,3 @@ def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     # Another thread may be importing it: then the module is there, and not yet what is in it.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, gathered where it is divided over ranks; the other ranks gather in the same order."""
-    with torch.no_grad():
-        return tensor.full_tensor() if is_divided(tensor) else tensor
-
-
-def _memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the very same elements."""
-    if is_divided(tensor):
-        return (*_memory_identity(tensor.to_local()), tuple(tensor.shape))
-    address = tensor.untyped_storage().data_ptr()
-    return tensor.device, address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -274,16 +274,20 @@ class Alarms:
 
     def _figures(self, last: StepReport) -> dict[str, float]:
         """Return the step's metrics and what is seen of it beside the steps before; what nobody can say yet is absent."""
-        found = {**last.metrics, "hollow evaluations": float(self._hollow)}
-        found |= self._of_weights(last.metrics) | self._of_policy(last.metrics) | self._of_reward(last) | self._of_pace(last)
-        steps = self._steps
+        now, steps, found = last.metrics, self._steps, {**last.metrics, "hollow evaluations": float(self._hollow)}
+        found |= self._of_policy(now) | self._of_reward(last) | self._of_pace(last)
+        if step_ms := 1000 * self._usual("time/step_s"):
+            found["sync over usual step"] = now.get("weights/sync_ms", 0.0) / step_ms
+            found["blocked over usual step"] = now.get("weights/blocked_ms", 0.0) / step_ms
+        if len(self._probes) == 5 and now.get("weights/probe_error", 0.0) > 0.05:
+            found["probe over first"] = now["weights/probe_error"] / max(median(self._probes), 1e-9)
         if len(steps) >= FIRST:
             lost = sum(last.dropped.values()) - sum(steps[-FIRST].dropped.values())
             found["groups lost"] = lost / max(lost + self._groups_per_step * (last.step - steps[-FIRST].step), 1)
-        if last.metrics.get("idle/learner", 1.0) < 0.1:
+        if now.get("idle/learner", 1.0) < 0.1:
             found["idle beside a busy learner"] = last.generators_idle
-        if last.metrics.get("idle/learner", 0.0) > 0.1 and last.metrics.get("time/generate_mean_s"):
-            found["scoring over generating"] = last.metrics.get("time/score_mean_s", 0.0) / last.metrics["time/generate_mean_s"]
+        if now.get("idle/learner", 0.0) > 0.1 and now.get("time/generate_mean_s"):
+            found["scoring over generating"] = now.get("time/score_mean_s", 0.0) / now["time/generate_mean_s"]
         return found
 
     def _usual(self, name: str) -> float:
@@ -291,19 +295,9 @@ class Alarms:
         values = [step.metrics[name] for step in list(self._steps)[:-1] if name in step.metrics]
         return median(values) if len(values) >= FIRST else 0.0
 
-    def _of_weights(self, now: Mapping[str, float]) -> dict[str, float]:
-        found = {}
-        if step_ms := 1000 * self._usual("time/step_s"):
-            found["sync over usual step"] = now.get("weights/sync_ms", 0.0) / step_ms
-            found["blocked over usual step"] = now.get("weights/blocked_ms", 0.0) / step_ms
-        if len(self._probes) == 5 and now.get("weights/probe_error", 0.0) > 0.05:
-            found["probe over first"] = now["weights/probe_error"] / max(median(self._probes), 1e-9)
-        return found
-
     def _of_policy(self, now: Mapping[str, float]) -> dict[str, float]:
-        found = {
-            "drift": max(abs(now.get("kl/k1", 0.0)) / 0.1, now.get("ratio/chi2_token", 0), now.get("ratio/correction_std", 0))
-        }
+        spread = max(now.get("ratio/chi2_token", 0.0), now.get("ratio/correction_std", 0.0))
+        found = {"drift": max(abs(now.get("kl/k1", 0.0)) / 0.1, spread)}
         if ratio := now.get("ratio/mean", 0.0):
             found["ratio off one"] = max(ratio, 1 / ratio)
         if usual := self._usual("policy/grad_norm"):

@@ -5,8 +5,9 @@ another process.
 
 RUN/record/decisions-NNNN.bin holds what entered the machines in one life of the controller, and what they said to it. The file
 is a row of chunks, each with its length before it. The first holds the `Beginning`; every further one the events up to the end
-of one optimizer step, compressed. Each carries a hash over itself and the hash before. So a file that was cut off holds up to its
-last whole chunk, and one that was changed says from where on.
+of one optimizer step, compressed. With `observe.record = "all"` the samples that no step trains lie between the events. Each
+chunk carries a hash over itself and the hash before. So a file that was cut off holds up to its last whole chunk, and one that
+was changed says from where on.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ log = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
 STEPS_FOLDER = "steps"
-"""In it, with `observe.record = "batches"`: the groups of each step."""
-MOST_EVENTS = 8192
-"""Of a chunk: what a long step brings is written in several."""
+"""In it, with `observe.record = "batches"` and "all": the groups of each step."""
+UNTRAINED = "untrained"
+"""In place of a machine's name, with `observe.record = "all"`: samples that no step trains."""
+MOST_EVENTS, MOST_BYTES = 8192, 16 << 20
+"""Of a chunk, before it is compressed: what a long step brings is written in several."""
 MOST_CHUNK_BYTES = 1 << 30
 """No longer one is read: a damaged length must not become gigabytes."""
 LENGTH_BYTES = 4
@@ -134,7 +137,7 @@ class Recorder:
         """Note one event: a `Watch`."""
         self._encoder.encode_into((machine, now, event, instructions), self._events, -1)
         self._num_events += 1
-        if self._num_events >= MOST_EVENTS and self._begun:
+        if (self._num_events >= MOST_EVENTS or len(self._events) >= MOST_BYTES) and self._begun:
             self.end_chunk(-1)
 
     def end_chunk(self, step: int, *, is_last: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The live display of a run, and one line a step where there is no terminal. The only file that imports rich.
 
-Called by the CLI with a `Run` or a client of one. It only reads: leaving it does nothing to the run.
+It only reads: leaving it does nothing to the run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import contextlib
 import importlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,11 +39,6 @@ class RunView:
     status: RunStatus | None = None
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
     events: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EVENTS))
-
-    def take_step(self, report: StepReport) -> str:
-        """Take a step in and return it as one line."""
-        self.steps.append(report)
-        return step_line(report, self.status.num_steps if self.status else 0)
 
     def take_status(self, after: RunStatus) -> list[str]:
         """Take a status in and return what is new in it, in words, one line each."""
@@ -106,13 +100,7 @@ def duration(seconds: float) -> str:
 
 REFRESH_S = 0.5
 MOST_FAILURES_SHOWN = 4
-_PHASE_STYLE = {
-    "running": "bold green",
-    "paused": "bold yellow",
-    "draining": "bold yellow",
-    "failed": "bold red",
-    "stopped": "bold",
-}
+_PHASE_COLOUR = {"running": "green", "paused": "yellow", "draining": "yellow", "failed": "red", "stopped": ""}
 
 
 class _Output(Console):
@@ -129,27 +117,17 @@ def _as_first_fault() -> Iterator[None]:
         raise (first_fault(group) or group) from group
 
 
-class Followed(Protocol):
-    """What can be followed: `asyncrl.Run`, or what `asyncrl.connect` returns."""
-
-    run_folder: Path
-
-    async def status(self) -> RunStatus:
-        """Return the run as it is now."""
-        ...
-
-    def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
-        """Yield steps, past and coming, until the run ends; raise RunError when it failed."""
-        ...
-
-
-async def follow_run(run: Followed, *, plain: bool, first: int = 0, console: Console | None = None) -> RunStatus | None:
+async def follow_run(
+    ask: Callable[[], Awaitable[RunStatus]], steps: AsyncIterator[StepReport], run_folder: Path, *, plain: bool,
+    console: Console | None = None,
+) -> RunStatus | None:  # fmt: skip
     """Show a run until it has ended, then what came of it.
 
     Args:
-        run: An entered run or client.
+        ask: Returns the run as it is now.
+        steps: Of the run, past and coming, until it ends.
+        run_folder: Of the run.
         plain: One line a step and an event, for pipes and logs.
-        first: Steps before this one are not shown.
         console: Where to; standard output by default.
 
     Returns:
@@ -168,7 +146,7 @@ async def follow_run(run: Followed, *, plain: bool, first: int = 0, console: Con
             say(line)
 
     async def look() -> None:
-        status = await run.status()
+        status = await ask()
         known = len(view.status.failures) if view.status else 0
         news = view.take_status(status)
         for line in news:
@@ -189,14 +167,15 @@ async def follow_run(run: Followed, *, plain: bool, first: int = 0, console: Con
         async with asyncio.TaskGroup() as group:
             polling = group.create_task(poll(), name="display-poll")
             try:
-                async for report in run.steps(first):
-                    tell(view.take_step(report))
+                async for report in steps:
+                    view.steps.append(report)
+                    tell(step_line(report, view.status.num_steps if view.status else 0))
             except RunError as error:
                 failure = error
             polling.cancel()
         with contextlib.suppress(RunError):
             await look()
-    for line in await asyncio.to_thread(closing_lines, run.run_folder, view.status):
+    for line in await asyncio.to_thread(closing_lines, run_folder, view.status):
         say(line)
     if failure is not None:
         raise failure
@@ -212,10 +191,8 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
         if len(evals) > 1:
             first, last = evals[0], evals[-1]
             (name, before), (_, after) = first.headline, last.headline
-            lines.append(
-                f"held-out {name} {before:.3f} (version {first.version}) -> {after:.3f} (version {last.version}), "
-                f"{last.num_samples} samples each"
-            )
+            gain = f"{before:.3f} (version {first.version}) -> {after:.3f} (version {last.version})"
+            lines.append(f"held-out {name} {gain}, {last.num_samples} samples each")
         # The controller has drawn them at the end, unless it was killed; matplotlib is slow to import.
         if not steps.exists() or not load_config(run_folder / "config.toml").observe.pictures:
             drawn = {}
@@ -223,9 +200,8 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
             drawn = importlib.import_module("asyncrl.observe.report").write_report(run_folder)
         lines += [f"{name:<12}{path}" for name, path in drawn.items()]
     except (OSError, ConfigError) as error:
-        lines.append(
-            f"no pictures: {error.strerror if isinstance(error, OSError) else error}; `asyncrl report {run_folder}` draws them"
-        )
+        why = error.strerror if isinstance(error, OSError) else error
+        lines.append(f"no pictures: {why}; `asyncrl report {run_folder}` draws them")
     if status is not None and status.checkpoint:
         lines.append(f"{'checkpoint':<12}{status.checkpoint}")
     if status is not None and status.phase in ENDED:
@@ -241,7 +217,7 @@ def render(view: RunView) -> RenderableType:
     status, last, remaining_s = view.status, view.steps[-1] if view.steps else None, view.remaining_s()
     if status is None:
         return Text("starting")
-    text = Text.assemble((status.phase, _PHASE_STYLE.get(status.phase, "bold cyan")), "  version ")
+    text = Text.assemble((status.phase, f"bold {_PHASE_COLOUR.get(status.phase, 'cyan')}"), "  version ")
     text.append(f"{max(status.version, 0)}/{status.num_steps}", style="bold")
     to_go = f", {duration(remaining_s)} to go" if remaining_s is not None and status.phase == "running" else ""
     text.append(f"  {duration(status.uptime_s)}{to_go}", style="dim")

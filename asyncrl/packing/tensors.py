@@ -14,9 +14,10 @@ Pure numpy, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from asyncrl.algorithms.screening import Screen, members_of, pairs_among, trained_members, updates_of_groups
@@ -31,17 +32,10 @@ class _Member:
     """One sample of the step, T response tokens after its prompt tokens, and what it is there for."""
 
     scored: ScoredSample
-    sample: Sample
-    prompt_tokens: int
-    response_tokens: int
     loss_mask: bytes
     """uint8 [T]."""
-    oldest_version: int
-    """Of its trained tokens; -1 where there is none."""
-    is_trained: bool
-    is_greedy: bool
-    pair: int
-    is_chosen: bool
+    packed: PackedSample
+    """As it will be in the batch; row and start are 0 until it has a place, the oldest version is -1 where nothing is trained."""
 
 
 def pack_step(
@@ -80,30 +74,17 @@ def pack_step(
         sizes = [_measured(samples, unit, ranks.cost) for unit in chosen]
         packed = pack_units(sizes, tokens_per_row, ranks.num_ranks)
         ranked += [(sorted(i for part in row.members for i in parts[part]), row.rank) for row in packed]
-    placed: list[PackedSample | None] = [None] * len(samples)
+    placed = [each.packed for each in samples]
     rows = []
     for row, (members, rank) in enumerate(ranked):
         rows.append(_row([samples[i] for i in members], rank))
         start = 0
         for i in members:
-            each = samples[i]
-            placed[i] = PackedSample(
-                group_id=each.sample.group_id,
-                index=each.sample.index,
-                row=row,
-                start=start,
-                prompt_tokens=each.prompt_tokens,
-                response_tokens=each.response_tokens,
-                reward=each.scored.reward,
-                oldest_version=each.oldest_version,
-                is_greedy=each.is_greedy,
-                pair=each.pair,
-                is_chosen=each.is_chosen,
-            )
-            start += each.prompt_tokens + each.response_tokens
+            placed[i] = msgspec.structs.replace(placed[i], row=row, start=start)
+            start += placed[i].prompt_tokens + placed[i].response_tokens
     return StepBatch(
         step=step,
-        samples=tuple(sample for sample in placed if sample is not None),
+        samples=tuple(placed),
         rows=tuple(rows),
         num_trained_tokens=sum(sample.loss_mask.count(1) for sample in samples),
         temperature=temperature,
@@ -124,11 +105,11 @@ def _members_of(step: int, groups: Sequence[ScoredGroup], screen: Screen, mask_b
             sample, index = scored.sample, scored.sample.index
             if screen.preference is None or index in sides:
                 loss_mask, oldest_version = _mask_of(sample, mask_below if index in trained else None)
-                pair, is_chosen = sides.get(index, (-1, False))
-                samples.append(_Member(
-                    scored, sample, len(sample.prompt_ids) // 4, sample.num_tokens, loss_mask, oldest_version, 1 in loss_mask,
-                    index == screen.greedy_index, pair, is_chosen,
-                ))  # fmt: skip
+                packed = PackedSample(
+                    group.group_id, index, 0, 0, len(sample.prompt_ids) // 4, sample.num_tokens, scored.reward, oldest_version,
+                    index == screen.greedy_index, *sides.get(index, (-1, False)),
+                )  # fmt: skip
+                samples.append(_Member(scored, loss_mask, packed))
     if screen.preference is not None and not samples:
         raise ConfigError(
             f"step {step} has nothing to train: none of its {len(groups)} groups has a preference pair; the buffer gives a step "
@@ -154,47 +135,48 @@ def _units_of_updates(samples: Sequence[_Member], minibatches: int) -> list[list
 
     A group is the parts that must share a row, a sample or both of a pair, as positions.
     """
-    trained = [each.sample.group_id for each in samples if each.is_trained] if minibatches > 1 else []
+    trained = [each.packed.group_id for each in samples if each.packed.oldest_version >= 0] if minibatches > 1 else []
     update_of_group = updates_of_groups(trained, minibatches)
     of_update: dict[int, dict[tuple[int, bytes], dict[int, list[int]]]] = {}
     for position, each in enumerate(samples):
-        group_id, prompt_ids = each.sample.group_id, each.sample.prompt_ids
+        group_id, pair = each.packed.group_id, each.packed.pair
         units = of_update.setdefault(update_of_group.get(group_id, minibatches), {})
-        parts = units.setdefault((group_id, prompt_ids), {})
-        parts.setdefault(each.pair if each.pair >= 0 else -1 - position, []).append(position)
+        parts = units.setdefault((group_id, each.scored.sample.prompt_ids), {})
+        parts.setdefault(pair if pair >= 0 else -1 - position, []).append(position)
     return [[list(parts.values()) for parts in of_update[update].values()] for update in sorted(of_update)]
 
 
 def _measured(samples: Sequence[_Member], unit: list[list[int]], cost: CostModel) -> Unit:
-    prefix = samples[unit[0][0]].prompt_tokens
+    prefix, tails = samples[unit[0][0]].packed.prompt_tokens, [[samples[i].packed for i in part] for part in unit]
     return Unit(
         prefix=prefix,
-        tails=tuple(sum(samples[i].response_tokens for i in part) for part in unit),
+        tails=tuple(sum(each.response_tokens for each in tail) for tail in tails),
         prefix_cost=cost.of(prefix),
-        costs=tuple(sum(cost.of(samples[i].response_tokens, prefix) for i in part if samples[i].is_trained) for part in unit),
+        costs=tuple(sum(cost.of(each.response_tokens, prefix) for each in tail if each.oldest_version >= 0) for tail in tails),
     )
 
 
 def _row(samples: list[_Member], rank: int) -> PackedRow:
     """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
-    none = np.full(max(each.prompt_tokens for each in samples), -1, dtype="<i4").tobytes()
+    made, prompts = [each.scored.sample for each in samples], [each.packed.prompt_tokens for each in samples]
+    zeros, none = bytes(4 * max(prompts)), np.full(max(prompts), -1, dtype="<i4").tobytes()
+
+    def laid(before: bytes, size: int, responses: Iterable[bytes]) -> bytes:
+        """Return values of `size` bytes of the response tokens, those of `before` on the prompts before them."""
+        return b"".join([part for num, own in zip(prompts, responses, strict=True) for part in (before[: size * num], own)])
+
     # Nothing where a trained sample brings none, so that no 0 is taken for a logprob. Rows of both kinds come only where a resume
     # moved the reference to the learner, which then runs its own over all of them; the other way round the buffer asks for the
     # scores again (buffer/open.py).
     brought, reference_logprobs = [each.scored.reference_logprobs for each in samples], b""
-    if any(brought) and all(own or not each.is_trained for own, each in zip(brought, samples, strict=True)):
-        filled = [own or bytes(4 * each.response_tokens) for own, each in zip(brought, samples, strict=True)]
-        reference_logprobs = _after_prompts(samples, filled)
+    if any(brought) and all(own or each.packed.oldest_version < 0 for own, each in zip(brought, samples, strict=True)):
+        filled = [own or bytes(4 * sample.num_tokens) for own, sample in zip(brought, made, strict=True)]
+        reference_logprobs = laid(zeros, 4, filled)
     return PackedRow(
-        token_ids=b"".join([part for each in samples for part in (each.sample.prompt_ids, each.sample.token_ids)]),
-        loss_mask=b"".join([part for each in samples for part in (bytes(each.prompt_tokens), each.loss_mask)]),
-        behaviour_logprobs=_after_prompts(samples, [each.sample.logprobs for each in samples]),
-        versions=b"".join([part for each in samples for part in (none[: 4 * each.prompt_tokens], each.sample.versions)]),
+        token_ids=b"".join([part for sample in made for part in (sample.prompt_ids, sample.token_ids)]),
+        loss_mask=laid(zeros, 1, [each.loss_mask for each in samples]),
+        behaviour_logprobs=laid(zeros, 4, [sample.logprobs for sample in made]),
+        versions=laid(none, 4, [sample.versions for sample in made]),
         rank=rank,
         reference_logprobs=reference_logprobs,
     )
-
-
-def _after_prompts(samples: list[_Member], responses: list[bytes]) -> bytes:
-    """Return float32 values of response tokens, 0 on the prompts before them."""
-    return b"".join([part for each, own in zip(samples, responses, strict=True) for part in (bytes(4 * each.prompt_tokens), own)])

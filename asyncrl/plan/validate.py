@@ -56,8 +56,8 @@ def validate_simulation() -> dict[str, Any]:
     """Return figures of both runs and the largest errors, as a benchmark prints them."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-validate-", ignore_cleanup_errors=True) as folder:
-        for name, make in (("fake", _fake_run), ("transformers", _transformers_run)):
-            run_folder = asyncio.run(make(Path(folder), name))
+        for name in ("fake", "transformers"):
+            run_folder = asyncio.run(_real_run(Path(folder), name))
             steps_per_s, staleness = real_figures(run_folder)
             made = simulate(scenario_of_run(run_folder))
             figures |= {
@@ -103,8 +103,13 @@ def _outcome(name: str, figures: dict[str, float], goals: dict[str, float]) -> d
     return {"bench": name, "figures": figures, "ratios": ratios}
 
 
-async def _fake_run(folder: Path, name: str) -> Path:
-    """Run fake engines with long-tailed lengths under an outside learner; return the run's folder."""
+async def _real_run(folder: Path, name: str) -> Path:
+    """Train the quickstart's model, or run fake engines of long-tailed lengths under an outside learner; return its folder."""
+    if name == "transformers":
+        async with Run(short_quickstart(folder, name, num_steps=TRANSFORMERS_STEPS, max_staleness=2)) as live:
+            async for _ in live.steps():
+                pass
+        return live.run_folder
     engine = {"kind": "fake", "num_slots": 32, "token_latency_s": 0.004, "max_sequence_tokens": 4096}
     settings = {
         "name": name, "folder": str(folder), "num_steps": FAKE_STEPS, "learner.kind": "external",
@@ -119,14 +124,6 @@ async def _fake_run(folder: Path, name: str) -> Path:
             await live.announce_weights(_version(taken.step + 1))
             await live.trained(taken.step)
         await live.wait()
-    return live.run_folder
-
-
-async def _transformers_run(folder: Path, name: str) -> Path:
-    """Train the quickstart's model for a little while; return the run's folder."""
-    async with Run(short_quickstart(folder, name, num_steps=TRANSFORMERS_STEPS, max_staleness=2)) as live:
-        async for _ in live.steps():
-            pass
     return live.run_folder
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.buffer.buffer import Untrained
 from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
 from asyncrl.buffer.open import limits_of
 from asyncrl.buffer.state import BufferState
@@ -28,7 +30,7 @@ from asyncrl.control.lifecycle.events import Event
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.placement.state import PhaseEvent, Phases
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions import RECORD_FOLDER, STEPS_FOLDER, Beginning, Entry, Journal, Machine, read_journal
+from asyncrl.observe.decisions import RECORD_FOLDER, STEPS_FOLDER, UNTRAINED, Beginning, Entry, Journal, Machine, read_journal
 
 SHOWN_CHARACTERS = 400
 """Of an event or its instructions, in a report."""
@@ -50,6 +52,8 @@ class LifeReplayed:
     """The first event that differs; empty where none does."""
     fault: str
     """As `Journal.fault`."""
+    lost: Counter[str]
+    """Samples that no step trained, by reason; with `observe.record = "all"`."""
 
     @property
     def text(self) -> str:
@@ -57,6 +61,8 @@ class LifeReplayed:
         until = f"up to step {self.last_step}" if self.last_step >= 0 else "before the first step was done"
         same = f"{self.num_events} events {until} ({self.lived_s:.1f} s of the run in {self.took_s:.2f} s): the same instructions"
         lines = [f"{self.path.name}: {same}"]
+        lost = ", ".join(f"{count} {reason}" for reason, count in self.lost.most_common())
+        lines += [f"  samples that no step trained: {lost}"] if lost else []
         lines += [f"  it ends here: {self.fault}"] if self.fault else []
         return "\n".join([*lines, *([self.difference] if self.difference else [])])
 
@@ -78,9 +84,11 @@ def replay_run(
     """
     steps = sorted((run_folder / RECORD_FOLDER / STEPS_FOLDER).glob("step-*.bin"))
     if instead and (until is None or not steps):
-        raise ConfigError("--with asks of one recorded batch: give --until STEP, of a run with observe.record = 'batches'")
+        raise ConfigError(
+            "--with asks of one recorded batch: give --until STEP, of a run with observe.record = 'batches' or 'all'"
+        )
     if num_samples and (instead or not steps):
-        raise ConfigError("--samples is for a run with observe.record = 'batches', and without --with")
+        raise ConfigError("--samples is for a run with observe.record = 'batches' or 'all', and without --with")
     lives = replay_decisions(run_folder, until)
     for life in lives:
         say(life.text)
@@ -161,10 +169,15 @@ _DECODE: dict[str, Callable[[msgspec.Raw], Any]] = {
 def _replay(journal: Journal, until: int | None) -> LifeReplayed:
     machines, encoder = machines_of(journal.beginning), msgspec.msgpack.Encoder()
     num_events, last_step, times_s, difference, started_s = 0, -1, list[float](), "", time.perf_counter()
+    lost, decode = Counter[str](), msgspec.msgpack.Decoder(Untrained).decode
     for chunk in journal.chunks:
         if until is not None and chunk.step > until:
             break
         for entry in journal.entries(chunk):
+            if entry[0] == UNTRAINED:
+                one = decode(entry[2])
+                lost[one.reason] += len(one.samples)
+                continue
             if difference := _difference(machines, entry, encoder):
                 difference = f"  event {num_events} is the first that differs: {difference}"
                 break
@@ -175,7 +188,7 @@ def _replay(journal: Journal, until: int | None) -> LifeReplayed:
         last_step = max(last_step, chunk.step)
     lived_s = times_s[-1] - times_s[0] if times_s else 0.0
     took_s = time.perf_counter() - started_s
-    return LifeReplayed(journal.path, num_events, last_step, lived_s, took_s, difference, journal.fault)
+    return LifeReplayed(journal.path, num_events, last_step, lived_s, took_s, difference, journal.fault, lost)
 
 
 def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: msgspec.msgpack.Encoder) -> str:

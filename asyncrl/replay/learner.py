@@ -27,6 +27,7 @@ import torch
 import zstandard
 from safetensors.torch import load_file, save_file
 
+from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
@@ -44,6 +45,7 @@ from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.observe.decisions import RECORD_FOLDER, read_journal
 from asyncrl.observe.steps import read_lines
+from asyncrl.replay.untrained import untrained
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import Sample, SamplingParams, derive_seed, ids_from_bytes, ids_to_bytes, logprobs_to_bytes
 
@@ -72,7 +74,7 @@ class LearnerReplay:
     """
 
     def __init__(self, run_folder: Path) -> None:
-        self._folder = run_folder / RECORD_FOLDER
+        self.run_folder, self._folder = run_folder, run_folder / RECORD_FOLDER
         self._configs: dict[int, RunConfig] = {}
         """By number of the controller's life."""
         for path in sorted(self._folder.glob("decisions-*.bin")):
@@ -188,7 +190,8 @@ class SampleReplay:
 
     Args:
         learner: The replay that makes those versions; at version 0.
-        num_samples: How many to draw, evenly over the recorded steps; fewer where there are fewer.
+        num_samples: How many to draw, evenly over the recorded steps and what was lost before each was done; fewer where there
+            are fewer.
         until: The last optimizer step to draw from; None: any.
 
     Raises:
@@ -203,8 +206,13 @@ class SampleReplay:
         if engine.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"the samples were generated on {engine.device}, which this machine has not")
         self._engine = engine
-        wanted = Counter(random.Random(self._config.seed).choices(learner.steps(until) or [0], k=num_samples))
-        self._drawn = [drawn for step, count in sorted(wanted.items()) for drawn in self._draw(learner.recorded(step), count)]
+        steps = learner.steps(until)
+        wanted = Counter(random.Random(self._config.seed).choices(steps or [0], k=num_samples))
+        lost: dict[int, list[tuple[Sample, StepParams]]] = {step: [] for step in wanted}
+        for step, one in untrained(learner.run_folder, until):  # a controller that was killed may have known later versions
+            made = [sample for sample in one.samples if step in lost and ids_from_bytes(sample.versions).max() <= len(steps)]
+            lost.get(step, []).extend((sample, one.params) for sample in made)
+        self._drawn = [one for step in sorted(wanted) for one in self._draw(learner.recorded(step), lost[step], wanted[step])]
         self._needed = {version for drawn in self._drawn for version in drawn.versions}
         self._scratch = tempfile.TemporaryDirectory(prefix="asyncrl-replay-")
         self.keep(0)
@@ -237,15 +245,15 @@ class SampleReplay:
                 num_swapped += len(set(drawn.versions)) > 1
         return SamplesReplayed(num_equal, num_tokens, num_swapped, "")
 
-    def _draw(self, recorded: RecordedStep, count: int) -> list[_Drawn]:
-        members = [member.sample for group in recorded.groups for member in group.members]
-        chosen = random.Random(recorded.step).sample(members, min(count, len(members)))
-        sampling, greedy = sampling_of(self._config, recorded.params.temperature), recorded.params.screen.greedy_index
-        cold = msgspec.structs.replace(sampling, temperature=0.0)
-        return [
-            _Drawn(sample, cold if sample.index == greedy else sampling, ids_from_bytes(sample.versions).tolist())
-            for sample in chosen
-        ]
+    def _draw(self, recorded: RecordedStep, lost: list[tuple[Sample, StepParams]], count: int) -> list[_Drawn]:
+        members = [(member.sample, recorded.params) for group in recorded.groups for member in group.members]
+        members += lost
+        drawn = []
+        for sample, params in random.Random(recorded.step).sample(members, min(count, len(members))):
+            temperature = 0.0 if sample.index == params.screen.greedy_index else params.temperature
+            sampling = sampling_of(self._config, temperature)
+            drawn.append(_Drawn(sample, sampling, ids_from_bytes(sample.versions).tolist()))
+        return drawn
 
     def _differs(self, decoder: SlotDecoder, rules: RequestRules, drawn: _Drawn) -> str:
         """Generate one sample again; return how it differs from the run's, or nothing."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +54,6 @@ class Block:
     views: tuple[View, ...]
     num_bytes: int
 
-    @property
-    def raw(self) -> torch.Tensor:
-        """Return the whole storage as bytes, while the objects see them."""
-        storage = self.views[0].tensor.untyped_storage()
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
     def show(self, raw: torch.Tensor) -> None:
         """Let every object see these bytes."""
         for view in self.views:
@@ -80,13 +74,7 @@ class TensorComponent:
     """
 
     def __init__(
-        self,
-        name: str,
-        device: Device,
-        collect: Callable[[], NamedTensors],
-        folder: Path,
-        *,
-        is_frozen: bool = False,
+        self, name: str, device: Device, collect: Callable[[], NamedTensors], folder: Path, *, is_frozen: bool = False
     ) -> None:
         """Take over tensors.
 
@@ -112,11 +100,10 @@ class TensorComponent:
         cls, name: str, module: torch.nn.Module, device: Device, folder: Path, *, is_frozen: bool = False
     ) -> TensorComponent:
         """Take over a module's parameters and persistent buffers; rotary tables and the like are small, and stay."""
-
-        def weights() -> NamedTensors:
-            return [*module.state_dict(keep_vars=True).items(), *getattr(module, HELD_TOO, tuple)()]
-
-        return cls(name, device, weights, folder, is_frozen=is_frozen)
+        return cls(
+            name, device, lambda: [*module.state_dict(keep_vars=True).items(), *getattr(module, HELD_TOO, tuple)()], folder,
+            is_frozen=is_frozen,
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
@@ -129,12 +116,15 @@ class TensorComponent:
             return
         objects: dict[int, list[torch.Tensor]] = {}
         # By the address of their storage: the distinct ones that lie on the device and have memory.
-        for tensor in (own for _, whole in self._collect() for own in _owners(whole)):
-            if tensor.device != self._device.kind or not tensor.untyped_storage().nbytes():
-                continue
-            known = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
-            if all(tensor is not other for other in known):
-                known.append(tensor)
+        for _, whole in self._collect():
+            # What holds the memory: the part here, not by `to_local`, which makes a new object; and what that is a view of.
+            own: torch.Tensor = getattr(whole, "_local_tensor", whole)
+            for tensor in (own, own._base):  # noqa: SLF001 - the documented mark of a view
+                if tensor is None or tensor.device != self._device.kind or not tensor.untyped_storage().nbytes():
+                    continue
+                known = objects.setdefault(tensor.untyped_storage().data_ptr(), [])
+                if all(tensor is not other for other in known):
+                    known.append(tensor)
         blocks = []
         for known in objects.values():
             views = [View(one, one.dtype, one.size(), one.stride(), int(one.storage_offset())) for one in known]
@@ -154,10 +144,10 @@ class TensorComponent:
         before, host = self.residence, list[torch.Tensor]()
         match to:
             case "device":
-                for block, raw in zip(self._blocks, self._filled(self._device.take), strict=True):
+                for block, raw in zip(self._blocks, self._filled(on_host=False), strict=True):
                     block.show(raw)
             case "host":
-                host = self._filled(self._device.take_host)
+                host = self._filled(on_host=True)
             case "disk":
                 if not self._is_written:
                     write_spill(self._path, (raw.cpu() for raw in self._contents()))
@@ -187,7 +177,8 @@ class TensorComponent:
         """Yield each block's bytes from where they are."""
         match self.residence:
             case "device":
-                yield from (block.raw for block in self._blocks)
+                for storage in (block.views[0].tensor.untyped_storage() for block in self._blocks):
+                    yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             case "host":
                 yield from self._host
             case "disk":
@@ -198,10 +189,10 @@ class TensorComponent:
                         yield spilled[start : start + block.num_bytes]
                         start += block.num_bytes + -block.num_bytes % ALIGNMENT_BYTES
 
-    def _filled(self, take: Callable[[Sequence[int]], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _filled(self, *, on_host: bool) -> list[torch.Tensor]:
         """Return new memory that holds the bytes; where it cannot be had, nothing has changed."""
         try:
-            taken = take([block.num_bytes for block in self._blocks])
+            taken = self._device.take([block.num_bytes for block in self._blocks], on_host=on_host)
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             raise ResidencyError(f"no room for {self.name} ({self.num_bytes / 2**30:.3f} GiB): {error}") from error
         pairs = zip(self._contents(), taken, strict=True)
@@ -215,15 +206,6 @@ class TensorComponent:
     def _hide(self) -> None:
         for view in (view for block in self._blocks for view in block.views):
             view.tensor.data = torch.empty(0, dtype=view.dtype, device=self._device.kind)
-
-
-def _owners(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the objects by which a tensor holds memory: itself, or its part here, and what that is a view of."""
-    # Not `to_local`, which makes a new object of a parameter's part.
-    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    yield own
-    if own._base is not None:  # noqa: SLF001 - the documented mark of a view
-        yield own._base  # noqa: SLF001
 
 
 def write_spill(path: Path, contents: Iterable[torch.Tensor]) -> None:

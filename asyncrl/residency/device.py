@@ -51,20 +51,21 @@ class SimulatedDevice:
         """Begin to measure the peak anew."""
         self.peak_bytes = self.allocated_bytes
 
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def take(self, sizes: Sequence[int], *, on_host: bool = False) -> list[torch.Tensor]:
         """Return memory there, uint8, one tensor a size, holding anything.
+
+        Args:
+            sizes: In bytes.
+            on_host: In host memory that copies go to fastest (pinned, where that means something).
 
         Raises:
             torch.OutOfMemoryError: There is not enough; nothing was taken.
         """
-        self._require(sum(sizes))
-        tensors = self.take_host(sizes)
-        self.hold(tensors)
+        if not on_host:  # also 0 bytes more would be refused where `hold` has passed the budget
+            self._require(sum(sizes))
+        tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.hold(() if on_host else tensors)
         return tensors
-
-    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return host memory that copies go to fastest (pinned, where that means something), holding anything."""
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that lie there and were not made by `take`, until their memory is gone; twice counts once.
@@ -137,13 +138,10 @@ class CudaDevice:
         """Begin to measure the peak anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """As `SimulatedDevice.take`; torch raises its own OutOfMemoryError."""
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-
-    def take_host(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return pinned memory; torch keeps what is freed of it for the next time, in powers of two."""
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    def take(self, sizes: Sequence[int], *, on_host: bool = False) -> list[torch.Tensor]:
+        """As `SimulatedDevice.take`; torch keeps what is freed of pinned memory for the next time, in powers of two."""
+        device = None if on_host else self._device
+        return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=on_host) for size in sizes]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: torch counts every tensor."""

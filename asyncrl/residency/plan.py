@@ -62,11 +62,7 @@ class PhaseNeeds:
 
 
 def plan_switch(
-    parts: Iterable[Part],
-    needs: PhaseNeeds,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    offload_to: OffloadTo = "host",
+    parts: Iterable[Part], needs: PhaseNeeds, device_bytes: int | None, host_bytes: int | None, offload_to: OffloadTo
 ) -> tuple[ComponentMove, ...]:
     """Return the moves after which the phase can begin, in order.
 

@@ -28,6 +28,8 @@ _LETTERS = re.compile(r"(?<![\\A-Za-z])([A-Za-z])\s+(?=[A-Za-z])")
 """Letters with blanks between them, which math-verify takes for words and leaves out."""
 _CONSTANTS = {"Pi": "pi", "Exp1": "e", "ImaginaryUnit": "j"}
 _BRANCHED = {"log", "asin", "acos", "atan", "Abs"}
+Equal = Callable[[str, str], bool]
+"""(answer, reference) -> equal; both stripped and not empty."""
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan"}
 
 
@@ -35,7 +37,7 @@ class _OutOfTime(BaseException):
     """Passes every `except Exception` of sympy."""
 
 
-def within_budget(judge: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
+def within_budget(judge: Equal) -> Equal:
     """Return `judge`, which says False where it would take more than `BUDGET_S` of CPU time. Only in the main thread.
 
     Raises:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import accumulate
 
-from asyncrl.reward.expressions import same_expression, within_budget
+from asyncrl.reward.expressions import same_expression
 from asyncrl.reward.inputs import linear_pattern
 from asyncrl.reward.numbers import UNITS, parse_quantity, same_quantity
 
@@ -74,22 +75,11 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 _OPENING, _CLOSING = "([{", ")]}"
 
-Equal = Callable[[str, str], bool]
-"""(answer, reference) -> equal; both stripped and not empty."""
 
-
-def build_math_match() -> Equal:
-    """Return a function of (answer, reference) that says whether they are equal.
-
-    Raises:
-        RewardError: math-verify is not installed.
-    """
-
-    def matches(answer: str, reference: str) -> bool:
-        wanted, given = take_one(reference), take_one(answer)
-        return given is not None and _equal(given, wanted or _normal(reference))
-
-    return within_budget(matches)
+def same_mathematics(answer: str, reference: str) -> bool:
+    """Return whether an answer equals a reference; only in `expressions.within_budget`."""
+    wanted, given = take_one(reference), take_one(answer)
+    return given is not None and _equal(given, wanted or _normal(reference))
 
 
 def take_one(text: str) -> str | None:
@@ -246,7 +236,7 @@ def _split(text: str, separator: str) -> list[str]:
         if character == "\\" and not text.startswith(separator, position):
             position += 2
             continue
-        depth += (character in _OPENING) - (character in _CLOSING)
+        depth += _opens(character)
         if depth == 0 and text.startswith(separator, position):
             thousands = separator == "," and re.match(r"\d,\d{3}(?!\d)", text[max(position - 1, 0) : position + 5])
             if not thousands:
@@ -256,6 +246,11 @@ def _split(text: str, separator: str) -> list[str]:
             continue
         position += 1
     return [*parts, text[start:].strip()]
+
+
+def _opens(character: str) -> int:
+    """Return by how much a character changes the number of open brackets."""
+    return (character in _OPENING) - (character in _CLOSING)
 
 
 def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], depth: int) -> bool:
@@ -322,13 +317,8 @@ def _is_small(text: str) -> bool:
     """Whether digits, nesting, powers, factorials and binomials are bounded."""
     if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         return False
-    depth = deepest = 0
-    for character in text:
-        depth += (character in _OPENING) - (character in _CLOSING)
-        deepest = max(deepest, depth)
-        if depth < 0:
-            return False
-    if depth or deepest > _MAX_NESTING:
+    depths = [*accumulate(map(_opens, text), initial=0)]
+    if not min(depths) == depths[-1] == 0 or max(depths) > _MAX_NESTING:
         return False
     for base in re.findall(r"(.{0,4})!", text):
         number = re.search(r"(?:^|\D)(\d{1,3})$", base, re.ASCII)
@@ -342,12 +332,9 @@ def _is_small(text: str) -> bool:
 def _item(text: str, start: int) -> tuple[str, int]:
     """Return the group, number or character that begins at `start`, and where it ends."""
     if text[start : start + 1] and text[start] in _OPENING:
-        depth = 0
-        for end in range(start, len(text)):
-            depth += (text[end] in _OPENING) - (text[end] in _CLOSING)
-            if depth == 0:
-                return text[start : end + 1], end + 1
-        return text[start:], len(text)
+        depths = accumulate(map(_opens, text[start:]))
+        end = next((end for end, depth in enumerate(depths, start + 1) if not depth), len(text))
+        return text[start:end], end
     match = re.compile(r"\d+|\\[A-Za-z]+|.|$", re.ASCII | re.DOTALL).match(text, start)
     assert match is not None
     return match[0], match.end()

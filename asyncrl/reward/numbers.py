@@ -12,6 +12,7 @@ import re
 import unicodedata
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_CHARS = 200
@@ -124,11 +125,18 @@ def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
     if match is None:
         return None
     unit, power = _unit(match["unit"] or "", reference_unit)
-    value = _value(match)
     currency = UNITS.get((match["currency"] or "").casefold(), match["currency"] or "")
-    if value is None or unit is None or (unit and currency and unit != currency):
+    exponent = int(match["exponent"] or match["ten"] or match["digit"] or 0)
+    if unit is None or (unit and currency and unit != currency) or abs(exponent) > _MAX_EXPONENT:
         return None
-    return Quantity(value * 10**power, unit or currency, name)
+    number, denominator = (
+        Fraction(digits.replace(",", "").rstrip(".") or "0") for digits in (match["number"], match["denominator"] or "1")
+    )
+    if denominator == 0 or (match["whole"] and not match["denominator"]) or (match["sign"] and match["inner_sign"]):
+        return None
+    value = number * Fraction(10) ** exponent / denominator + int(match["whole"] or 0)
+    is_negative = "-" in (match["sign"], match["inner_sign"])
+    return Quantity((-value if is_negative else value) * 10**power, unit or currency, name)
 
 
 def same_quantity(answer: str, reference: str, tolerance: float | None = None) -> bool:
@@ -165,22 +173,14 @@ def _unwrapped(text: str) -> tuple[str, str]:
     while True:
         text = text.strip()
         inner = next((match[1] for match in (wrapper.fullmatch(text) for wrapper in _WRAPPERS) if match), None)
-        if inner is not None and _is_balanced(inner):
+        depths = [*accumulate(((character in "({") - (character in ")}") for character in inner or ""), initial=0)]
+        if inner is not None and min(depths) == depths[-1] == 0:
             text = inner
             continue
         named = _NAMED.fullmatch(text)
         if named is None or name:
             return text, name
         text, name = named["value"], named["name"]
-
-
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in "({") - (character in ")}")
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def _singular(unit: str) -> str:
@@ -199,18 +199,3 @@ def _unit(text: str, reference_unit: str) -> tuple[str | None, int]:
     if unit in UNITS:
         return UNITS[unit], power
     return (reference_unit, power) if reference_unit and _singular(unit) == reference_unit else (None, power)
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    if match["sign"] and match["inner_sign"]:
-        return None
-    exponent = int(match["exponent"] or match["ten"] or match["digit"] or 0)
-    if abs(exponent) > _MAX_EXPONENT:
-        return None
-    number, denominator = (
-        Fraction(digits.replace(",", "").rstrip(".") or "0") for digits in (match["number"], match["denominator"] or "1")
-    )
-    if denominator == 0 or (match["whole"] and not match["denominator"]):
-        return None
-    value = number * Fraction(10) ** exponent / denominator + int(match["whole"] or 0)
-    return -value if "-" in (match["sign"], match["inner_sign"]) else value

@@ -57,34 +57,30 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     import_optional("reasoning_gym", "reasoning_gym")
 
     def score(sample: RewardInput) -> float:
-        family, options_json, entry = _parse_reference(sample.prompt.reference_json, sample.prompt.prompt_id)
+        try:
+            reference = json.loads(sample.prompt.reference_json)
+            if "entry" not in reference:
+                reference = {"family": reference["metadata"]["source_dataset"], "entry": reference}
+            family, entry = reference["family"], reference["entry"]
+            options_json = json.dumps(reference.get("family_options", {}), sort_keys=True)
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"prompt {sample.prompt.prompt_id!r}: reference_json holds no reasoning-gym entry ({error!r})"
+            raise RewardError(said) from error
+        entry = _tuples(entry) if family in _TUPLE_FAMILIES else entry
         answer = extract_answer(sample.text, extract)
         if not answer or not _has_shape(family, answer, entry):
             return 0.0
-        dataset, reference = _dataset(family, options_json), entry.get("answer")
+        dataset, right = _dataset(family, options_json), entry.get("answer")
         try:
             return float(dataset.score_answer(answer, entry) >= config.threshold)
         except Exception as error:
             # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
             with contextlib.suppress(Exception):
-                dataset.score_answer("{}" if reference is None else str(reference), entry)
+                dataset.score_answer("{}" if right is None else str(right), entry)
                 return 0.0
             raise RewardError(f"the scorer of reasoning-gym's {family} raised {type(error).__name__}: {error}") from error
 
     return score
-
-
-def _parse_reference(reference_json: str, prompt_id: str) -> tuple[str, str, Entry]:
-    """Return family, its options as canonical JSON, and the entry."""
-    try:
-        reference = json.loads(reference_json)
-        if "entry" not in reference:
-            reference = {"family": reference["metadata"]["source_dataset"], "entry": reference}
-        family, entry = reference["family"], reference["entry"]
-        options_json = json.dumps(reference.get("family_options", {}), sort_keys=True)
-    except (ValueError, KeyError, TypeError) as error:
-        raise RewardError(f"prompt {prompt_id!r}: reference_json holds no reasoning-gym entry ({error!r})") from error
-    return family, options_json, _tuples(entry) if family in _TUPLE_FAMILIES else entry
 
 
 @lru_cache(maxsize=32)

@@ -1,8 +1,8 @@
 """From the config's reward functions to callables, and their weighted sum; and rewards by a connected program (`judge_for`).
 
 A reward function takes one `RewardInput` and returns a number, or an awaitable of one. A new built-in is one `build_*` function
-and one row in `_BUILDERS`; a user's own is named by import path (`PythonReward`) and may take several samples at once. Functions
-are built once per scoring process (worker_process.py); what they raise fails that sample only.
+and one case in `build_reward`; a user's own is named by import path (`PythonReward`) and may take several samples at once.
+Functions are built once per scoring process (worker_process.py); what they raise fails that sample only.
 
 The answer of `answer_match` is the first group of the last match of `extract`, or the whole completion. One that names
 several candidates is not an answer: `numeric` takes exactly one number (numbers.py), and `math` exactly one expression
@@ -26,11 +26,12 @@ from asyncio.events import _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
 from asyncrl.config import reward as kinds
 from asyncrl.errors import ConfigError, RewardError, kind_of, leaves, trace_of
+from asyncrl.reward.expressions import Equal, within_budget
 from asyncrl.reward.inputs import (
     Judgement,
     RewardFunction,
@@ -42,7 +43,7 @@ from asyncrl.reward.inputs import (
     matches_whole,
     shown,
 )
-from asyncrl.reward.math_match import Equal, build_math_match
+from asyncrl.reward.math_match import same_mathematics
 from asyncrl.reward.numbers import same_quantity
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.reward.sandbox.code_exec import build_code_exec
@@ -50,7 +51,6 @@ from asyncrl.schema.samples import Member, Prompt, Score, ScoreRequest, Scores
 from asyncrl.schema.status import Judged
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
-T = TypeVar("T")
 BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
 At = Callable[[int, int, bool], None]
 """Called before each function with the sample's index, the function's, and whether it has several samples."""
@@ -89,7 +89,21 @@ def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
 
 def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
     """Build one built-in reward function from its config struct. Raises as `build_rewards`."""
-    return _BUILDERS[type(config)](config)
+    match config:
+        case kinds.AnswerMatchReward():
+            return _build_answer_match(config)
+        case kinds.FormatCheckReward():
+            pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
+            return lambda sample: float(matches_whole(sample.text, pattern))
+        case kinds.CodeExecReward():
+            return build_code_exec(config)
+        case kinds.ReasoningGymReward():
+            return build_reasoning_gym(config)
+        case kinds.OverlongPenalty():  # a positive weight punishes
+            return lambda sample: overlong_penalty(sample.num_tokens, config.max_tokens, config.buffer_tokens)
+        case kinds.PreferenceReward():
+            return _preference
+    raise AssertionError(f"{type(config).__name__} is not built in")
 
 
 async def batch_values(
@@ -229,7 +243,21 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
     """Load a user's function. One that takes several samples is called with several; an async one is awaited for many at once."""
     loaded = load_function(config.path, "reward path", REWARD_ARGUMENTS)
     is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(getattr(loaded, "__call__", None))  # noqa: B004
-    user_function = loaded if is_async else _outside_the_loop(loaded)
+
+    def outside_the_loop(*arguments: object) -> Any:  # noqa: ANN401 - what the user's function returns
+        """Call a plain function as if no event loop ran, so that it may run one of its own (`asyncio.run`) and not touch ours."""
+        task = asyncio.current_task()
+        assert task is not None, "rewards are called in tasks"
+        loop = task.get_loop()
+        _leave_task(loop, task)
+        _set_running_loop(None)
+        try:
+            return loaded(*arguments)
+        finally:
+            _set_running_loop(loop)
+            _enter_task(loop, task)
+
+    user_function = loaded if is_async else outside_the_loop
     if not takes_batches(loaded):
         return NamedReward(name, config.weight, lambda sample: user_function(sample.prompt, sample.text), is_async=is_async)
 
@@ -243,24 +271,6 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
     return NamedReward(name, config.weight, one_of_several, several)
 
 
-def _outside_the_loop(function: Callable[..., T]) -> Callable[..., T]:
-    """Call a plain function as if no event loop ran, so that it may run one of its own (`asyncio.run`) and not touch ours."""
-
-    def call(*arguments: object) -> T:
-        task = asyncio.current_task()
-        assert task is not None, "rewards are called in tasks"
-        loop = task.get_loop()
-        _leave_task(loop, task)
-        _set_running_loop(None)
-        try:
-            return function(*arguments)
-        finally:
-            _set_running_loop(loop)
-            _enter_task(loop, task)
-
-    return call
-
-
 def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
     """1 where the completion's answer equals the reference answer: exact, numeric, regex or mathematical equality."""
     extract = compile_extract(config.extract, "reward.functions answer_match extract")
@@ -269,7 +279,7 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
         "numeric": lambda answer, reference: answer == reference or same_quantity(answer, reference, config.tolerance),
         "regex": lambda answer, reference: matches_whole(answer, compile_pattern(reference, "reference")),
     }
-    matches = build_math_match() if config.mode == "math" else matchers[config.mode]
+    matches = within_budget(same_mathematics) if config.mode == "math" else matchers[config.mode]
 
     def score(sample: RewardInput) -> float:
         reference = sample.prompt.answer.strip()
@@ -281,36 +291,12 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
     return score
 
 
-def _build_format_check(config: kinds.FormatCheckReward) -> RewardFunction:
-    """1 where the whole completion matches the pattern, `.` matching newlines."""
-    pattern = compile_pattern(config.pattern, "reward.functions format_check pattern")
-    return lambda sample: float(matches_whole(sample.text, pattern))
-
-
-def _build_overlong(config: kinds.OverlongPenalty) -> RewardFunction:
-    """DAPO's soft punishment of long answers; its weight is the configured one, so a positive weight punishes."""
-    return lambda sample: overlong_penalty(sample.num_tokens, config.max_tokens, config.buffer_tokens)
-
-
-def _build_preference(_: kinds.PreferenceReward) -> RewardFunction:
+def _preference(sample: RewardInput) -> float:
     """1 for the chosen answer, 0 for the rejected one: the replay engine gives them back as members 0 and 1."""
+    if sample.index > 1:
+        raise RewardError(f"member {sample.index} of a group is neither the chosen answer (0) nor the rejected one (1)")
+    return 1.0 - sample.index
 
-    def score(sample: RewardInput) -> float:
-        if sample.index > 1:
-            raise RewardError(f"member {sample.index} of a group is neither the chosen answer (0) nor the rejected one (1)")
-        return 1.0 - sample.index
-
-    return score
-
-
-_BUILDERS: dict[type, Callable[..., RewardFunction]] = {
-    kinds.AnswerMatchReward: _build_answer_match,
-    kinds.FormatCheckReward: _build_format_check,
-    kinds.CodeExecReward: build_code_exec,
-    kinds.ReasoningGymReward: build_reasoning_gym,
-    kinds.OverlongPenalty: _build_overlong,
-    kinds.PreferenceReward: _build_preference,
-}
 
 # -- a connected program -------------------------------------------------------------------------------------------------------
 

@@ -25,10 +25,10 @@ import logging
 import os
 import time
 from collections import Counter, deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from asyncrl.clock import Clock
@@ -101,12 +101,12 @@ class RewardPool:
     """`concurrency` scoring processes behind one queue.
 
     Example:
-        >>> async with RewardPool(config.reward, SystemClock(), "reward-0") as pool:
+        >>> async with RewardPool(config.reward, SystemClock(), "reward-0").open() as pool:
         ...     score = await pool.score(request)
     """
 
     def __init__(self, config: RewardConfig, clock: Clock, name: str = "reward", output: Path | None = None) -> None:
-        """Prepare a pool; nothing is started before it is entered.
+        """Prepare a pool; nothing is started before it is opened.
 
         Args:
             config: Which rewards, how many processes, how long one sample may take.
@@ -120,13 +120,11 @@ class RewardPool:
         self._config, self._clock, self._name = config, clock, name
         self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
         self._processes: set[ScoringProcess] = set()
-        self._ready, self._is_one_by_one = Ready(), True
+        self._judges = Ready().judges
         self.capacity = 1
-        """Samples that are worth handing in at once, known when the pool is entered."""
+        """Samples that are worth handing in at once, known when the pool is open."""
         self._num_together = 0
         """Samples that all processes have at the same time, where a function is async."""
-        self._tasks = asyncio.TaskGroup()
-        self._slots: list[asyncio.Task[None]] = []
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
@@ -146,55 +144,51 @@ class RewardPool:
         times = started_s, self._clock.now()
         return Scores(request.group_id, request.attempt, scores, self._name, *times, request.purpose)
 
-    async def __aenter__(self) -> Self:
-        """Start all processes and wait until their rewards are built.
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        """Start all processes, wait until their rewards are built, and score; at the end kill and reap every process.
+
+        Samples not yet scored are then abandoned.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
-            RewardError: They cannot be built here.
+            RewardError: They cannot be built here, or a process could not be replaced, which ended the pool.
         """
+        self._output = PrintedOutput(self._output_path)
         try:
-            self._output = PrintedOutput(self._output_path)
             async with asyncio.TaskGroup() as group:
                 starts = [group.create_task(self._start()) for _ in range(self._config.concurrency)]
-            await self._tasks.__aenter__()
+            async with asyncio.TaskGroup() as group:
+                slots = [group.create_task(self._serve(start.result())) for start in starts]
+                try:
+                    yield self
+                finally:
+                    for slot in slots:
+                        slot.cancel()
         except BaseException as error:  # noqa: BLE001 - it is raised again
-            await self._kill_all()
-            raise _first_cause(error) from None
-        self._slots = [self._tasks.create_task(self._serve(start.result())) for start in starts]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Kill and reap every process; samples not yet scored are abandoned.
-
-        Raises:
-            RewardError: A process could not be replaced, which ended the pool.
-        """
-        for slot in self._slots:
-            slot.cancel()
-        try:
-            await self._tasks.__aexit__(kind, error, traceback)
-        except BaseExceptionGroup as group:
-            raise _first_cause(group) from None
+            # Of a group the first of asyncrl's own errors says why.
+            raise next((each for each in leaves(error) if isinstance(each, AsyncRLError)), error) from None
         finally:
-            await self._kill_all()
+            for process in self._processes:
+                process.kill()
+            for process in tuple(self._processes):
+                await self._stop(process)
+            self._output.close()
 
     async def _serve(self, process: ScoringProcess) -> None:
         """Keep one scoring process busy, and replace it when it is lost."""
         mean_s = _BATCH_WORK_S
         while True:
-            if self._ready.is_concurrent:
+            if self._judges == "concurrently":
                 jobs = await self._keep_full(process)
                 process = await self._replace(process)
             else:
                 jobs = deque([await self._waiting.get()])
-                self._take_waiting(jobs, MAX_BATCH if self._ready.takes_several else _batch_size(mean_s))
+                self._take_waiting(jobs, MAX_BATCH if self._judges == "several" else _batch_size(mean_s))
             _send(process, jobs)
             while jobs:
                 most = _batch_size(mean_s)
-                if 1 < most >= len(jobs) and self._is_one_by_one and jobs[-1].number and not jobs[-1].is_alone:
+                if 1 < most >= len(jobs) and self._judges == "one by one" and jobs[-1].number and not jobs[-1].is_alone:
                     behind = deque[_Job]()
                     self._take_waiting(behind, most)
                     _send(process, behind)
@@ -299,7 +293,7 @@ class RewardPool:
             return first if first.num_lost >= _MAX_LOST else None
         if begun[0].is_alone:
             return begun[0]
-        if is_sure and self._is_one_by_one and begun[-1].number == mark.sample:
+        if is_sure and self._judges == "one by one" and begun[-1].number == mark.sample:
             return begun[-1]
         for job in jobs if mark.in_batch else begun:
             job.is_alone = True
@@ -351,11 +345,10 @@ class RewardPool:
             job.done.set_result(score)
 
     async def _start(self) -> ScoringProcess:
-        process = ScoringProcess(self._output)
+        process = ScoringProcess(self._config, self._output)
         self._processes.add(process)
-        self._ready = await process.begin(self._config)
-        self._is_one_by_one = not (self._ready.takes_several or self._ready.is_concurrent)
-        self.capacity = self._config.concurrency * (2 * MAX_BATCH if self._is_one_by_one else MOST_TOGETHER)
+        self._judges = (await process.begin()).judges
+        self.capacity = self._config.concurrency * (2 * MAX_BATCH if self._judges == "one by one" else MOST_TOGETHER)
         return process
 
     async def _replace(self, process: ScoringProcess) -> ScoringProcess:
@@ -367,13 +360,6 @@ class RewardPool:
         process.kill()
         await process.reap()
         self._processes.discard(process)
-
-    async def _kill_all(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in tuple(self._processes):
-            await self._stop(process)
-        self._output.close()
 
 
 def _batch_size(mean_s: float) -> int:
@@ -393,11 +379,6 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
         job.number = number
     if sent:
         process.send([Item(job.sample, job.skipped) for job in sent], alone=sent[0].is_alone)
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first of asyncrl's own errors in a group, or what was raised."""
-    return next((each for each in leaves(error) if isinstance(each, AsyncRLError)), error)
 
 
 class RewardWorker:
@@ -435,7 +416,7 @@ class RewardWorker:
         await self._stage.run(obey, self._serve_requests())
 
     async def _serve_requests(self) -> None:
-        async with self._pool as pool, asyncio.TaskGroup() as samples:
+        async with self._pool.open() as pool, asyncio.TaskGroup() as samples:
             self._is_ready = True
             async for request, delivery in self._stage.requests(ScoreRequest):
                 self._num_scoring += len(request.indices)

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
@@ -79,10 +79,8 @@ class Ready(msgspec.Struct, frozen=True):
 
     error: str = ""
     is_config_error: bool = False
-    takes_several: bool = False
-    """A function takes several samples at once."""
-    is_concurrent: bool = False
-    """A function is async: samples are scored at the same time, and answered in any order."""
+    judges: Literal["one by one", "several", "concurrently"] = "one by one"
+    """Several: a function takes several samples at once. Concurrently: one is async, and samples are answered in any order."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -168,30 +166,29 @@ class ScoringProcess:
     came.
     """
 
-    def __init__(self, output: PrintedOutput) -> None:
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    def __init__(self, config: RewardConfig, output: PrintedOutput) -> None:
         """Start the child, which waits to be told what to score by.
 
         Raises:
             RewardError: It cannot be started.
         """
         self.num_sent = 0
-        self._names: frozenset[str] = frozenset()
-        self._output = output
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._printing: asyncio.ReadTransport | None = None
+        self._config, self._names, self._output = config, frozenset(reward_names(config)), output
+        self._last_mark = Mark(0, 0, in_batch=False, since_s=0.0)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             try:
                 self._socket, its_socket = socket.socketpair()
                 ours.callback(self._socket.close)
                 theirs.callback(its_socket.close)
-                mark_file = ours.enter_context(tempfile.TemporaryFile(buffering=0))
-                mark_file.truncate(_MARK.size)
-                self._mark_file, self._last_mark = mark_file, Mark(0, 0, in_batch=False, since_s=0.0)
+                self._mark_file = ours.enter_context(tempfile.TemporaryFile(buffering=0))
+                self._mark_file.truncate(_MARK.size)
                 printed_fd, its_printed_fd = os.pipe()
                 self._printed = ours.enter_context(os.fdopen(printed_fd, "rb", 0))
                 theirs.callback(os.close, its_printed_fd)
-                fds = (its_socket.fileno(), mark_file.fileno())
+                fds = (its_socket.fileno(), self._mark_file.fileno())
                 self._process = subprocess.Popen(  # noqa: S603 - our own command line
                     [sys.executable, "-P", "-m", "asyncrl.reward.worker_process", *map(str, fds)],
                     stdin=subprocess.DEVNULL,
@@ -202,21 +199,22 @@ class ScoringProcess:
                 )
             except OSError as error:
                 raise RewardError(f"cannot start a scoring process: {error}") from error
-            ours.pop_all()
+            self._open = ours.pop_all()
         self.pid = self._process.pid
         """Of the child, and of its process group."""
 
-    async def begin(self, config: RewardConfig) -> Ready:
+    async def begin(self) -> Ready:
         """Wait until the child has built its rewards; return what it says of them.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
             RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
         """
-        self._names = frozenset(reward_names(config))
-        self._printing, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, self._printed)
+        printing, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, self._printed)
+        self._open.callback(printing.close)
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._writer.write(_message(Begin(config, os.getpid(), tuple(sys.path))))
+        self._open.callback(self._writer.transport.abort)
+        self._writer.write(_message(Begin(self._config, os.getpid(), tuple(sys.path))))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = msgspec.msgpack.decode(await self._read(), type=Ready)
@@ -243,7 +241,6 @@ class ScoringProcess:
 
         Does not wait: a hanging child would not read, and its time limit runs in `judgements`. The caller bounds the batch.
         """
-        assert self._writer is not None, "begin comes first"
         self.num_sent += len(items)
         self._writer.write(_message(Work(tuple(items), alone)))
 
@@ -288,21 +285,12 @@ class ScoringProcess:
         self._process.kill()
 
     async def reap(self) -> None:
-        """Wait for the end of the child and close what connects to it. Safe to repeat, and to repeat when it was cancelled."""
-        if self._writer is None:
-            self._socket.close()
-        else:
-            self._writer.transport.abort()
-        if self._printing is None:
-            self._printed.close()
-        else:
-            self._printing.close()
+        """Wait for the end of the child, which was killed, and close what connects to it. Safe to repeat, also when cancelled."""
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # cancelled, it is reaped too
         self._last_mark = self.mark
-        self._mark_file.close()
+        self._open.close()
 
     async def _read(self) -> bytes:
-        assert self._reader is not None, "begin comes first"
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if size > MAX_MESSAGE_BYTES:
@@ -361,7 +349,8 @@ async def _score_all(
     from asyncrl.reward.registry import batch_values, score_sample  # noqa: PLC0415 - as in `main`
 
     is_concurrent = any(reward.is_async for reward in rewards)
-    pool.sendall(_message(Ready(takes_several=any(reward.batch for reward in rewards), is_concurrent=is_concurrent)))
+    takes_several = any(reward.batch for reward in rewards)
+    pool.sendall(_message(Ready(judges="concurrently" if is_concurrent else "several" if takes_several else "one by one")))
     decoder, num_read, marker = msgspec.msgpack.Decoder(Work), 0, _Marker(mark)
     loop, reading = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     # `asyncio.to_thread` and look-ups of host names: a thread for each sample, so that none waits for another's.

@@ -27,7 +27,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ALARMS, OF_CONTROLLER, settings_of, value_at
 from asyncrl.config.load import load_config
 from asyncrl.config.run import AlarmRule
-from asyncrl.control.api import READ_TIMEOUT_S, read_body
+from asyncrl.control.api import read_body
 from asyncrl.errors import LedgerError
 from asyncrl.observe.alarms import RULES, raised_in
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
@@ -37,7 +37,7 @@ from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_row, stream, whole_number
+from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_row, number_of, stream
 from asyncrl.serve.records import Records, RunRecord
 
 T = TypeVar("T")
@@ -108,9 +108,7 @@ class Pages:
 
     async def login(self, request: web.Request) -> web.StreamResponse:
         """Give a cookie for a token."""
-        who = self._guard.by_token(
-            msgspec.json.decode(await read_body(request, MOST_LOGIN_BYTES, READ_TIMEOUT_S), type=Login).token
-        )
+        who = self._guard.by_token(msgspec.json.decode(await read_body(request, MOST_LOGIN_BYTES), type=Login).token)
         if who is None:
             raise ForbiddenError(401, "this is no token of the daemon")
         response = json_response({"name": who.name, "role": who.role})
@@ -162,9 +160,9 @@ class Pages:
         """Stream a run's status, steps and events; the number of each row is that of the newest step."""
         run, newest = request.match_info["run"], last_event_id(request)
         folder = self._records.run_folder(run)
-        steps = Tail(folder / STEPS_FILE, "step", "step", newest, _whole(request, "offset"))
-        events = Tail(folder / EVENTS_FILE, "seq", "event", _whole(request, "events"))
-        seconds = Tail(folder / SECONDS_FILE, "time_s", "second", -1, _whole(request, "seconds"))
+        steps = Tail(folder / STEPS_FILE, "step", "step", newest, number_of(request, "offset"))
+        events = Tail(folder / EVENTS_FILE, "seq", "event", number_of(request, "events"))
+        seconds = Tail(folder / SECONDS_FILE, "time_s", "second", -1, number_of(request, "seconds"))
         shown: Any = None
 
         async def rows() -> list[tuple[int, str, bytes]]:
@@ -260,7 +258,7 @@ class Pages:
     @_beside
     def samples(self, request: web.Request) -> dict[str, Any]:
         """Return the kept samples of a step, the newest where none is named, and which steps there are; of repeats the last."""
-        folder, step = self._folder(request), _whole(request, "step", -1)
+        folder, step = self._folder(request), number_of(request, "step", -1)
         steps: set[int] = set()
         rows: dict[tuple[int, int], SampleRow] = {}
         for row in read_samples(folder):
@@ -287,7 +285,7 @@ class Pages:
     @_beside
     def tokens(self, request: web.Request) -> dict[str, Any]:
         """Return what the learner saw of a sample, MOST_TOKENS tokens from one on, and its group's rewards; none: not kept."""
-        step, group, index, first = (_whole(request, name) for name in ("step", "group", "index", "first"))
+        step, group, index, first = (number_of(request, name) for name in ("step", "group", "index", "first"))
         folder = self._folder(request)
         parts = read_tokens(folder, step).get((group, index))
         if parts is None:
@@ -340,7 +338,7 @@ class Pages:
             from_s, to_s = (float(given or default) for given, default in zip(limits, ("-inf", "inf"), strict=True))
         except ValueError as error:
             raise ForbiddenError(400, f"from and to must be seconds, got {limits}") from error
-        num_bins = _whole(request, "bins", 800)
+        num_bins = number_of(request, "bins", 800)
         if not (from_s <= to_s and 1 <= num_bins <= MAX_BINS):
             raise ForbiddenError(400, f"from must not be behind to, and bins be from 1 to {MAX_BINS}")
         run = request.match_info["run"]
@@ -363,11 +361,6 @@ class Pages:
         if not (path := self._folder(request) / "ledger.sqlite").exists():
             raise ForbiddenError(404, "the run has no ledger on disk")
         return LedgerReader(path)
-
-
-def _whole(request: web.Request, name: str, default: int = 0) -> int:
-    """Return a whole number of the query."""
-    return whole_number(request.query.get(name, ""), name, default)
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:

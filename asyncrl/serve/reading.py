@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import os
 import tarfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -55,22 +56,24 @@ def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN40
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def whole_number(given: str, name: str, default: int = 0) -> int:
-    """Return a whole number of a query or header; `default` where it is left out, or given.
+def number_of(request: web.Request, name: str, default: int = 0, header: str = "") -> int:
+    """Return a whole number of the query, or of this header, which comes first; `default` where it is left out, or given.
 
     Raises:
         ForbiddenError: It is none, or not from 0 to 2^63 - 1.
     """
+    given = request.headers.get(header) or request.query.get(name, "")
     if given in {"", str(default)}:
         return default
     if not (given.isascii() and given.isdecimal() and len(given) <= 19 and int(given) < 1 << 63):
-        raise ForbiddenError(400, f"{name} must be a whole number from 0 to {(1 << 63) - 1}, got {given[:40]!r}")
+        what = f"{header} (or {name})" if header else name
+        raise ForbiddenError(400, f"{what} must be a whole number from 0 to {(1 << 63) - 1}, got {given[:40]!r}")
     return int(given)
 
 
 def last_event_id(request: web.Request) -> int:
     """Return behind which number a reader goes on: `Last-Event-ID`, or `?after=`; -1 for all."""
-    return whole_number(request.headers.get("Last-Event-ID") or request.query.get("after", ""), "Last-Event-ID (or after)", -1)
+    return number_of(request, "after", -1, header="Last-Event-ID")
 
 
 async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) -> web.StreamResponse:
@@ -110,22 +113,13 @@ async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
         ForbiddenError: The folder has gone.
     """
     headers = {"Content-Type": "application/x-tar", "Content-Disposition": f'attachment; filename="{folder.name}.tar"'}
-    response, sums = web.StreamResponse(headers=headers), b""
-
-    async def send(name: str, size: int, pieces: Iterator[bytes]) -> None:
-        entry = tarfile.TarInfo(f"{folder.name}/{name}")
-        entry.size = size
-        await response.write(entry.tobuf())
-        while piece := await asyncio.to_thread(next, pieces, b""):
-            await response.write(piece)
-        await response.write(bytes(-size % tarfile.BLOCKSIZE))
-
+    response, sums = web.StreamResponse(headers=headers), io.BytesIO()
     with contextlib.ExitStack() as opened:
         try:  # all of them first: what is open can be read to its end when the run removes the folder meanwhile
             inside = await asyncio.to_thread(lambda: sorted(path for path in folder.rglob("*") if path.is_file()))
             if not inside:
                 raise FileNotFoundError(folder)  # noqa: TRY301 - as where it has gone a moment later
-            files = [
+            files: list[tuple[str, BinaryIO]] = [
                 (path.relative_to(folder).as_posix(), opened.enter_context(path.open("rb")))
                 for path in inside if path.name != SUMS_FILE
             ]  # fmt: skip
@@ -133,17 +127,16 @@ async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
             raise ForbiddenError(404, f"{folder.name} has just been removed by its run; ask for a newer one") from error
         with contextlib.suppress(ConnectionError):  # the reader has gone
             await response.prepare(request)
-            for name, file in files:
-                digest = hashlib.sha256()
-
-                def pieces(file: BinaryIO = file, digest: hashlib._Hash = digest) -> Iterator[bytes]:
-                    while piece := file.read(MOST_CHUNK_BYTES):
-                        digest.update(piece)
-                        yield piece
-
-                await send(name, os.fstat(file.fileno()).st_size, pieces())
-                sums += f"{digest.hexdigest()}  {name}\n".encode()
-            await send(SUMS_FILE, len(sums), iter((sums,)))
+            for name, file in [*files, (SUMS_FILE, sums)]:  # which has a line of every other by then
+                entry, digest = tarfile.TarInfo(f"{folder.name}/{name}"), hashlib.sha256()
+                entry.size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                await response.write(entry.tobuf())
+                while piece := await asyncio.to_thread(file.read, MOST_CHUNK_BYTES):
+                    await asyncio.to_thread(digest.update, piece)
+                    await response.write(piece)
+                await response.write(bytes(-entry.size % tarfile.BLOCKSIZE))
+                sums.write(f"{digest.hexdigest()}  {name}\n".encode())
             await response.write(bytes(2 * tarfile.BLOCKSIZE))
             await response.write_eof()
     return response

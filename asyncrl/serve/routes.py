@@ -38,27 +38,9 @@ from asyncrl.serve.guard import ANYBODY, OPEN, WHO, ForbiddenError, Guard, new_t
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import in_order, waits
 from asyncrl.serve.pages import Login, Pages
-from asyncrl.serve.reading import (
-    compared,
-    file_or_list,
-    json_response,
-    last_event_id,
-    metrics_text,
-    send_tar,
-    stream,
-    whole_number,
-)
+from asyncrl.serve.reading import compared, file_or_list, json_response, last_event_id, metrics_text, number_of, send_tar, stream
 from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
-from asyncrl.serve.submit import (
-    Fork,
-    NewToken,
-    RefusedError,
-    Resume,
-    Submission,
-    change_faults,
-    of_fork,
-    resolve,
-)
+from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
 
 MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
@@ -262,10 +244,31 @@ class Service:
         """Return the table as OpenAPI."""
         routes, paths = self.routes(), dict[str, dict[str, Any]]()
         bodies = [*dict.fromkeys(route.body for route in routes if route.body is not None), Refusal]
-        _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+        references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+        reference_to = dict(zip(bodies, references, strict=True))
+        refused = {"description": "refused", "content": {"application/json": {"schema": reference_to[Refusal]}}}
         for route in routes:
             path = route.path.replace(":.*", "")
-            paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
+            query = re.findall(r"[?&](\w+)=", route.summary)
+            named = [("path", part[1:-1]) for part in path.split("/") if part.startswith("{")]
+            named += [("query", name) for name in query] + [("header", "Last-Event-ID")] * ("after" in query)
+            named += [("header", "Idempotency-Key")] * (route.statuses == MADE)
+            operation = {
+                "summary": route.summary,
+                "security": [] if route.least == OPEN else [{"bearer": []}],
+                "x-role": route.least,
+                "parameters": [
+                    {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+                    for place, name in named
+                ],
+                "responses": {str(status): {"description": HTTPStatus(status).phrase} for status in route.statuses}
+                | {"4XX": refused, "5XX": refused},
+            }
+            if route.body is not None:
+                kind = "application/msgpack" if "msgpack" in route.summary else "application/json"
+                content = {kind: {"schema": reference_to[route.body]}}
+                operation["requestBody"] = {"required": route.body is not Resume, "content": content}
+            paths.setdefault(path, {})[route.method.lower()] = operation
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
         return {
             "openapi": "3.1.0",
@@ -322,7 +325,7 @@ class Service:
         Returns:
             The run, as made; or the one that the same key has made before.
         """
-        body, key = await _body(request), request.headers.get("Idempotency-Key", "")
+        body, key = await read_body(request), request.headers.get("Idempotency-Key", "")
         if len(key) > MOST_KEY_CHARS:
             raise ForbiddenError(400, f"an Idempotency-Key has at most {MOST_KEY_CHARS} characters, got {len(key)}")
         run, digest = request.match_info.get("run", ""), hashlib.sha256(request.path.encode() + b"\n" + body).hexdigest()
@@ -387,7 +390,7 @@ class Service:
     async def follow(self, file: str, number: str, kind: str, request: web.Request) -> web.StreamResponse:
         """Stream the rows of one of a run's files, steps or events."""
         run = request.match_info["run"]
-        after = max(last_event_id(request), whole_number(request.query.get("first", ""), "first") - 1)
+        after = max(last_event_id(request), number_of(request, "first") - 1)
         return await stream(
             request, Tail(self.records.run_folder(run) / file, number, kind, after).rows, lambda: self.is_over(run)
         )
@@ -405,7 +408,7 @@ class Service:
 
     async def change(self, request: web.Request) -> ChangeResult:
         """Change a live run's config; the answer says from which step on."""
-        run, who, body = request.match_info["run"], request[WHO].name, await _body(request)
+        run, who, body = request.match_info["run"], request[WHO].name, await read_body(request)
         decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
         asked, file = decode(body, type=ConfigChange), self.records.run_folder(run) / "config.toml"
         if file.exists() and (faults := change_faults(load_config(file), asked.values)):
@@ -424,15 +427,15 @@ class Service:
 
     async def score(self, request: web.Request) -> list[ScoreRequest]:
         """Take in what a program has judged of a run, and return what it is to judge next."""
-        body = await read_body(request, MOST_JUDGED_BYTES, READ_TIMEOUT_S)
-        return await self.keeper.judge(request.match_info["run"], msgspec.msgpack.decode(body, type=Judged))
+        judged = msgspec.msgpack.decode(await read_body(request, MOST_JUDGED_BYTES), type=Judged)
+        return await self.keeper.judge(request.match_info["run"], judged)
 
     async def resume(self, request: web.Request) -> object:
         """Have a paused run go on, or queue one that has ended again."""
         run = request.match_info["run"]
         if self.records.runs[run].state != "ended":
             return await self.order("resume", request)
-        body = await _body(request)
+        body = await read_body(request)
         goal = msgspec.json.decode(body, type=Resume).num_steps if body else 0
         self._takes_work()
         return self.keeper.resume_ended(run, request[WHO].name, goal)
@@ -458,7 +461,7 @@ class Service:
 
     async def add_token(self, request: web.Request) -> web.StreamResponse:
         """Make a token."""
-        asked = msgspec.json.decode(await _body(request), type=NewToken)
+        asked = msgspec.json.decode(await read_body(request), type=NewToken)
         token = new_token(self.records, asked.name, asked.role, self.clock)
         self.keeper.tell("token", text=f"{asked.name} is a {asked.role}", who=request[WHO].name)
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
@@ -475,34 +478,3 @@ class Service:
             task.cancel()  # its streams end with it
         self.keeper.tell("token", text=f"{name} is removed", who=request[WHO].name)
         return {"removed": name}
-
-
-def _operation(route: Route, path: str) -> dict[str, Any]:
-    """Return a row of the table as OpenAPI has it."""
-    query = re.findall(r"[?&](\w+)=", route.summary)
-    named = [("path", part[1:-1]) for part in path.split("/") if part.startswith("{")] + [("query", name) for name in query]
-    named += [("header", "Last-Event-ID")] * ("after" in query) + [("header", "Idempotency-Key")] * (route.statuses == MADE)
-    refused = {"description": "refused", "content": {"application/json": {"schema": _reference(Refusal)}}}
-    operation = {
-        "summary": route.summary,
-        "security": [] if route.least == OPEN else [{"bearer": []}],
-        "x-role": route.least,
-        "parameters": [
-            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}} for place, name in named
-        ],
-        "responses": {str(status): {"description": HTTPStatus(status).phrase} for status in route.statuses}
-        | {"4XX": refused, "5XX": refused},
-    }
-    if route.body is not None:
-        kind = "application/msgpack" if "msgpack" in route.summary else "application/json"
-        content = {kind: {"schema": _reference(route.body)}}
-        operation["requestBody"] = {"required": route.body is not Resume, "content": content}
-    return operation
-
-
-def _reference(struct: type) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{struct.__name__}"}
-
-
-async def _body(request: web.Request) -> bytes:
-    return await read_body(request, MOST_BODY_BYTES, READ_TIMEOUT_S)

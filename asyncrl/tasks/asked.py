@@ -27,6 +27,8 @@ MOST_CLOSED = 1024
 class Asked:
     """One group that is asked for."""
 
+    stream: str
+    number: int
     prompt: Prompt
     size: int
     max_new_tokens: int
@@ -53,68 +55,55 @@ class AskedPrompts:
         """Set, and replaced by another, whenever a group is ready or over."""
         self.num_waiting = 0
         """Callers that wait for groups; while there is none, it is the callers' turn."""
-        self._queue: deque[Asked] = deque()
+        self.queue: deque[Asked] = deque()
+        """What waits to be issued, oldest first."""
+        self.by_group: dict[int, Asked] = {}
+        """What groups were issued for."""
         self._streams: dict[str, dict[int, Asked]] = {}
-        self._by_group: dict[int, Asked] = {}
         self._closed: deque[str] = deque(maxlen=MOST_CLOSED)
 
-    def enter(self, asked: GroupsAsked) -> None:
-        """Queue what is not known yet.
+    def enter(self, asked: GroupsAsked) -> list[Asked]:
+        """Queue what is not known yet; return all of these.
 
         Raises:
             RunError: The stream is closed, too much is queued, or a prompt that is not known is left out.
         """
         if asked.stream in self._closed:
             raise RunError("this stream is closed; open another")
-        stream = self._streams.setdefault(asked.stream, {})
+        stream = self._streams.get(asked.stream, {})
         for one in asked.groups:
             if one.number in stream:
                 continue
             if one.prompt is None:
                 raise RunError(f"group {one.number} of stream {asked.stream} is over; ask for another")
-            if len(self._queue) >= MOST_QUEUED:
+            if len(self.queue) >= MOST_QUEUED:
                 raise RunError(f"{MOST_QUEUED} prompts wait to be issued, which is the most that may")
-            stream[one.number] = Asked(one.prompt, one.size, one.max_new_tokens, one.is_followed)
-            self._queue.append(stream[one.number])
-
-    def next(self) -> Asked | None:
-        """Take the oldest that is queued."""
-        return self._queue.popleft() if self._queue else None
-
-    @property
-    def num_queued(self) -> int:
-        """Prompts that wait to be issued."""
-        return len(self._queue)
+            known = Asked(asked.stream, one.number, one.prompt, one.size, one.max_new_tokens, one.is_followed)
+            self._streams.setdefault(asked.stream, stream)[one.number] = known
+            self.queue.append(known)
+        return [stream[one.number] for one in asked.groups]
 
     def issued(self, asked: Asked, group_id: int, version: int) -> None:
         """Note that a group was issued, under this version."""
         asked.group_id, asked.oldest = group_id, version
-        self._by_group[group_id] = asked
-
-    def of(self, group_id: int) -> Asked | None:
-        """Return what a group was issued for."""
-        return self._by_group.get(group_id)
-
-    def first(self, asked: GroupsAsked) -> Asked:
-        """Return the first of these groups, which were entered."""
-        return self._streams[asked.stream][asked.groups[0].number]
+        self.by_group[group_id] = asked
 
     def progress(self, piece: Progress) -> None:
         """Note further tokens of a group, for whoever follows it."""
-        if asked := self._by_group.get(piece.group_id):
+        if asked := self.by_group.get(piece.group_id):
             asked.pieces.append(piece)
             asked.news.set()
 
     def ready(self, group_id: int, oldest: int) -> None:
         """Note that a group is ready to be trained."""
-        if asked := self._by_group.get(group_id):
+        if asked := self.by_group.get(group_id):
             asked.is_ready, asked.oldest = True, oldest
             asked.news.set()
             self.wake()
 
     def over(self, group_id: int, reason: str) -> None:
         """Note that a group will never be trained."""
-        if asked := self._by_group.get(group_id):
+        if asked := self.by_group.get(group_id):
             asked.why_over = reason if reason.startswith("failed") else f"{reason}; its oldest token is of version {asked.oldest}"
             asked.news.set()
             self.wake()
@@ -136,14 +125,11 @@ class AskedPrompts:
 
     def forget(self, group_ids: Iterable[int]) -> None:
         """Let go of groups that were ready, and that a step has taken or their caller has released."""
-        ready = [group_id for group_id in group_ids if (one := self._by_group.get(group_id)) is not None and one.is_ready]
-        taken = {id(self._by_group.pop(group_id)) for group_id in ready}
-        for name, stream in list(self._streams.items()):
-            kept = {number: one for number, one in stream.items() if id(one) not in taken}
-            if len(kept) < len(stream):
-                self._streams[name] = kept
-            if not kept:
-                del self._streams[name]
+        for group_id in group_ids:
+            if (one := self.by_group.get(group_id)) is not None and one.is_ready:
+                del self.by_group[group_id], self._streams[one.stream][one.number]
+                if not self._streams[one.stream]:
+                    del self._streams[one.stream]
 
     def close(self, stream: str) -> list[int]:
         """Let go of a stream; return the groups that were issued for it."""
@@ -152,9 +138,8 @@ class AskedPrompts:
         for one in mine:
             one.why_over = one.why_over or "released"
             one.news.set()
-        queued = {id(one) for one in mine if one.group_id < 0}
-        self._queue = deque(one for one in self._queue if id(one) not in queued)
+        self.queue = deque(one for one in self.queue if one.stream != stream)
         groups = [one.group_id for one in mine if one.group_id >= 0]
         for group_id in groups:
-            self._by_group.pop(group_id, None)
+            del self.by_group[group_id]
         return groups

@@ -54,12 +54,11 @@ class ComputedSequence(Sequence[T], Generic[T]):
 
     def __getitem__(self, index: int | slice) -> Any:  # noqa: ANN401 - T or a list of T
         """Return one item, or a list of them for a slice; negative indices count from the end."""
-        if isinstance(index, slice):
-            return [self._item(i) for i in range(*index.indices(self._length))]
-        position = index + self._length if index < 0 else index
-        if not 0 <= position < self._length:
-            raise IndexError(f"index {index} is outside a sequence of {self._length}")
-        return self._item(position)
+        try:
+            chosen = range(self._length)[index]
+        except IndexError:
+            raise IndexError(f"index {index} is outside a sequence of {self._length}") from None
+        return [*map(self._item, chosen)] if isinstance(chosen, range) else self._item(chosen)
 
 
 def alphabet_of(prompts: Iterable[Prompt]) -> str:

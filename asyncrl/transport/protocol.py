@@ -27,7 +27,7 @@ import sys
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.errors import CodecError, ConnectionClosed
@@ -96,31 +96,31 @@ Wire = Callable[[Parcel], bool]
 """Carries a parcel; False where it is lost: the wire is gone."""
 
 
+@dataclass(slots=True)
 class OutLane:
     """The sending half of a lane: what is not yet acknowledged, and whether there is room for more."""
 
-    def __init__(self) -> None:
-        self.next_seq = 0
-        self.unacked: dict[int, Message] = {}
-        self.turn = asyncio.Lock()
-        """Senders that wait for room do so one at a time, in the order they came."""
-        self.changed = asyncio.Event()
-        """Set whenever room appeared or the connection ended."""
+    next_seq: int = 0
+    unacked: dict[int, Message] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Senders that wait for room do so one at a time, in the order they came."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever room appeared or the connection ended."""
 
 
+@dataclass(slots=True)
 class InLane:
     """The receiving half of a lane: messages in order, waiting to be received and then acknowledged."""
 
-    def __init__(self, pump_soon: Callable[[], None]) -> None:
-        self.expected = 0
-        self.inbox: deque[tuple[int, Message]] = deque()
-        self.unhandled: set[int] = set()
-        """Numbers that arrived and are not acknowledged yet."""
-        self.acks: list[int] = []
-        """Numbers to tell the sender about with the next packet."""
-        self.changed = asyncio.Event()
-        """Set whenever a message arrived or the connection ended."""
-        self._pump_soon = pump_soon
+    pump_soon: Callable[[], None]
+    expected: int = 0
+    inbox: deque[tuple[int, Message]] = field(default_factory=deque)
+    unhandled: set[int] = field(default_factory=set)
+    """Numbers that arrived and are not acknowledged yet."""
+    acks: list[int] = field(default_factory=list)
+    """Numbers to tell the sender about with the next packet."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever a message arrived or the connection ended."""
 
     def acknowledge(self, seqs: list[int]) -> None:
         """Tell the sender of each message once, however often it is asked."""
@@ -128,7 +128,7 @@ class InLane:
         if fresh:
             self.unhandled -= fresh
             self.acks += sorted(fresh)
-            self._pump_soon()
+            self.pump_soon()
 
 
 @dataclass(eq=False)

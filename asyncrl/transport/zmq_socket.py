@@ -125,18 +125,15 @@ class SocketWatch:
             events: Which, as a sum of `zmq.EVENT_*`.
             on_event: Called in the event loop with each.
         """
+
+        def on_message(frames: list[zmq.Frame]) -> None:
+            on_event(int(zmq.utils.monitor.parse_monitor_message([frame.bytes for frame in frames])["event"]))
+
         self._watched = watched
-        self._events = events
-        self._on_event = on_event
-        self._socket = LoopSocket(watched.get_monitor_socket(events), self._note)
+        self._socket = LoopSocket(watched.get_monitor_socket(events), on_message)
 
     def close(self) -> None:
         """Stop watching; safe to repeat."""
         if not self._watched.closed:
             self._socket.close(0)
             self._watched.disable_monitor()
-
-    def _note(self, frames: list[zmq.Frame]) -> None:
-        event = int(zmq.utils.monitor.parse_monitor_message([frame.bytes for frame in frames])["event"])
-        if event & self._events:
-            self._on_event(event)

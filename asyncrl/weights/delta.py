@@ -152,16 +152,11 @@ def _encode_section(base: memoryview, current: memoryview, chunk: tuple[int, int
     gaps = np.diff(positions, prepend=-1) - 1
     gap_bytes = np.min_scalar_type(int(gaps.max())).itemsize
     section, compressor = [_SECTION.pack(start, positions.size, gap_bytes, item_bytes)], zstandard.ZstdCompressor(level=1)
-    for plane in (*_planes(gaps.astype(_UNSIGNED[gap_bytes])), *_planes(new[positions])):
-        frame = compressor.compress(plane)
-        section += [_FRAME.pack(len(frame)), frame]
+    for elements in (gaps.astype(_UNSIGNED[gap_bytes]), new[positions]):
+        for plane in elements.view(np.uint8).reshape(-1, elements.itemsize).T:  # the first byte of every element, and so on
+            frame = compressor.compress(plane.tobytes())
+            section += [_FRAME.pack(len(frame)), frame]
     return b"".join(section)
-
-
-def _planes(elements: Elements) -> list[bytes]:
-    """Return the first byte of every element, the second of every element, and so on."""
-    each_byte = elements.view(np.uint8).reshape(-1, elements.itemsize)
-    return [each_byte[:, place].tobytes() for place in range(elements.itemsize)]
 
 
 def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elements]]:
@@ -172,7 +167,7 @@ def _sections(blob: memoryview) -> Iterator[tuple[int, NDArray[np.int64], Elemen
     at = len(MAGIC)
 
     def elements(count: int, item_bytes: int) -> Elements:
-        """Undo `_planes`."""
+        """Return so many elements, out of the planes of their bytes."""
         nonlocal at
         if count > CHUNK_BYTES:
             raise ValueError(f"a chunk does not hold {count} elements")
@@ -306,14 +301,27 @@ class DeltaOffers:
         Raises:
             BroadcastError: It could not be; everything is as before.
         """
-        blob, delta, whole = self._encode(flat), None, None
-        if self._writer.keeps_slots or blob is None or self._is_whole_due(len(blob)):
+        total_bytes, blob, delta, whole = self._manifest.total_bytes, None, None, None
+        if self._head is not None:
+            max_bytes = int(self._config.max_share * total_bytes)
+            blob = encode_delta(self._manifest, self._newest.data, flat, max_bytes)
+            if blob is None and not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "so much changes from version to version that a delta has more than %d bytes: such versions go whole. "
+                    'Set broadcast.dtype = "bfloat16", or leave broadcast.delta out',
+                    max_bytes,
+                )
+        since = deltas_from(self._deltas, self._whole.version) if self._whole is not None else ()
+        is_long = len(since) + 1 >= self._config.full_every
+        if self._writer.keeps_slots or blob is None or is_long or bytes_of(since) + len(blob) > total_bytes:
             whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
         if blob is not None and self._head is not None:
-            name = f"delta-{version:08d}-{blob_fingerprint(blob)[:16]}"
+            of_blob = blob_fingerprint(blob)
+            name = f"delta-{version:08d}-{of_blob[:16]}"
             try:
                 self._writer.put_blob(name, blob)
-                delta = Delta(version, *self._head, name, len(blob), blob_fingerprint(blob))
+                delta = Delta(version, *self._head, name, len(blob), of_blob)
             except BroadcastError as error:
                 _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
         if delta is None and whole is None:
@@ -326,45 +334,11 @@ class DeltaOffers:
         assert self._whole is not None, "nothing leads to the version"
         offered = self._deltas if delta is None else (*self._deltas, delta)
         self._deltas = () if delta is None else offered
-        while self._is_long() and self._deltas[0].version <= self._whole.version:
+        while len(self._deltas) > self._config.full_every or bytes_of(self._deltas) > total_bytes:
+            if self._deltas[0].version > self._whole.version:
+                break
             self._deltas = self._deltas[1:]
         for old in offered:
             if old not in self._deltas:
                 self._writer.drop_blob(old.name)
         return self._whole, self._deltas
-
-    def check_invariants(self) -> None:
-        """Assert what must hold between versions."""
-        assert self._head is not None, "no version yet"
-        assert self._whole is not None, "no whole version"
-        newest = self._deltas[-1].version if self._deltas else self._whole.version
-        whole_chain = deltas_from(self._deltas, self._deltas[0].base_version) if self._deltas else ()
-        assert whole_chain == self._deltas, f"the chain is broken: {self._deltas}"
-        assert self._head[0] == newest, f"the chain leads to {newest}, not to {self._head[0]}"
-        assert self._whole.version == newest or deltas_from(self._deltas, self._whole.version), "nothing leads on from the whole"
-        assert not self._is_long(), f"{len(self._deltas)} deltas, {bytes_of(self._deltas)} bytes"
-
-    def _is_whole_due(self, delta_bytes: int) -> bool:
-        """Return whether the version that a delta of so many bytes leads to has to be fetchable whole, too."""
-        if self._whole is None:
-            return True
-        since = deltas_from(self._deltas, self._whole.version)
-        return len(since) + 1 >= self._config.full_every or bytes_of(since) + delta_bytes > self._manifest.total_bytes
-
-    def _is_long(self) -> bool:
-        return len(self._deltas) > self._config.full_every or bytes_of(self._deltas) > self._manifest.total_bytes
-
-    def _encode(self, flat: memoryview) -> bytes | None:
-        """Return the delta from the newest version; None where there is none, or a large one."""
-        if self._head is None:
-            return None
-        max_bytes = int(self._config.max_share * self._manifest.total_bytes)
-        blob = encode_delta(self._manifest, self._newest.data, flat, max_bytes)
-        if blob is None and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "so much changes from version to version that a delta has more than %d bytes: such versions go whole. "
-                'Set broadcast.dtype = "bfloat16", or leave broadcast.delta out',
-                max_bytes,
-            )
-        return blob

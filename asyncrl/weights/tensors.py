@@ -11,8 +11,8 @@ from. The engine, or each of its worker processes, makes one receiver and keeps 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from importlib import import_module
 from itertools import chain
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -116,6 +116,5 @@ class ArrivingTensors:
 
 def make_receiver(receiver: str, arguments: bytes) -> Receiver:
     """Import and call `module:name` with `arguments`."""
-    module, _, name = receiver.partition(":")
-    made: Receiver = getattr(import_module(module), name)(arguments)
+    made: Receiver = resolve_name(receiver)(arguments)
     return made

@@ -21,31 +21,26 @@ import contextlib
 import itertools
 import os
 import statistics
-import subprocess
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Mapping
+import tempfile
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.control.launch.processes import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
-from benchmarks.harness import BenchResult, Ratio, ratio, seconds_of
-from benchmarks.subscribers import MediumWay, Subscribers, bare_zeromq, scratch_folder
+from asyncrl.transport.security import make_keys
+from benchmarks.harness import BenchResult, in_process, medians, ratio, seconds_of
+from benchmarks.subscribers import Subscribers, bare_zeromq, medium
 from benchmarks.weight_costs import delta_costs
 from benchmarks.workload import smollm2_model
 
-SHM_GOAL, ZEROMQ_GOAL, DELTA_GOAL, BLOCKED_GOAL = 0.8, 0.7, 0.03, 1.5
-DEFAULT_ROUNDS = 5
+AT_LEAST = {"shm_vs_two_copies": 0.8, "zeromq_vs_bare": 0.7}
+AT_MOST = {"learner_blocked_copies": 1.5, "delta_bytes": 0.03}
+DEFAULT_ROUNDS, NUM_TRAIN_STEPS = 5, 4
 COUNTS = (1, 2, 4)
-NUM_TRAIN_STEPS = 4
-TIME_LIMIT_S = 600.0
-
 MEDIA: dict[str, BroadcastConfig] = {
     "shared_memory": BroadcastConfig(medium=SharedMemoryMedium()),
     "zeromq": BroadcastConfig(medium=ZeroMQMedium()),
@@ -53,9 +48,7 @@ MEDIA: dict[str, BroadcastConfig] = {
     "gloo": BroadcastConfig(medium=GlooMedium()),
     "files": BroadcastConfig(medium=FilesMedium()),
 }
-"""What `--media` can name."""
-
-Rounds = dict[str, list[float]]
+"""What `--media` can name. The second over ZeroMQ is that of a run that has keys."""
 
 
 def run(rounds: int = 0, media: str = "all") -> BenchResult:
@@ -68,13 +61,9 @@ def run(rounds: int = 0, media: str = "all") -> BenchResult:
     Raises:
         ConfigError: A name is unknown.
     """
-    names = chosen(media)
-    cores = os.cpu_count() or 1
-    command = (sys.executable, "-m", "benchmarks.broadcast", str(rounds or DEFAULT_ROUNDS), ",".join(names))
-    spec = ProcessSpec("bench", "learner", 1, command, Path(os.devnull), cores)
-    environment = child_environment(os.environ, spec)
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=TIME_LIMIT_S)
-    return msgspec.json.decode(said.stdout.splitlines()[-1], type=BenchResult)
+    names, spec = chosen(media), ProcessSpec("bench", "learner", 1, (), Path(os.devnull), os.cpu_count() or 1)
+    os.environ |= child_environment(os.environ, spec)
+    return in_process(measure, rounds or DEFAULT_ROUNDS, names)
 
 
 def chosen(media: str) -> list[str]:
@@ -85,68 +74,46 @@ def chosen(media: str) -> list[str]:
     return names
 
 
-def measure(rounds: int, names: list[str], counts: tuple[int, ...] = COUNTS) -> BenchResult:
+def measure(rounds: int, names: list[str]) -> BenchResult:
     """Measure here; `run` says what."""
     weights = {name: tensor.detach() for name, tensor in smollm2_model(torch.bfloat16).named_parameters()}
-    samples = _hand_overs(weights, rounds, names, counts)
-    figures = {name: round(statistics.median(values), 3) for name, values in samples.items() if not name.endswith("_copies")}
-    ratios = _ratios_of(samples)
-    if "shared_memory" in names:
-        costs = delta_costs(NUM_TRAIN_STEPS)
-        ratios["delta_bytes"] = ratio(round(costs.pop("delta_bytes"), 5), DELTA_GOAL, at_least=False)
-        figures |= costs
-    return BenchResult("broadcast", {"model_bytes": num_bytes_of(weights), "rounds": rounds, **figures}, ratios)
-
-
-def _ratios_of(samples: Rounds) -> dict[str, Ratio]:
-    ratios: dict[str, Ratio] = {}
-    if copies := samples.get("shared_memory_live_copies"):
-        ratios["shm_vs_two_copies"] = ratio(round(2 / statistics.median(copies), 3), SHM_GOAL)
-        blocked = statistics.median(samples["shared_memory_blocked_copies"])
-        ratios["learner_blocked_copies"] = ratio(round(blocked, 3), BLOCKED_GOAL, at_least=False)
-    if fetches := samples.get("zeromq_fetch_ms"):
-        shares = [bare / fetch for bare, fetch in zip(samples["bare_zeromq_live_ms"], fetches, strict=True)]
-        ratios["zeromq_vs_bare"] = ratio(round(statistics.median(shares), 3), ZEROMQ_GOAL)
-    return ratios
-
-
-def _hand_overs(weights: dict[str, torch.Tensor], rounds: int, names: list[str], counts: tuple[int, ...]) -> Rounds:
-    """Return what every measured round of every medium gave, for each number of subscribers, by figure."""
-    num_bytes, samples = num_bytes_of(weights), defaultdict[str, list[float]](list)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    figures = {"model_bytes": float(num_bytes), "rounds": float(rounds)}
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
-
-    def one_round(way: MediumWay, name: str, count: int) -> dict[str, float]:
-        copy_ms, told = seconds_of(partial(target.copy_, source)) * 1e3, way.hand_over(weights, count)
-        prefix = name if count == 1 else f"{name}_{count}"
-        figures = {f"{prefix}_{figure}": value for figure, value in told.items() if count == 1 or figure == "live_ms"}
-        figures |= {f"{prefix}_{figure}_copies": told[f"{figure}_ms"] / copy_ms for figure in ("live", "blocked")}
-        if prefix == "zeromq":
-            figures |= {f"bare_zeromq_{figure}": value for figure, value in bare().items()}
-        return figures | {"copy_ms": copy_ms}
-
+    copies_ms: list[float] = []
     with (
-        scratch_folder() as folder,
-        contextlib.closing(Subscribers(max(counts))) as peers,
+        tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder,
+        contextlib.closing(Subscribers(max(COUNTS))) as peers,
         bare_zeromq(num_bytes, peers) as bare,
     ):
-        for name, count in itertools.product(names, counts):
+        for name, count in itertools.product(names, COUNTS):
             sys.stderr.write(f"measuring {name} with {count}\n")
-            opened = MediumWay(MEDIA[name], folder / f"{name}-{count}", peers, is_encrypted=name.endswith("_curve"))
-            with contextlib.closing(opened) as way:
+            run_folder, measured = Path(folder, f"{name}-{count}"), []
+            run_folder.mkdir()
+            if name.endswith("_curve"):
+                make_keys(run_folder)
+            with medium(MEDIA[name], run_folder, weights, peers, count) as hand_over:
                 # Mappings, buffers and connections are made in the first, which is not counted.
-                measured = [one_round(way, name, count) for _ in range((rounds if count == 1 else -(-rounds // 2)) + 1)][1:]
-            for figure, value in itertools.chain.from_iterable(figures.items() for figures in measured):
-                samples[figure].append(value)
-    return samples
+                for _ in range(1 + (rounds if count == 1 else -(-rounds // 2))):
+                    copies_ms.append(seconds_of(partial(target.copy_, source)) * 1e3)
+                    measured.append(_one_round(name, count, hand_over(), copies_ms[-1], bare() if name == "zeromq" else 0.0))
+            figures |= medians(measured[1:])
+    figures["copy_ms"] = statistics.median(copies_ms)
+    if "shared_memory" in names:
+        figures |= delta_costs(NUM_TRAIN_STEPS)
+    ratios = {name: ratio(figures.pop(name), goal) for name, goal in AT_LEAST.items() if name in figures}
+    ratios |= {name: ratio(figures.pop(name), goal, at_least=False) for name, goal in AT_MOST.items() if name in figures}
+    return BenchResult("broadcast", figures, ratios)
 
 
-def num_bytes_of(weights: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of all tensors."""
-    return sum(tensor.nbytes for tensor in weights.values())
-
-
-if __name__ == "__main__":
-    started_s = time.perf_counter()
-    outcome = measure(int(sys.argv[1]), sys.argv[2].split(","))
-    outcome.figures["bench_s"] = round(time.perf_counter() - started_s, 1)
-    sys.stdout.write(msgspec.json.encode(outcome).decode() + "\n")
+def _one_round(name: str, count: int, told: dict[str, float], copy_ms: float, bare_ms: float) -> dict[str, float]:
+    """Return the figures of one hand-over; with one subscriber all of them, and its ratios."""
+    if count > 1:
+        return {f"{name}_{count}_live_ms": told["live_ms"]}
+    figures = {f"{name}_{figure}": value for figure, value in told.items()}
+    if name == "shared_memory":
+        figures["shm_vs_two_copies"] = 2 * copy_ms / told["live_ms"]
+        figures["learner_blocked_copies"] = told["blocked_ms"] / copy_ms
+    if name == "zeromq":
+        figures |= {"bare_zeromq_live_ms": bare_ms, "zeromq_vs_bare": bare_ms / told["fetch_ms"]}
+    return figures

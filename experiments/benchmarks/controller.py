@@ -20,93 +20,77 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
+import dataclasses
+import os
 import sqlite3
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from asyncrl.client import connect
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import dump_config, load_config, parse_config
-from asyncrl.control.launch.controller_process import read_endpoint
-from asyncrl.control.launch.process_main import own_by_input, set_up_logging
+from asyncrl.config.load import dump_config, load_config
+from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.errors import LaunchError
 from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample
-from benchmarks.fake_cluster import MEASURED_TO, PROMPT_TOKENS, RESULT_FILE, Mark
-from benchmarks.harness import BenchResult, medians, ratio
+from benchmarks.fake_cluster import MEASURED_FROM, MEASURED_TO, PROMPT_TOKENS, RESULT_FILE
+from benchmarks.harness import BenchResult, in_process, medians, ratio
 from benchmarks.samples import random_sample
 
+WITHOUT_MODELS = Path(__file__).parents[1] / "without_models.toml"
 SIZES = (8, 64, 256)
-ROUNDS = 2
-GROWTH_GOAL = 1.3
-RECORDED_GOAL, RECORDED_PAIRS = 1.02, 4
-NUM_TOKENS = 256
-VS_BARE_GOALS = {4: 3.0, 1000: 1.5}
-"""By tokens of a sample."""
+ROUNDS, RECORDED_PAIRS = 2, 4
+BARE_TOKENS = (4, 1000)
+GOALS = {"cpu_growth": 1.3, "cpu_vs_bare_4": 3.0, "cpu_vs_bare_1000": 1.5, "recorded_cpu": 1.02, "lost": 0.0}
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_ROW = 256, 8, 4096
-BARE_BATCH = 64
-MAX_STALENESS = 2
-CPU, LOST = "cpu_s_per_1000_samples", "lost_groups"
-START_TIMEOUT_S = 30.0
-RUN_TIMEOUT_S = 120.0
+NUM_TOKENS, BARE_BATCH, MAX_STALENESS, RUN_TIMEOUT_S = 256, 64, 2, 120.0
+CPU = "cpu_s_per_1000_samples"
 
 
 def run(rounds: int = 0) -> BenchResult:
     """Measure every size in turn, `rounds` times."""
-    measured: list[dict[str, float]] = []
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
-    try:
-        for number in range(rounds or ROUNDS):
-            row: dict[str, float] = {}
-            for size in SIZES:
-                figures = asyncio.run(measure(folder / f"controller-{size}-{number}", size))
-                row |= {f"{name}_{size}": value for name, value in figures.items()}
-            for num_tokens in VS_BARE_GOALS:
-                figures = asyncio.run(measure(folder / f"tokens-{num_tokens}-{number}", SIZES[0], num_tokens))
-                bare = [bare_cpu_s(folder / f"bare-{num_tokens}-{number}-{turn}", num_tokens) for turn in range(3)]
-                bare_us = 1e6 * sum(bare[1:]) / len(bare[1:])
-                row |= {f"cpu_us_of_{num_tokens}_tokens": 1000 * figures[CPU], f"bare_cpu_us_of_{num_tokens}_tokens": bare_us}
-                row |= {f"cpu_vs_bare_{num_tokens}": 1000 * figures[CPU] / bare_us, f"lost_groups_{num_tokens}": figures[LOST]}
-            spent = dict.fromkeys(("off", "decisions"), 0.0)
-            for record in tuple(spent) * RECORDED_PAIRS:
-                path = folder / f"record-{record}-{number}"
-                spent[record] += asyncio.run(measure(path, SIZES[0], record=record))[CPU]
-                shutil.rmtree(path)
-            row["recorded_cpu"] = spent["decisions"] / spent["off"]
-            measured.append(row)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    middle = medians(measured)
-    growth = middle[f"{CPU}_{SIZES[-1]}"] / middle[f"{CPU}_{SIZES[0]}"]
-    ratios = {"cpu_growth": ratio(round(growth, 3), GROWTH_GOAL, at_least=False)}
-    for num_tokens, goal in VS_BARE_GOALS.items():
-        ratios[f"cpu_vs_bare_{num_tokens}"] = ratio(round(middle.pop(f"cpu_vs_bare_{num_tokens}"), 2), goal, at_least=False)
-    ratios["recorded_cpu"] = ratio(round(middle.pop("recorded_cpu"), 3), RECORDED_GOAL, at_least=False)
-    lost = sum(value for row in measured for name, value in row.items() if name.startswith(LOST))
-    ratios["lost"] = ratio(lost, 0, at_least=False)
+    measured = [one_round() for _ in range(rounds or ROUNDS)]
+    middle = medians(measured) | {"lost": sum(row["lost"] for row in measured)}
+    ratios = {name: ratio(middle.pop(name), goal, at_least=False) for name, goal in GOALS.items()}
     return BenchResult("controller", middle, ratios)
 
 
-def bare_cpu_s(folder: Path, num_tokens: int) -> float:
+def one_round() -> dict[str, float]:
+    """Return the figures of a round."""
+    sizes = {size: in_process(measure, size) for size in SIZES}
+    row = {f"{name}_{size}": value for size, figures in sizes.items() for name, value in figures.items()}
+    row["cpu_growth"] = sizes[SIZES[-1]][CPU] / sizes[SIZES[0]][CPU]
+    for num_tokens in BARE_TOKENS:
+        figures, bare = in_process(measure, SIZES[0], num_tokens), [bare_cpu_s(num_tokens) for _ in range(3)]
+        cpu_us, bare_us = 1000 * figures[CPU], 1e6 * statistics.mean(bare[1:])
+        row |= {f"cpu_us_of_{num_tokens}_tokens": cpu_us, f"bare_cpu_us_of_{num_tokens}_tokens": bare_us}
+        row |= {f"cpu_vs_bare_{num_tokens}": cpu_us / bare_us, f"lost_groups_{num_tokens}": figures["lost_groups"]}
+    spent = dict.fromkeys(("off", "decisions"), 0.0)
+    for record in tuple(spent) * RECORDED_PAIRS:
+        spent[record] += in_process(measure, SIZES[0], NUM_TOKENS, record)[CPU]
+    row["recorded_cpu"] = spent["decisions"] / spent["off"]
+    return row | {"lost": sum(value for name, value in row.items() if name.startswith("lost_groups"))}
+
+
+def bare_cpu_s(num_tokens: int) -> float:
     """Return the CPU seconds a sample that decoding, one table and packing take."""
-    sample = random_sample(num_tokens, PROMPT_TOKENS)
-    num_samples = GROUPS_PER_STEP * GROUP_SIZE
+    sample, num_samples = random_sample(num_tokens, PROMPT_TOKENS), GROUPS_PER_STEP * GROUP_SIZE
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Sample)
     frames = [
         encoder.encode(msgspec.structs.replace(sample, group_id=number // GROUP_SIZE, index=number % GROUP_SIZE))
         for number in range(num_samples)
     ]
-    folder.mkdir()
-    with contextlib.closing(sqlite3.connect(folder / "bare.sqlite", isolation_level=None)) as connection:
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder,
+        contextlib.closing(sqlite3.connect(Path(folder) / "bare.sqlite", isolation_level=None)) as connection,
+    ):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = normal")
         connection.execute("CREATE TABLE samples (key INTEGER PRIMARY KEY, reward REAL, body BLOB)")
@@ -128,89 +112,45 @@ def bare_cpu_s(folder: Path, num_tokens: int) -> float:
         return (time.process_time() - begun_s) / num_samples
 
 
-async def measure(run_folder: Path, num_workers: int, num_tokens: int = NUM_TOKENS, record: str = "off") -> dict[str, float]:
-    """Host one run to its end and return its figures.
-
-    Raises:
-        LaunchError: The controller did not come up; RunError where its run failed.
-    """
-    (run_folder / "logs").mkdir(parents=True)
-    config = parse_config(_settings(run_folder, num_workers, num_tokens) | {"observe": {"record": record}})
-    (run_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
-    command = (sys.executable, "-m", "benchmarks.controller", str(run_folder))
-    with (run_folder / "logs" / "controller.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log)
-    try:
-        async with asyncio.timeout(RUN_TIMEOUT_S):
-            lost = await follow(run_folder, process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
-    before, after = msgspec.json.decode((run_folder / RESULT_FILE).read_bytes(), type=list[Mark])
-    samples = (after.step - before.step) * GROUPS_PER_STEP * GROUP_SIZE
-    wall_s, cpu_s = after.wall_s - before.wall_s, after.cpu_s - before.cpu_s
+def measure(num_workers: int, num_tokens: int = NUM_TOKENS, record: str = "off") -> dict[str, float]:
+    """Host one run to its end and return its figures; in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        folder = Path(name)
+        config = load_config(WITHOUT_MODELS, {
+            "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
+            "generate.num_workers": num_workers, "generate.sampling.max_new_tokens": num_tokens, "reward.num_workers": 1,
+            "generate.engine.num_slots": 64, "generate.engine.max_sequence_tokens": 2048,
+            "algorithm.groups_per_step": GROUPS_PER_STEP, "algorithm.group_size": GROUP_SIZE,
+            "packing.tokens_per_row": TOKENS_PER_ROW, "buffer.max_staleness": MAX_STALENESS, "buffer.ahead": "as_allowed",
+            "observe.record": record,
+        })  # fmt: skip
+        (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+        owner = Ownership()
+        owner.nobody.set()
+        running = run_controller(config, folder, SystemClock(), owner, FakeClusterLauncher(folder))
+        assert asyncio.run(asyncio.wait_for(running, RUN_TIMEOUT_S)), "the run failed"
+        (from_s, from_cpu_s), (to_s, to_cpu_s) = msgspec.json.decode((folder / RESULT_FILE).read_bytes())
+        ledger = LedgerReader(folder)
+        lost = ledger.issued() - sum(state.groups for state in ledger.counts())
+    samples = (MEASURED_TO - MEASURED_FROM) * GROUPS_PER_STEP * GROUP_SIZE
     return {
-        "samples_per_s": samples / wall_s,
-        CPU: 1000 * cpu_s / samples,
-        "busy_cores": cpu_s / wall_s,
-        LOST: float(lost),
+        "samples_per_s": samples / (to_s - from_s),
+        CPU: 1000 * (to_cpu_s - from_cpu_s) / samples,
+        "busy_cores": (to_cpu_s - from_cpu_s) / (to_s - from_s),
+        "lost_groups": float(lost),
     }
-
-
-async def follow(run_folder: Path, process: asyncio.subprocess.Process) -> int:
-    """Wait until the run has ended; return how many groups are in no state."""
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while read_endpoint(run_folder) is None:
-            if process.returncode is not None:
-                raise LaunchError((run_folder / "logs" / "controller.log").read_text(errors="replace")[-2000:])
-            await asyncio.sleep(0.05)
-    async with connect(run_folder) as live:
-        async for _ in live.steps(first=1 << 60):
-            pass
-        groups = dict((await live.status()).groups)
-    return abs(groups.pop("issued") - sum(groups.values()))
-
-
-def _settings(run_folder: Path, num_workers: int, num_tokens: int) -> dict[str, Any]:
-    return {
-        "name": run_folder.name,
-        "folder": str(run_folder.parent),
-        "num_steps": MEASURED_TO + MAX_STALENESS + 2,  # samples of later steps are still made in the last that is measured
-        "generate": {"num_workers": num_workers, "sampling": {"max_new_tokens": num_tokens},
-                     "engine": {"kind": "fake", "num_slots": 64, "max_sequence_tokens": 2048}},
-        "algorithm": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE},
-        "packing": {"tokens_per_row": TOKENS_PER_ROW},
-        "reward": {"num_workers": 1},
-        "buffer": {"max_staleness": MAX_STALENESS, "ahead": "as_allowed"},
-        "eval": {"at_start": False, "at_end": False},
-        "checkpoint": {"every_steps": 0},
-    }  # fmt: skip
 
 
 class FakeClusterLauncher:
     """Starts one process, whatever it is asked for: the fake cluster, which is everyone."""
 
     def __init__(self, run_folder: Path) -> None:
-        command = (sys.executable, "-m", "benchmarks.fake_cluster", str(run_folder))
-        self._spec = ProcessSpec("cluster", "generator", 1, command, run_folder / "logs" / "cluster.log")
-        self._cluster: LocalProcess | None = None
-        self._starting = asyncio.Lock()
+        self._command = (sys.executable, "-m", "benchmarks.fake_cluster", str(run_folder))
+        self._cluster: asyncio.Task[LocalProcess] | None = None
 
-    async def start(self, spec: ProcessSpec) -> LocalProcess:  # noqa: ARG002 - see Launcher.start
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
         """Return the cluster, which is started with the first of them."""
-        async with self._starting:
-            if self._cluster is None:
-                self._cluster = await LocalLauncher().start(self._spec)
-            return self._cluster
-
-
-async def host(run_folder: Path) -> bool:
-    """Run the real controller to the run's end, or until standard input ends; return whether the end was good."""
-    config = load_config(run_folder / "config.toml")
-    set_up_logging("controller", config.observe.log_level)
-    return await run_controller(config, run_folder, SystemClock(), await own_by_input(), FakeClusterLauncher(run_folder))
-
-
-if __name__ == "__main__":
-    sys.exit(int(not asyncio.run(host(Path(sys.argv[1])))))
+        if self._cluster is None:
+            cluster = dataclasses.replace(spec, command=self._command, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+            self._cluster = asyncio.get_running_loop().create_task(LocalLauncher().start(cluster))
+        return await self._cluster

@@ -1,42 +1,33 @@
 """Which benchmarks there are, how one is run by name, and what it says: figures with units, and ratios of two sides.
 
-Each benchmark is a module with `run(rounds: int = 0) -> BenchResult`, where 0 rounds means its own number. Both sides of a ratio
-are measured in the same run, in turns, so that a slow minute of the machine hits both; what is compared is the median of several
-rounds. `asyncrl bench NAME --json` prints the result as one JSON object.
+Each benchmark is a module with `run(rounds: int = 0) -> BenchResult`, where 0 rounds means its own number; further arguments are
+its options. Both sides of a ratio are measured in the same run, in turns, so that a slow minute of the machine hits both; what is
+compared is the median of several rounds. `asyncrl bench NAME --json` prints the result as one JSON object.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.errors import ConfigError
 
+T = TypeVar("T")
+
 BENCHMARKS = (
-    "transport",
-    "ledger",
-    "broadcast",
-    "engine",
-    "pipeline",
-    "packing",
-    "learner",
-    "residency",
-    "controller",
-    "rewards",
-)
-OPTIONS: dict[str, frozenset[str]] = {
-    "engine": frozenset({"engine"}),
-    "broadcast": frozenset({"media"}),
-    "learner": frozenset({"profile"}),
-}
-"""Further words that `run` of a benchmark takes, by its name."""
+    "transport", "ledger", "broadcast", "engine", "pipeline", "packing", "learner", "residency", "controller", "rewards",
+)  # fmt: skip
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -55,32 +46,27 @@ class BenchResult(msgspec.Struct, frozen=True):
     """Name with unit (`durable_samples_per_s`, `publish_ms`) to value."""
     ratios: dict[str, Ratio]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as `asyncrl bench` prints them."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
-
 
 def run_benchmark(name: str, rounds: int = 0, **options: str) -> dict[str, Any]:
     """Run one benchmark and return `{bench, figures, ratios}` as plain values.
 
+    It leaves the number of threads and the environment of this process changed.
+
     Args:
         name: One of `BENCHMARKS`.
         rounds: Measured rounds; 0: the benchmark's own number.
-        options: As `OPTIONS` says.
+        options: Further arguments of its `run`.
 
     Raises:
         ConfigError: There is no benchmark of that name, or it does not take that option.
     """
     if name not in BENCHMARKS:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
-    if unknown := sorted(options.keys() - OPTIONS.get(name, frozenset())):
+    run = importlib.import_module(f"benchmarks.{name}").run
+    if unknown := sorted(options.keys() - inspect.signature(run).parameters):
         raise ConfigError(f"benchmark {name!r} takes no --{unknown[0]}")
-    # What benchmarks start with `python -m benchmarks.NAME` finds this package too.
-    here, before = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [before])])
-    result: BenchResult = importlib.import_module(f"benchmarks.{name}").run(rounds, **options)
-    return result.to_dict()
+    plain: dict[str, Any] = msgspec.to_builtins(run(rounds, **options))
+    return plain
 
 
 def ratio(value: float, goal: float, *, at_least: bool = True) -> Ratio:
@@ -95,12 +81,39 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int = 5, warmup: int = 1) -> dict[str, float]:
+def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> dict[str, float]:
     """Measure every side once a round, in turns, after rounds of warm-up that are thrown away; return each side's median."""
     measured = [{name: measure() for name, measure in sides.items()} for _ in range(warmup + rounds)][warmup:]
     return medians(measured)
 
 
+def seconds_in_turns(sides: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, float]:
+    """Return the median seconds that a call of each side takes; see `interleaved`."""
+    return interleaved({name: partial(seconds_of, side) for name, side in sides.items()}, rounds, warmup)
+
+
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure over the rounds."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def in_process(work: Callable[..., T], *arguments: object) -> T:
+    """Return what `work` returns in a new process.
+
+    Raises:
+        EOFError: It raised; its standard error has the traceback.
+    """
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=_work, args=(theirs, work, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        result: T = ours.recv()
+    finally:
+        process.join()
+    return result
+
+
+def _work(pipe: Connection, work: Callable[..., object], *arguments: object) -> None:
+    os.dup2(2, 1)  # standard output is for the result; gloo, for one, writes there
+    pipe.send(work(*arguments))

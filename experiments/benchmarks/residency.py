@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,13 +23,11 @@ from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import CudaDevice, Device, SimulatedDevice
 from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
-from benchmarks.harness import BenchResult, interleaved, ratio, seconds_of
+from benchmarks.harness import BenchResult, ratio, seconds_in_turns
 from benchmarks.workload import smollm2_model
 
-DEFAULT_ROUNDS = 7
-WARM_ROUNDS = 2
+DEFAULT_ROUNDS, WARM_ROUNDS = 7, 2
 SWITCH_GOAL = 1.5
-MEGA = 1e6
 PHASES = (PhaseNeeds("rollout", gives_back=True), PhaseNeeds("train", now=("policy",)))
 
 
@@ -38,7 +35,6 @@ def run(rounds: int = 0) -> BenchResult:
     """Run it; 0 rounds: `DEFAULT_ROUNDS`."""
     device = CudaDevice(torch.device("cuda")) if torch.cuda.is_available() else SimulatedDevice()
     model = smollm2_model().to(device.kind)
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         policy = TensorComponent.of_module("policy", model, device, Path(folder))
         manager = ResidencyManager(PlacementConfig(), Path(folder), "bench", [policy], PHASES, device, SystemClock())
@@ -47,17 +43,12 @@ def run(rounds: int = 0) -> BenchResult:
             manager.switch("rollout")
             manager.switch("train")
 
-        sides = {"switch": turn, "copy": _copies(model, device)}
-        seconds = interleaved(
-            {name: partial(seconds_of, side) for name, side in sides.items()}, rounds or DEFAULT_ROUNDS, WARM_ROUNDS
-        )
+        seconds = seconds_in_turns({"switch": turn, "copy": _copies(model, device)}, rounds or DEFAULT_ROUNDS, WARM_ROUNDS)
         manager.close()
-    return BenchResult(
-        "residency",
-        {"model_mb": num_bytes / MEGA, **{f"{name}_ms": side_s * 1e3 for name, side_s in seconds.items()}}
-        | {"switch_mb_per_s": 2 * num_bytes / MEGA / seconds["switch"]},
-        {"switch_vs_copy": ratio(seconds["switch"] / seconds["copy"], SWITCH_GOAL, at_least=False)},
-    )
+    figures = {"model_mb": sum(parameter.nbytes for parameter in model.parameters()) / 1e6}
+    figures |= {f"{name}_ms": side_s * 1e3 for name, side_s in seconds.items()}
+    ratios = {"switch_vs_copy": ratio(seconds["switch"] / seconds["copy"], SWITCH_GOAL, at_least=False)}
+    return BenchResult("residency", figures, ratios)
 
 
 def _copies(model: torch.nn.Module, device: Device) -> Callable[[], None]:

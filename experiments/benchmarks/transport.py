@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,101 +32,97 @@ from asyncrl.buffer.state import BufferState
 from asyncrl.config.run import TransportConfig
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples
-from asyncrl.transport.protocol import Delivery, new_hello
+from asyncrl.transport.protocol import new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
-from benchmarks.harness import BenchResult, interleaved, ratio
-from benchmarks.samples import local_ray, random_sample
+from benchmarks.harness import SPAWN, BenchResult, interleaved, ratio
+from benchmarks.samples import random_sample
 
 DEFAULT_ROUNDS = 5
-NUM_TOKENS = 1024
-GROUP_SIZE = 8
-NUM_SAMPLES = 8000
-NUM_RAY_SAMPLES = 400
-VS_PYZMQ_GOAL = 0.33
-VS_RAY_QUEUE_GOAL = 20.0
-DURABLE_GOAL_PER_S = 3000.0
+NUM_TOKENS, GROUP_SIZE, NUM_SAMPLES, NUM_RAY_SAMPLES = 1024, 8, 8000, 400
+VS_PYZMQ_GOAL, VS_RAY_QUEUE_GOAL, DURABLE_GOAL_PER_S = 0.33, 20.0, 3000.0
 WINDOW = 256
 """Samples in flight; deep enough that a commit of the ledger never leaves the producer without credit."""
 IPC, CURVE = TransportConfig(window=WINDOW), TransportConfig(kind="tcp", window=WINDOW)
-
 SAMPLE = Samples.of([random_sample(NUM_TOKENS, 64)])
 """Each travels alone: what is compared is messages, not groups."""
-_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def run(rounds: int = 0) -> BenchResult:
-    """Measure and return medians.
-
-    Args:
-        rounds: Measured rounds, after one that warms up; 0: 5.
-    """
+    """Measure and return medians; `rounds` 0 means 5, after one that warms up."""
     rounds = rounds or DEFAULT_ROUNDS
     sides: dict[str, Callable[[], float]] = {
-        "bare": _bare_rate,
-        "memory": lambda: _channel_rate(IPC, is_durable=False),
-        "durable": lambda: _channel_rate(IPC, is_durable=True),
-        "curve_durable": lambda: _channel_rate(CURVE, is_durable=True),
+        "bare": bare_rate,
+        "memory": lambda: asyncio.run(channel_rate(IPC, is_durable=False)),
+        "durable": lambda: asyncio.run(channel_rate(IPC, is_durable=True)),
+        "curve_durable": lambda: asyncio.run(channel_rate(CURVE, is_durable=True)),
     }
-    with _ray_queue() as ray_rate:
-        if ray_rate is not None:
-            sides["ray_queue"] = ray_rate
-        rates = interleaved(sides, rounds)
+    with ray_queue() as ray_side:
+        rates = interleaved(sides | ray_side, rounds)
     figures = {"sample_bytes": float(len(encode(SAMPLE))), "rounds": float(rounds)}
     figures |= {f"{name}_samples_per_s": round(rate, 1) for name, rate in rates.items()}
-    ray = rates.get("ray_queue", math.inf)  # without Ray the ratio is 0 and does not hold: it was not shown
     ratios = {
         "vs_pyzmq": ratio(round(rates["memory"] / rates["bare"], 3), VS_PYZMQ_GOAL),
-        "vs_ray_queue": ratio(round(rates["durable"] / ray, 2), VS_RAY_QUEUE_GOAL),
         "durable_vs_goal": ratio(round(rates["durable"] / DURABLE_GOAL_PER_S, 3), 1.0),
     }
+    if ray_side:
+        ratios["vs_ray_queue"] = ratio(round(rates["durable"] / rates["ray_queue"], 2), VS_RAY_QUEUE_GOAL)
     return BenchResult("transport", figures, ratios)
 
 
-def _bare_rate() -> float:
+def bare_rate() -> float:
     """Return samples per second of a blocking PUSH/PULL pair."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder, zmq.Context() as context, context.socket(zmq.PULL) as socket:
         address = f"ipc://{folder}/bare"
         socket.bind(address)
-        with _producer("bare", address, folder):
-            socket.recv()
-            started_s = time.perf_counter()
-            for _ in range(NUM_SAMPLES - 1):
-                socket.recv()
-            return (NUM_SAMPLES - 1) / (time.perf_counter() - started_s)
+        with producer(push_all, address):
+            return rate_of(socket.recv, NUM_SAMPLES)
 
 
-def _channel_rate(config: TransportConfig, *, is_durable: bool) -> float:
-    """Return samples per second through channel, buffer and ledger."""
+def push_all(address: str) -> None:
+    """Send every sample; in the producer process."""
+    payload = encode(SAMPLE)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(address)
+        for _ in range(NUM_SAMPLES):
+            socket.send(payload)
+
+
+def rate_of(receive: Callable[[], object], count: int) -> float:
+    """Return how many things a second come, from the first to the last of so many."""
+    receive()
+    started_s = time.perf_counter()
+    for _ in range(count - 1):
+        receive()
+    return (count - 1) / (time.perf_counter() - started_s)
+
+
+async def channel_rate(config: TransportConfig, *, is_durable: bool) -> float:
+    """Return samples per second through channel, buffer and ledger, until the last one is acknowledged."""
     gc.collect()
-    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
-        return asyncio.run(_receive_all(config, Path(folder), is_durable))
-
-
-async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) -> float:
-    """Take every sample in, as the controller does; return the rate until the last one is acknowledged."""
     loop = asyncio.get_running_loop()
-    ledger = SqliteLedger(folder / "ledger.sqlite", call_soon=loop.call_soon_threadsafe) if is_durable else MemoryLedger()
-    buffer = Buffer(BufferState(BufferLimits(groups_per_step=NUM_SAMPLES // GROUP_SIZE, max_staleness=0)), ledger)
-    for number in range(NUM_SAMPLES // GROUP_SIZE):
-        buffer.issue(Prompt(f"bench/{number}"), "generator-0", version=0, group_size=GROUP_SIZE, now=0.0)
-    ledger.sync()
-    listener = await open_listener(config, folder)
-    committed: asyncio.Future[float] = loop.create_future()
-    started_s = 0.0
-    try:
-        with _producer("channel", listener.address, str(folder)):
-            connection = await asyncio.wait_for(listener.accept(), _TIMEOUT_S)
-            number = 0
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as name:
+        folder = Path(name)
+        ledger = SqliteLedger(folder / "ledger.sqlite", call_soon=loop.call_soon_threadsafe) if is_durable else MemoryLedger()
+        buffer = Buffer(BufferState(BufferLimits(groups_per_step=NUM_SAMPLES // GROUP_SIZE, max_staleness=0)), ledger)
+        for number in range(NUM_SAMPLES // GROUP_SIZE):
+            buffer.issue(Prompt(f"bench/{number}"), "generator-0", version=0, group_size=GROUP_SIZE, now=0.0)
+        ledger.sync()
+        listener = await open_listener(config, folder)
+        committed: asyncio.Future[float] = loop.create_future()
+        started_s, number = 0.0, 0
+        with producer(send_all, listener.address, folder):
+            connection = await asyncio.wait_for(listener.accept(), TIMEOUT_S)
             while number < NUM_SAMPLES:
                 arrival = await connection.receive_all()
                 started_s, number = started_s or loop.time(), number + len(arrival.messages)
                 samples = [message for message in arrival.messages if isinstance(message, Samples)]
                 receipts = buffer.add_samples(samples, loop.time())
                 assert all(receipt.stored for receipt in receipts), receipts
-                buffer.when_committed(partial(_finish, arrival, committed if number == NUM_SAMPLES else None))
-            finished_s = await asyncio.wait_for(committed, _TIMEOUT_S)
-    finally:
+                buffer.when_committed(arrival.ack)
+            buffer.when_committed(lambda: committed.set_result(loop.time()))
+            finished_s = await asyncio.wait_for(committed, TIMEOUT_S)
         await listener.close()
         ledger.close()
     counts = buffer.counts()
@@ -138,76 +130,59 @@ async def _receive_all(config: TransportConfig, folder: Path, is_durable: bool) 
     return (NUM_SAMPLES - 1) / (finished_s - started_s)
 
 
-def _finish(arrival: Delivery, last_committed: asyncio.Future[float] | None) -> None:
-    """Acknowledge samples, and stop the clock with the last."""
-    arrival.ack()
-    if last_committed is not None:
-        last_committed.set_result(last_committed.get_loop().time())
-
-
-@contextmanager
-def _producer(kind: str, address: str, folder: str) -> Iterator[None]:
-    """Run this module as the producer process; it ends by itself once everything is sent and acknowledged."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.transport", kind, address, folder])
-    try:
-        yield
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        process.wait(_TIMEOUT_S)
-
-
-async def _produce_samples(address: str, folder: Path) -> None:
+def send_all(address: str, folder: Path) -> None:
+    """Send every sample over a channel and wait until all are acknowledged; in the producer process."""
     samples = [
         msgspec.structs.replace(SAMPLE, group_id=number // GROUP_SIZE, indices=(number % GROUP_SIZE,))
         for number in range(NUM_SAMPLES)
     ]
-    connection = await open_connection(address, new_hello("generator", "generator-0"), TransportConfig(), folder)
-    for sample in samples:
-        await connection.send(sample)
-    await connection.flush(_TIMEOUT_S)
-    await connection.close()
+
+    async def send() -> None:
+        connection = await open_connection(address, new_hello("generator", "generator-0"), TransportConfig(), folder)
+        for sample in samples:
+            await connection.send(sample)
+        await connection.flush(TIMEOUT_S)
+        await connection.close()
+
+    asyncio.run(send())
 
 
 @contextmanager
-def _ray_queue() -> Iterator[Callable[[], float] | None]:
-    """Yield a function that measures Ray's queue; None where Ray is not installed."""
-    with local_ray() as ray:
-        if ray is None:
-            yield None
-            return
+def producer(send: Callable[..., None], *arguments: object) -> Iterator[None]:
+    """Run what sends the samples in a process, which ends by itself once everything is sent and acknowledged."""
+    process = SPAWN.Process(target=send, args=arguments, daemon=True)
+    process.start()
+    yield
+    process.join(TIMEOUT_S)
+
+
+@contextmanager
+def ray_queue() -> Iterator[dict[str, Callable[[], float]]]:
+    """Yield Ray's queue as a side; none where Ray is not installed."""
+    try:
+        import ray
         from ray.util.queue import Queue
+    except ImportError:
+        yield {}
+        return
+    # A cluster of its own, whatever was left running.
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    payload = encode(SAMPLE)
 
-        payload = encode(SAMPLE)
+    @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+    def produce(queue: Queue, count: int) -> None:
+        for _ in range(count):
+            queue.put(payload)
 
-        @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
-        def produce(queue: Queue, count: int) -> None:
-            for _ in range(count):
-                queue.put(payload)
+    def measure() -> float:
+        queue = Queue(maxsize=WINDOW, actor_options={"num_cpus": 0})
+        done = produce.remote(queue, NUM_RAY_SAMPLES)
+        rate = rate_of(queue.get, NUM_RAY_SAMPLES)
+        ray.get(done)
+        queue.shutdown()
+        return rate
 
-        def measure() -> float:
-            queue = Queue(maxsize=WINDOW, actor_options={"num_cpus": 0})
-            done = produce.remote(queue, NUM_RAY_SAMPLES)
-            queue.get()
-            started_s = time.perf_counter()
-            for _ in range(NUM_RAY_SAMPLES - 1):
-                queue.get()
-            rate = (NUM_RAY_SAMPLES - 1) / (time.perf_counter() - started_s)
-            ray.get(done)
-            queue.shutdown()
-            return rate
-
-        yield measure
-
-
-if __name__ == "__main__":  # the producer process
-    kind, address, folder = sys.argv[1:]
-    if kind == "bare":
-        payload = encode(SAMPLE)
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(address)
-            for _ in range(NUM_SAMPLES):
-                socket.send(payload)
-    else:
-        asyncio.run(_produce_samples(address, Path(folder)))
+    try:
+        yield {"ray_queue": measure}
+    finally:
+        ray.shutdown()

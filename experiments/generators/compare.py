@@ -40,9 +40,9 @@ class Point:
 def point_of(run_folder: Path) -> Point:
     """Return what a run was."""
     seen = scenario_of_run(run_folder)
-    means = [fmean(each.values or each.parameters) for each in (seen.step_s, seen.reward_s, seen.sync_s)]
+    step_s, reward_s, sync_s = (fmean(each.values or each.parameters) for each in (seen.step_s, seen.reward_s, seen.sync_s))
     lengths = tuple(map(round, seen.lengths.values))
-    return Point(seen.decode_s, seen.sequence_s, *means, seen.swap_s, seen.hop_s, lengths)
+    return Point(seen.decode_s, seen.sequence_s, step_s, reward_s, sync_s, seen.swap_s, seen.hop_s, lengths)
 
 
 def scenario_of(point: Point, config: RunConfig) -> Scenario:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, SharedMemoryMedium, ZeroMQMedium
+from asyncrl.config.broadcast import BroadcastConfig, CUDAIPCMedium, MediumConfig, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
@@ -56,6 +56,7 @@ from benchmarks.workload import smollm2_model
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H100 or H200 (SXM), by the vendor's datasheet."""
 PROMPT_TOKENS = 64
+Logprobs = Literal["chunked", "fused"]
 
 
 class Setting:
@@ -63,7 +64,7 @@ class Setting:
 
     def __init__(self, *, tiny: bool) -> None:
         self.tiny, self.device = tiny, "cpu" if tiny else "cuda"
-        self.dtype = "float32" if tiny else "bfloat16"
+        self.dtype: Literal["float32", "bfloat16"] = "float32" if tiny else "bfloat16"
         self.num_requests, self.longest, self.mean = (12, 96, 12) if tiny else (1024, 448, 160)
         self.slots = (8,) if tiny else (256, 512)
         self.vocabulary = 256 if tiny else 49152
@@ -100,7 +101,6 @@ def saved_model(setting: Setting, folder: str) -> Path:
 
 
 async def embedded_engine(setting: Setting) -> dict[str, float]:
-    figures = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-") as folder:
         path = saved_model(setting, folder)
         for num_slots in setting.slots:
@@ -114,7 +114,7 @@ async def embedded_engine(setting: Setting) -> dict[str, float]:
             await engine_rate(engine, short)
             emit(f"transformers_{num_slots}_slots_tokens_per_s", await engine_rate(engine, whole))
             await engine.close()
-    return figures
+    return {}
 
 
 async def vllm_engine(setting: Setting) -> dict[str, float]:
@@ -199,7 +199,14 @@ def flops_of(model: Any, batch: Any) -> tuple[float, int]:
 
 
 def learner_step(
-    setting: Setting, *, logprobs: str, tokens_per_row: int, profile: str = "", size: str = "", small: bool = False, **extra: Any
+    setting: Setting,
+    *,
+    logprobs: Logprobs,
+    tokens_per_row: int,
+    profile: str = "",
+    size: str = "",
+    small: bool = False,
+    **extra: Any,
 ) -> dict[str, float]:
     cuda = setting.device == "cuda"
     learner = LearnerConfig(
@@ -207,15 +214,11 @@ def learner_step(
         logprob_chunk_tokens=4096, **extra,
     )  # fmt: skip
     rng = np.random.default_rng(1)
-    lengths = np.clip(
-        rng.lognormal(np.log(setting.mean * 3), 0.6, 16 if setting.tiny else 64 if size else 256),
-        8,
-        160 if setting.tiny else 4000,
-    )
-    if small:
-        lengths = rng.integers(8, 16, 128)
+    drawn = rng.lognormal(np.log(setting.mean * 3), 0.6, 16 if setting.tiny else 64 if size else 256)
+    long = np.clip(drawn, 8, 160 if setting.tiny else 4000).astype(int)
+    lengths: list[int] = (rng.integers(8, 16, 128) if small else long).tolist()
     config = RunConfig(algorithm=AlgorithmConfig(groups_per_step=len(lengths) // 8, group_size=8), learner=learner)
-    batch = step_batch(setting, len(lengths) // 8, lengths.astype(int).tolist(), tokens_per_row)
+    batch = step_batch(setting, len(lengths) // 8, lengths, tokens_per_row)
     model = made_ready(large_model() if size else setting.model().float(), learner)
     trainee, prepared = TrainState(model, PolicyOptimizer(model.named_parameters(), learner, 100)), prepare(batch)
     seconds = []
@@ -250,7 +253,7 @@ def learner_step(
         state, _ = training_state(question, shape, 1, is_policy=True)
         figures["planned_gib"] = (sum(state.values()) + activations(question, shape)) / 2**30
     if profile:
-        with torch.profiler.profile(activities=[*torch.profiler.supported_activities()]) as trace:
+        with torch.profiler.profile() as trace:
             train_step(trainee, prepared, config)
         key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
         Path(profile).write_text(trace.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=60))
@@ -259,7 +262,7 @@ def learner_step(
 
 def learner(setting: Setting) -> dict[str, float]:
     """Each way in turn, then a model of 1.7 B parameters, then a step of 128 answers of about 12 tokens."""
-    ways: list[tuple[str, int, dict[str, Any]]] = [("chunked", 512, {}), ("chunked", 512, {"small": True})]
+    ways: list[tuple[Logprobs, int, dict[str, Any]]] = [("chunked", 512, {}), ("chunked", 512, {"small": True})]
     if not setting.tiny:
         ways = [
             ("chunked", 16384, {}),
@@ -336,7 +339,7 @@ async def take_up(engine: TransformersEngine, subscriber: Subscriber | None, ava
 async def weights(setting: Setting) -> dict[str, float]:
     """From publish to live in an embedded engine of another process on the same device, beside bare copies of the same bytes."""
     figures: dict[str, float] = {}
-    media = {"shared_memory": SharedMemoryMedium(), "zeromq": ZeroMQMedium()}
+    media: dict[str, MediumConfig] = {"shared_memory": SharedMemoryMedium(), "zeromq": ZeroMQMedium()}
     if not setting.tiny:
         media["cuda_ipc"] = CUDAIPCMedium()
         figures |= bare_copies(setting)
@@ -348,6 +351,8 @@ async def weights(setting: Setting) -> dict[str, float]:
             process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs on this loop
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
+            assert process.stdin is not None
+            assert process.stdout is not None
             engine = TransformersEngine(
                 TransformersEngineConfig(num_slots=8, max_sequence_tokens=256, device=setting.device, dtype="bfloat16"), path
             )
@@ -379,7 +384,7 @@ async def weights(setting: Setting) -> dict[str, float]:
 def bare_copies(setting: Setting) -> dict[str, float]:
     num_bytes = sum(p.numel() for p in setting.model().parameters()) * 2
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    other, pinned, pageable = torch.empty_like(device), torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), None
+    other, pinned = torch.empty_like(device), torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     pageable = torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
     pairs = {"d2d": (other, device), "d2h_pinned": (pinned, device), "h2d_pinned": (device, pinned),
              "d2h_pageable": (pageable, device), "h2d_pageable": (device, pageable)}  # fmt: skip

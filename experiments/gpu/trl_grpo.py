@@ -13,6 +13,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -25,16 +26,16 @@ from asyncrl.tasks.json_lines import build_jsonl
 GROUPS, GROUP_SIZE, MICRO_BATCH = 16, 8, 128
 
 
-class Steps(TrainerCallback):
+class Steps(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     def __init__(self, path: Path) -> None:
         self.path, self.started_s = path, 0.0
 
-    def on_train_begin(self, *_args, **_kwargs) -> None:
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.started_s = time.perf_counter()
 
-    def on_log(self, _args, state, _control, logs=None, **_kwargs) -> None:
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float] | None = None, **_kwargs: Any) -> None:
         if logs and "reward" in logs:
             line = {"step": state.global_step, "time_s": time.perf_counter() - self.started_s, "reward_mean": logs["reward"]}
             with self.path.open("a") as file:
@@ -57,13 +58,13 @@ def main() -> None:
     ]
     rows = (rows * (told.steps * GROUPS // len(rows) + 1))[: told.steps * GROUPS]
 
-    def reward(completions, answer, **_) -> list[float]:
+    def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
         found = [re.findall(r"(-?\d+)", turns[0]["content"]) for turns in completions]
         return [float(bool(numbers) and numbers[-1] == right) for numbers, right in zip(found, answer, strict=True)]
 
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if told.kind == "vllm" else {}
     arguments = GRPOConfig(
-        output_dir="/tmp/trl", bf16=True, report_to="none", learning_rate=2e-5,
+        output_dir="/tmp/trl", bf16=True, use_cpu=not torch.cuda.is_available(), report_to="none", learning_rate=2e-5,
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=4, adam_beta2=0.99,
         beta=0.0, loss_type="dr_grpo", scale_rewards="none", per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=GROUPS * GROUP_SIZE // MICRO_BATCH, num_generations=GROUP_SIZE, max_completion_length=24,

@@ -165,14 +165,15 @@ def draw(timeline: Timeline, path: Path) -> None:
 def report(timeline: Timeline, command: str, where: str) -> str:
     moment, peak, parts = timeline.peak()
     origin = timeline.changes[0].time_s
-    seconds, moved, counts = defaultdict(float), defaultdict(int), defaultdict(int)
+    Move = tuple[str, str, str]
+    seconds, moved, counts = defaultdict[Move, float](float), defaultdict[Move, int](int), defaultdict[Move, int](int)
     for line in timeline.lines:
         for move in line.moves:
             key = (line.process.rstrip("-0123456789"), move.component, f"{move.before} to {move.after}")
             seconds[key] += move.seconds
             moved[key] += move.num_bytes
             counts[key] += 1
-    peaks = defaultdict(int)
+    peaks = defaultdict[tuple[str, str], int](int)
     for line in timeline.lines:
         peaks[line.process, line.ended_phase] = max(peaks[line.process, line.ended_phase], line.peak_bytes)
     longest = max(seconds, key=lambda key: seconds[key])

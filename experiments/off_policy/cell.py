@@ -162,7 +162,8 @@ async def _run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> O
     source = _Loop(config, engine, initial.tokenizer)
     judged = _judged_row(task.held_out, initial.tokenizer)
     past = deque([_copy(train_state.model)], maxlen=cell.lag + 1)
-    accuracy, kl, ess, recipes, fault = [], [0.0], [1.0], {}, ""
+    accuracy, kl, ess, fault = [], [0.0], [1.0], ""
+    recipes: dict[str, int] = {}
     sampled_by = -1
     for step in range(cell.num_steps):
         if step % EVALUATE_EVERY == 0:

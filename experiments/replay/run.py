@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STEPS, SAMPLES = 200, 100
 SETTINGS = [
-    f"num_steps={STEPS}", "name=replayed", "observe.record=batches", "buffer.policy=drop", "buffer.ahead=as_allowed",
+    f"num_steps={STEPS}", "name=replayed", "observe.record=all", "buffer.policy=drop", "buffer.ahead=as_allowed",
     "buffer.max_staleness=2", "generate.num_workers=2", "generate.engine.num_slots=32", "checkpoint.every_steps=40",
     "eval.at_start=false", "eval.at_end=false", "model.warm_start.until_accuracy=0.2",
 ]  # fmt: skip

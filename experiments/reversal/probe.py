@@ -8,8 +8,9 @@ as right, the share that has the answer somewhere in the text, and the first ans
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -68,7 +69,8 @@ async def main(families: list[str]) -> None:
     })  # fmt: skip
     engine, codec = await start_engine(config, MODEL, SystemClock())
     await engine.load_weights(0, load_file(MODEL / "model.safetensors"), "recompute")
-    score, sampling = build_reasoning_gym(ReasoningGymReward()), SamplingParams(max_new_tokens=NEW_TOKENS)
+    score = cast("Callable[[RewardInput], float]", build_reasoning_gym(ReasoningGymReward()))  # it is not async
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
     for family in families:
         options = {"family": family, "family_options": FAMILIES[family], "held_out": NUM_PROBLEMS, "size": 1500}
         prompts = build_task(parse_config({"task": {"kind": "reasoning_gym", **options}}).task, 0).held_out

@@ -77,9 +77,10 @@ def scenario(series: str, generators: int) -> Scenario:
 def measure(series: str, generators: int) -> Row:
     started_s, asked = time.process_time(), scenario(series, generators)
     made = simulate(asked)
+    (weights_s,) = asked.sync_s.parameters
     return Row(
         series, generators, made.steps_per_s, made.samples_per_s, made.mean_staleness, made.learner_idle,
-        made.slots_used, asked.sync_s.mean, made.num_events, time.process_time() - started_s,
+        made.slots_used, weights_s, made.num_events, time.process_time() - started_s,
     )  # fmt: skip
 
 

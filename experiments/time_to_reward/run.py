@@ -165,7 +165,7 @@ def run_once(config: asyncrl.RunConfig, bar: float = math.inf) -> None:
 
 
 def trl(
-    work: Work, overrides: list[str], version_0: Path, folder: Path, bar: float, limit_s: float
+    work: Work, overrides: list[str], version_0: Path, folder: Path, bar: float = math.inf, limit_s: float = math.inf
 ) -> tuple[list[tuple[float, float]], Path]:
     """TRL, in a process of its own that has all cores and waits actively, which is faster there."""
     out = folder / "trl"

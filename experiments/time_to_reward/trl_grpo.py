@@ -32,7 +32,7 @@ WINDOW = 10
 """Steps whose mean reward is compared with a bar; as in run.py."""
 
 
-class Steps(TrainerCallback):
+class Steps(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     """Writes one line a step; ends the training when the mean reward of the last WINDOW reaches `until`, or after `limit_s`."""
 
     def __init__(self, path: Path, until: float, limit_s: float) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tinker
 from tinker import types
 
-REWARDS = {"right": lambda text, answer: text == answer, "short": lambda text, _: len(text) == 1}
+REWARDS: dict[str, Callable[[str, str], bool]] = {
+    "right": lambda text, answer: text == answer,
+    "short": lambda text, _: len(text) == 1,
+}
 """Of a text and the right answer. One character is learnt within 20 steps, sums take hundreds."""
 WARMUP_STEPS = 10
 """Adam's first steps are as long as any, whatever the gradient; adapters that begin at 0 do not stand that."""
@@ -26,16 +30,12 @@ def examples_of(prompt: list[int], sequences: Sequence[types.SampledSequence], r
     data = []
     for sequence, reward in zip(sequences, rewards, strict=True):
         tokens, unsampled = prompt + sequence.tokens, len(prompt) - 1
-        data.append(
-            types.Datum(
-                model_input=types.ModelInput.from_ints(tokens[:-1]),
-                loss_fn_inputs={
-                    "target_tokens": tokens[1:],
-                    "logprobs": [0.0] * unsampled + list(sequence.logprobs or []),
-                    "advantages": [0.0] * unsampled + [reward - mean] * len(sequence.tokens),
-                },
-            )
-        )
+        inputs: dict[str, Any] = {
+            "target_tokens": tokens[1:],
+            "logprobs": [0.0] * unsampled + list(sequence.logprobs or []),
+            "advantages": [0.0] * unsampled + [reward - mean] * len(sequence.tokens),
+        }
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
     return data if len(set(rewards)) > 1 else []
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     rng, low = random.Random(args.seed), 0 if args.digits == 1 else 10 ** (args.digits - 1)
     server = {"base_url": args.base_url, "api_key": args.api_key}
-    model = tinker.RestClient(**server).get_server_capabilities().result().supported_models[0].model_name
+    model = tinker.RestClient(**server).get_server_capabilities().result().supported_models[0].model_name or ""
     with tinker.ServiceClient(**server) as service:
         training = service.create_lora_training_client(base_model=model, rank=args.rank, seed=args.seed).result()
         tokenizer = training.get_tokenizer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from typing import Any
 
 import tinker
 from tinker import types
@@ -31,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     rng, low = random.Random(args.seed), 0 if args.digits == 1 else 10 ** (args.digits - 1)
     server = {"base_url": args.base_url, "api_key": args.api_key}
-    model = tinker.RestClient(**server).get_server_capabilities().result().supported_models[0].model_name
+    model = tinker.RestClient(**server).get_server_capabilities().result().supported_models[0].model_name or ""
     with tinker.ServiceClient(**server) as service:
         training = service.create_lora_training_client(base_model=model, rank=args.rank, seed=args.seed).result()
         tokenizer = training.get_tokenizer()
@@ -42,7 +43,7 @@ def main() -> None:
                 prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (f"{a}+{b}=", str(a + b)))
                 tokens = [*prompt, *answer, tokenizer.eos_token_id]
                 weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1)
-                inputs = {"target_tokens": tokens[1:], "weights": weights}
+                inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights}
                 data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
                 num_trained += len(answer) + 1
             passed = training.forward_backward(data, "cross_entropy")

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -20,7 +21,8 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.broadcast import chosen, run  # noqa: E402
+from benchmarks.broadcast import chosen  # noqa: E402
+from benchmarks.harness import run_benchmark  # noqa: E402
 
 COUNTS = (1, 2, 4)
 PARTS = ("snapshot", "commit", "transfer", "load")
@@ -30,7 +32,7 @@ COLOURS = ("#4c72b0", "#8172b3", "#dd8452", "#55a868")
 def main() -> None:
     options = parse()
     started_s = time.perf_counter()
-    results = run(options.rounds, options.media).to_dict()
+    results = run_benchmark("broadcast", options.rounds, media=options.media)
     results["names"] = chosen(options.media)
     results |= {"machine": machine(), "seconds": time.perf_counter() - started_s, "command": " ".join(["run.py", *sys.argv[1:]])}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def parts(figures: dict, name: str) -> list[float]:
+def parts(figures: dict[str, float], name: str) -> list[float]:
     """Return milliseconds of each of PARTS, one subscriber; they add up to nearly all of `live_ms`."""
     snapshot = figures.get(f"{name}_blocked_ms", 0.0)
     commit = max(0.0, figures.get(f"{name}_announced_ms", snapshot) - snapshot)
@@ -57,11 +59,11 @@ def parts(figures: dict, name: str) -> list[float]:
     return [snapshot, commit, transfer, load]
 
 
-def measured(results: dict) -> list[str]:
+def measured(results: dict[str, Any]) -> list[str]:
     return [name for name in results["names"] if f"{name}_live_ms" in results["figures"]]
 
 
-def report(results: dict) -> str:
+def report(results: dict[str, Any]) -> str:
     figures = results["figures"]
     lines = [
         "# Weight transfer",
@@ -93,7 +95,7 @@ def report(results: dict) -> str:
     return "\n".join([*lines, *delta_lines(figures, results["ratios"]), "", "![chart](chart.png)", ""])
 
 
-def delta_lines(figures: dict, ratios: dict) -> list[str]:
+def delta_lines(figures: dict[str, float], ratios: dict[str, Any]) -> list[str]:
     if "delta_bytes" not in ratios:
         return []
     pretrained = "SmolLM2-135M-Instruct (de-quantised from Q4_1)"
@@ -107,7 +109,7 @@ def delta_lines(figures: dict, ratios: dict) -> list[str]:
     ]
 
 
-def draw(results: dict, path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     figures, names = results["figures"], measured(results)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.5 * len(names) + 2), sharey=True, layout="constrained")
     starts = [0.0] * len(names)

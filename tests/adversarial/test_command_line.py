@@ -79,10 +79,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("option", "words"), [
-    ("\udcff=1", "is not UTF-8 text"),
-    ("name=caf\udce9", r"or a value laid over it, is not UTF-8 text: 'caf\udce9'"),
-    (r'folder="a\u0000b"', r"folder has a null character: 'a\x00b'"),
-    ("num_steps=" + "[" * 2000, "Expected `int`"),
+    ("\udcff=1", "is not UTF-8 text"), ("name=caf\udce9", r"or a value laid over it, is not UTF-8 text: 'caf\udce9'"),
+    (r'folder="a\u0000b"', r"folder has a null character: 'a\x00b'"), ("num_steps=" + "[" * 2000, "Expected `int`"),
 ])  # fmt: skip
 def test_an_option_of_any_bytes_is_refused_in_one_line(capsys, monkeypatch, option, words):
     status, line = said(capsys, monkeypatch, "run", "quickstart", "--dry-run", "--set", option)
@@ -131,13 +129,13 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
 
 
 @pytest.fixture
-def controller(folder: Path) -> Iterator[None]:
+def controller(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Have a process that looks like a controller of that folder, which does not answer yet."""
     script = folder.parent / "played.py"
     script.write_text(CONTROLLER)
     begun = [sys.executable, "-P", script, "asyncrl.pipeline", "controller", "controller", folder]
     with subprocess.Popen(begun, stdin=subprocess.PIPE) as process:
-        yield
+        yield process
         process.communicate()
 
 
@@ -156,16 +154,13 @@ async def test_the_ledger_of_a_run_that_is_starting_is_left_alone(folder):
     assert (folder / "ledger.sqlite").exists()
 
 
-async def test_a_resume_waits_for_a_controller_that_no_longer_answers(folder):
-    played = [sys.executable, "-c", CONTROLLER, "asyncrl.pipeline", "controller", "controller", str(folder)]
-    process = await asyncio.create_subprocess_exec(*played, stdin=asyncio.subprocess.PIPE)
+async def test_a_resume_waits_for_a_controller_that_no_longer_answers(folder, controller):
     while not find_controllers(folder):
         await asyncio.sleep(0.01)
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(Run({"folder": str(folder.parent), "name": "r"}, resume=folder)._wait_for_end())
         assert not (await asyncio.wait([waiting], timeout=0.3))[0]
-        process.stdin.close()
-        await process.wait()
+        controller.stdin.close()
 
 
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):

@@ -55,9 +55,6 @@ async def session(endpoint):
         yield one
 
 
-HURRIED = pytest.mark.parametrize("endpoint", [{"read_timeout_s": 0.2}], indirect=True)
-
-
 async def said(endpoint, request: bytes, timeout_s: float = 30.0) -> bytes:
     """What the server says to these bytes, up to the end of the connection."""
     parts = urlsplit(endpoint.url)
@@ -130,14 +127,10 @@ async def test_a_packed_body_that_unpacks_to_a_quarter_of_a_gibibyte_is_not_unpa
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
 
 
-@HURRIED
-async def test_a_body_that_never_comes_is_given_up(endpoint):
+@pytest.mark.parametrize("endpoint", [{"read_timeout_s": 0.2}], indirect=True)
+async def test_a_body_that_never_comes_is_given_up_and_a_head_too_on_a_new_connection_and_on_a_used_one(endpoint):
     request = raw(endpoint, "POST /trained", bearer(endpoint), b"Content-Length: 100") + b"\x81"
     assert (await said(endpoint, request)).startswith(b"HTTP/1.1 408 ")
-
-
-@HURRIED
-async def test_a_head_that_never_comes_is_given_up_on_a_new_connection_and_on_a_used_one(endpoint):
     assert await said(endpoint, b"GET /status HTTP/1.1\r\nHost: a\r\nX-A: ") == b""
     begun = b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\nGET /status HTT"
     assert (await said(endpoint, begun)).startswith(b"HTTP/1.1 401 ")

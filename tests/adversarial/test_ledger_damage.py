@@ -109,10 +109,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(("table", "column"), TRAINED_COLUMNS, ids=lambda value: value)
 def test_a_changed_value_that_is_trained_is_a_ledger_error_with_table_and_row(tmp_path, whole, table, column):
     whole.put(tmp_path)
-    value = {"file": 9, "start": 7, "size": 10**9, "reward": 9.0, "checksum": 1, "score_checksum": 1}.get(
-        column, b"damaged" if column == "body" else "[9]"
-    )
-    damage(tmp_path, table, column, value, row=0)
+    damage(tmp_path, table, column, {"file": 9, "start": 7, "size": 10**9, "checksum": 1}.get(column, "[9]"), row=0)
     with pytest.raises(LedgerError, match=f"table ({table}|samples), row .*(the checksum is|; the file is damaged there)"):
         read_all(tmp_path)
 

@@ -65,22 +65,21 @@ async def test_what_one_sender_never_stops_sending_is_taken_in_bit_by_bit():
     context.term()
 
 
-async def test_a_prompt_that_a_guest_made_up_costs_its_group_and_no_generator_of_the_run(tmp_path, caplog):
-    async with running(tmp_path) as world:
-        _, _, generator = await world.start(version_is_live=False)
-        guest = await world.let_in()
-        own = await receive(guest, GroupWork, Lane.DATA)
-        await guest.send(answer_to(own, 0, GUEST, prompt_ids=ids_to_bytes([9, 9, 9])))
-        await guest.flush(30.0)
-        await guest.close()
-        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
-        while (work := await receive(generator, GroupWork, Lane.DATA)).group_id != own.group_id:
-            pass
-        await generator.send(answer_to(work, 1))
-        await until(lambda: own.group_id not in world.buffer.state.groups)
-        assert world.buffer.counts().dropped == {"its generators say different prompts": 1}
-        assert not world.controller.edge.refused
-        assert "is dropped: its generators say different prompts" in caplog.text
+async def test_a_prompt_that_a_guest_made_up_costs_its_group_and_no_generator_of_the_run(world, caplog):
+    _, _, generator = await world.start(version_is_live=False)
+    guest = await world.let_in()
+    own = await receive(guest, GroupWork, Lane.DATA)
+    await guest.send(answer_to(own, 0, GUEST, prompt_ids=ids_to_bytes([9, 9, 9])))
+    await guest.flush(30.0)
+    await guest.close()
+    await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+    while (work := await receive(generator, GroupWork, Lane.DATA)).group_id != own.group_id:
+        pass
+    await generator.send(answer_to(work, 1))
+    await until(lambda: own.group_id not in world.buffer.state.groups)
+    assert world.buffer.counts().dropped == {"its generators say different prompts": 1}
+    assert not world.controller.edge.refused
+    assert "is dropped: its generators say different prompts" in caplog.text
 
 
 async def test_a_guest_that_holds_groups_and_does_nothing_is_sent_away_before_the_run_ends(tmp_path):
@@ -99,15 +98,14 @@ async def test_a_guest_that_holds_groups_and_does_nothing_is_sent_away_before_th
             pass
 
 
-async def test_a_guest_s_fault_ends_its_connection_with_one_line_that_can_be_shown(tmp_path, caplog):
-    async with running(tmp_path) as world:
-        await world.start(version_is_live=False)
-        guest = await world.let_in()
-        for _ in range(10):
-            await guest.send(Fault(GUEST, "\x1b[2Jno such kernel", fatal=True), Lane.CONTROL)
-        await until(lambda: not world.controller.membership.joined)
-        lines = [record.message for record in caplog.records if re.search("no such kernel", record.message)]
-        assert lines == [f"the connection of {GUEST} is ended: it cannot go on: ?[2Jno such kernel"] or (
-            len(lines) == 2 and "has left" in lines[1]
-        )
-        assert world.controller.lifecycle.phase == "running"
+async def test_a_guest_s_fault_ends_its_connection_with_one_line_that_can_be_shown(world, caplog):
+    await world.start(version_is_live=False)
+    guest = await world.let_in()
+    for _ in range(10):
+        await guest.send(Fault(GUEST, "\x1b[2Jno such kernel", fatal=True), Lane.CONTROL)
+    await until(lambda: not world.controller.membership.joined)
+    lines = [record.message for record in caplog.records if re.search("no such kernel", record.message)]
+    assert lines == [f"the connection of {GUEST} is ended: it cannot go on: ?[2Jno such kernel"] or (
+        len(lines) == 2 and "has left" in lines[1]
+    )
+    assert world.controller.lifecycle.phase == "running"

@@ -31,11 +31,8 @@ def errors(name, judge):
     return [pair for pair, equal in told if equal and not pair["equal"]], [p for p, equal in told if not equal and p["equal"]]
 
 
-def test_the_marked_numbers_are_judged_right():
+def test_the_marked_numbers_and_mathematics_are_judged_right():
     assert errors("numbers", scorer("numeric")) == ([], [])
-
-
-def test_the_marked_mathematics_are_judged_right():
     assert errors("math", scorer("math")) == ([], [])
 
 
@@ -124,17 +121,22 @@ def test_small_numbers_are_not_nothing(answer, reference, is_right):
     assert scorer("math")(answer, reference) == is_right
 
 
-@pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
-def test_no_answer_makes_a_judge_hang(mode):
-    score = scorer(mode)
+def slow_ones(score, bombs):
+    """Return the answers that a judge takes too long for; each must score 0."""
     slow = []
-    for reference in ("7", "x+1", "\\frac{1}{2}"):
-        for bomb in BOMBS:
-            started_s = time.process_time()
-            assert score(bomb, reference) == 0.0, bomb[:40]
-            if time.process_time() - started_s > SECONDS:
-                slow.append(bomb[:40])
-    assert not slow
+    for bomb in bombs:
+        started_s = time.process_time()
+        assert score(bomb) == 0.0, bomb[:40]
+        if time.process_time() - started_s > SECONDS:
+            slow.append(bomb[:40])
+    return slow
+
+
+@pytest.mark.parametrize("mode", ["numeric", "math", "exact"])
+@pytest.mark.parametrize("reference", ["7", "x+1", "\\frac{1}{2}"])
+def test_no_answer_makes_a_judge_hang(mode, reference):
+    score = scorer(mode)
+    assert not slow_ones(lambda bomb: score(bomb, reference), BOMBS)
 
 
 BOMBS_OF_FAMILIES = [
@@ -153,14 +155,9 @@ BOMBS_OF_FAMILIES = [
 def test_no_answer_makes_a_scorer_of_reasoning_gym_hang(family):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = json.loads(json.dumps(reasoning_gym.create_dataset(family, size=1, seed=3)[0], default=str))
-    reward, slow = build_reward(ReasoningGymReward()), []
-    for bomb in (*BOMBS, *BOMBS_OF_FAMILIES):
-        started_s = time.process_time()
-        answer = RewardInput(Prompt("p", reference_json=json.dumps(entry)), f"<answer>{bomb}</answer>", "stop", 4)
-        assert reward(answer) == 0.0, bomb[:40]
-        if time.process_time() - started_s > SECONDS:
-            slow.append(bomb[:40])
-    assert not slow
+    reward, prompt = build_reward(ReasoningGymReward()), Prompt("p", reference_json=json.dumps(entry))
+    bombs = (*BOMBS, *BOMBS_OF_FAMILIES)
+    assert not slow_ones(lambda bomb: reward(RewardInput(prompt, f"<answer>{bomb}</answer>", "stop", 4)), bombs)
 
 
 SLOW = [
@@ -186,11 +183,8 @@ def test_sympy_gets_two_seconds_of_an_answer_and_judges_the_next_one_as_ever():
 
 
 @pytest.mark.parametrize(("pattern", "text"), [
-    ("<answer>(.*?)</answer>", "<answer>" * 50_000),
-    ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
-    ("(a+)+b", "a" * 50_000),
-    ("(?:(?:x*)*)*y()", "x" * 50_000),
-    (r"answer\s*:?\s*(.*?)\s*$", "answer" + " " * 50_000 + "x"),
+    ("<answer>(.*?)</answer>", "<answer>" * 50_000), ("<answer>(.*?)</answer>", "<answer>7" * 30_000 + "</answer" * 10_000),
+    ("(a+)+b", "a" * 50_000), ("(?:(?:x*)*)*y()", "x" * 50_000), (r"answer\s*:?\s*(.*?)\s*$", "answer" + " " * 50_000 + "x"),
     (r"```\s*(.*?)\s*```", "```" + " " * 20_000),
 ])  # fmt: skip
 def test_patterns_run_in_linear_time(pattern, text):
@@ -209,22 +203,15 @@ def test_the_format_that_the_docs_show_takes_one_of_each_tag():
     assert DOCS_FORMAT in docs
     check = build_reward(FormatCheckReward(pattern=DOCS_FORMAT))
     good = (
-        "<think>a < b\nc</think>\n<answer>5</answer>",
-        "<think></think><answer>x</answer>\n",
-        "\n<think>1 <2</think> <answer>3</answer>",
-        "<think>x<</think><answer>5</answer>",
-    )
+        "<think>a < b\nc</think>\n<answer>5</answer>", "<think></think><answer>x</answer>\n",
+        "\n<think>1 <2</think> <answer>3</answer>", "<think>x<</think><answer>5</answer>",
+    )  # fmt: skip
     bad = (
-        "<think>a</think><answer>1</answer><answer>2</answer>",
-        "<think><think>a</think></think><answer>1</answer>",
-        "<think>a</think><answer><answer>1</answer></answer>",
-        "<think>a <answer>1</answer></think><answer>2</answer>",
-        "<think>a</think><answer>1</answer> and more",
-        "<think><<answer>6<</answer></think><answer>5</answer>",
-        "<think>a</think><answer>6<</answer> <<answer>5</answer>",
-        "<answer>1</answer>",
-        "",
-    )
+        "<think>a</think><answer>1</answer><answer>2</answer>", "<think><think>a</think></think><answer>1</answer>",
+        "<think>a</think><answer><answer>1</answer></answer>", "<think>a <answer>1</answer></think><answer>2</answer>",
+        "<think>a</think><answer>1</answer> and more", "<think><<answer>6<</answer></think><answer>5</answer>",
+        "<think>a</think><answer>6<</answer> <<answer>5</answer>", "<answer>1</answer>", "",
+    )  # fmt: skip
     assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in (*good, *bad)] == [1.0] * len(good) + [0.0] * len(bad)
 
 

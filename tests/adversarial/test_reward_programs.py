@@ -7,6 +7,7 @@ Each cheat here passed, or could raise in the scoring process, in an earlier des
 import json
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.registry import build_reward
-from asyncrl.reward.sandbox.bubblewrap import open_sandbox, probe_sandbox
+from asyncrl.reward.sandbox.bubblewrap import ProgramStopped, open_sandbox, probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, check_tests, extract_code, parse_tests, run_tests
 from asyncrl.schema.samples import Prompt
 
@@ -30,33 +31,22 @@ def passed(program, *tests, **limits):
 
 
 ADD = [
-    "assert add(2, 3) == 5",
-    "assert abs(add(2, 3) - 5) < 1e-6",
-    "assert not add(2, 3) - 5",
-    "assert sorted([add(2, 3), 1]) == [1, 5]",
-    "assert set([add(2, 3)]) == {5}",
+    "assert add(2, 3) == 5", "assert abs(add(2, 3) - 5) < 1e-6", "assert not add(2, 3) - 5",
+    "assert sorted([add(2, 3), 1]) == [1, 5]", "assert set([add(2, 3)]) == {5}",
     "assert len([add(2, 3)]) == 1 and 5 in [add(2, 3)]",
     "for got, want in zip(map(add, [2], [3]), [5]):\n    assert got == want",
     "assert all(map(lambda pair: add(*pair) == 5, [(2, 3)])) and all(map(add, [2], [3]))\nassert add(2, 3) == 5",
     "import math\nassert math.isclose(add(2, 3), 5)",
     "import math\nassert math.fabs(add(2, 3) - 5) < 1e-6 or math.isclose(add(2, 3) - 5, 0)",
-    "assert f'{add(2, 3) - 5:.2f}' == '0.00'",
-    "assert '%.1f' % (add(2, 3) - 5) == '0.0'",
-    "assert round(add(2, 3) - 5, 6) == 0",
-    "import unittest\nunittest.TestCase().assertAlmostEqual(add(2, 3), 5)",
-    "import unittest\nunittest.TestCase().assertEqual(add(2, 3), 5)",
-    "assert sum([add(2, 3), -5]) == 0",
-    "assert {0: True}.get(add(2, 3) - 5)",
-    "assert [True, False][add(2, 3) - 5]",
-    "assert len({add(2, 3), 5}) == 1",
-    "assert 4 < add(2, 3) < 6",
-    "assert isinstance(add(2, 3), int) and add(2, 3) in (5,)",
-    "assert 1 <= add(2, 3) and 5 in {add(2, 3): 1}",
-    "def check(candidate):\n    assert candidate(2, 3) == 5\ncheck(add)",
-    {"function": "add", "args": [2, 3], "expected": 5},
-    {"function": "add", "args": [2, 3], "expected": 5.0},
+    "assert f'{add(2, 3) - 5:.2f}' == '0.00'", "assert '%.1f' % (add(2, 3) - 5) == '0.0'",
+    "assert round(add(2, 3) - 5, 6) == 0", "import unittest\nunittest.TestCase().assertAlmostEqual(add(2, 3), 5)",
+    "import unittest\nunittest.TestCase().assertEqual(add(2, 3), 5)", "assert sum([add(2, 3), -5]) == 0",
+    "assert {0: True}.get(add(2, 3) - 5)", "assert [True, False][add(2, 3) - 5]", "assert len({add(2, 3), 5}) == 1",
+    "assert 4 < add(2, 3) < 6", "assert isinstance(add(2, 3), int) and add(2, 3) in (5,)",
+    "assert 1 <= add(2, 3) and 5 in {add(2, 3): 1}", "def check(candidate):\n    assert candidate(2, 3) == 5\ncheck(add)",
+    {"function": "add", "args": [2, 3], "expected": 5}, {"function": "add", "args": [2, 3], "expected": 5.0},
     {"stdin": "2 3\n", "stdout": "5\n"},
-]
+]  # fmt: skip
 """Each fails where the program does not know that the answer is 5."""
 
 FORGE = """
@@ -382,35 +372,16 @@ def add(a, b):
 
 def test_the_judge_is_up_before_the_time_of_the_program_begins():
     """Else a program that is slow in its other tests would find its judge too late, and fail its sample."""
-    told = []
-
-    class Process:
-        def __init__(self, name):
-            self.name = name
-
-        def __getattr__(self, what):
-            return lambda *_: told.append((self.name, what)) or {}
-
-    class Recording:
-        def launch(self, code):
-            return Process("program")
-
-        def judge(self):
-            told.append(("judge", "ready"))
-
-    with pytest.raises(AttributeError):  # of the judge, which is none
-        run_tests(Recording(), "", [CodeTest(stdin="", stdout="5"), CodeTest(code="assert f() == 5")])
-    assert told[:3] == [("judge", "ready"), ("program", "begin"), ("program", "send")]
+    sandbox = Mock(**{"judge.side_effect": [None, ProgramStopped]})
+    run_tests(sandbox, "", [CodeTest(stdin="", stdout="5"), CodeTest(code="assert f() == 5")])
+    assert [name for name, *_ in sandbox.mock_calls[:4]] == ["launch", "judge", "launch().begin", "launch().send"]
 
 
 def test_lists_whose_order_does_not_matter_have_the_same_values():
     cases = {
-        "{2, 1}": [1, 2],
-        "[2, 1, 1]": [1, 1, 2],
-        "(x for x in (2, 1))": [1, 2],
-        "[[2], [1]]": [[1], [2]],
+        "{2, 1}": [1, 2], "[2, 1, 1]": [1, 1, 2], "(x for x in (2, 1))": [1, 2], "[[2], [1]]": [[1], [2]],
         "[0.1 + 0.2, 1]": [1, 0.3],
-    }
+    }  # fmt: skip
     tests = [{"function": "f", "args": [text], "expected": expected, "unordered": True} for text, expected in cases.items()]
     assert passed("def f(text): return eval(text)", *tests) == len(cases)
     tests = [{**test, "expected": [*test["expected"][:-1], 7]} for test in tests]
@@ -606,8 +577,7 @@ AT_ONCE = [
     "import asyncio\nasync def main():\n    t, u = asyncio.create_task(later(2)), asyncio.ensure_future(later(3))\n    return await t + await u + await asyncio.wait_for(later(1), 50)\nassert asyncio.run(main()) == 12",
     "import asyncio\nloop = asyncio.new_event_loop()\nassert loop.run_until_complete(later(2)) == 4",
     "assert apply(lambda x: apply(lambda y: double(y) + 1, x), 3) == 7 and apply(lambda x: double(x), 4) == 8",
-    "assert side_by_side(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]",
-    "hello(100_000)\nassert double(2) == 4",
+    "assert side_by_side(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]", "hello(100_000)\nassert double(2) == 4",
 ]  # fmt: skip
 """Of what is printed, of threads and of tasks."""
 EXTENDED = """
@@ -629,10 +599,8 @@ class Q(NamedTuple):
 """
 OF_EXTENDED = [
     "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
-    "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1",
-    "assert P(3, -4).norm() == 7",
-    "assert Q(3) == (3,)",
-]
+    "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1", "assert P(3, -4).norm() == 7", "assert Q(3) == (3,)",
+]  # fmt: skip
 """Classes that extend a built-in one keep their functions."""
 
 HANDED = {"objects": (OBJECTS, HONEST, "sqrt(4) == 3"), "at once": (TALKATIVE, AT_ONCE, "double(2) == 5"),
@@ -677,34 +645,24 @@ def test_tests_whose_arguments_have_defaults_are_called():
     ("x = 1\nassert x == 1", "line 1: uses nothing of the program"),
     ("from math import sqrt\nassert sqrt(4) == 2", "uses nothing of the program"),
     ("def check(candidate):\n    assert candidate(1) == 2", "uses nothing of the program"),
-    ("assert f(1) ==", "line 1: is not Python"),
-    ("\nclass Node:\n    pass\nassert f(Node())", "line 2: defines class Node"),
+    ("assert f(1) ==", "line 1: is not Python"), ("\nclass Node:\n    pass\nassert f(Node())", "line 2: defines class Node"),
     ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)", "line 2: defines class T"),
-    ("assert eval(f(1)) == 5", "line 1: uses eval"),
-    ("exec(f(1))", "uses exec"),
+    ("assert eval(f(1)) == 5", "line 1: uses eval"), ("exec(f(1))", "uses exec"),
     ("import pickle\nassert pickle.loads(f(1)) == 5", "imports pickle"),
     ("import dataclasses\nassert dataclasses.asdict(f(1)) == {}", "imports dataclasses"),
     ("import numpy as np\nassert np.allclose(f(1), 5)", "line 1: imports numpy, which is not in the standard library"),
     ("import pytest\nwith pytest.raises(ValueError):\n    f(1)", "imports pytest"),
     ("@memoize\ndef g(x): return x\nassert g(1) == 1", "line 2: decorates g|line 1: decorates g"),
     ("async def t():\n    async with f() as x:\n        pass", "line 2: uses async for or async with"),
-    ("assert f.__doc__", "line 1: reads __doc__ of a program's object"),
-    ("assert vars(f(1)) == {}", "calls vars"),
-    ("from unittest.mock import patch\nwith patch('builtins.input', return_value='5'):\n    assert f() == 5",
-     "line 2: patches something"),
-    ("import unittest.mock as m\n@m.patch.object(solution, 'g')\ndef test_f(g):\n    assert f(1)\nimport solution",
-     "line 2: patches"),
+    ("assert f.__doc__", "line 1: reads __doc__ of a program's object"), ("assert vars(f(1)) == {}", "calls vars"),
+    ("from unittest.mock import patch\nwith patch('builtins.input', return_value='5'):\n    assert f() == 5", "line 2: patches something"),
+    ("import unittest.mock as m\n@m.patch.object(solution, 'g')\ndef test_f(g):\n    assert f(1)\nimport solution", "line 2: patches"),
     ("import io, sys\nsys.stdin = io.StringIO('5')\nassert f() == 5", "line 2: sets sys.stdin"),
     ("import contextlib, io\nwith contextlib.redirect_stderr(io.StringIO()) as e:\n    f()", "line 2: uses redirect_stderr"),
     ("import os\nos.environ['X'] = '1'\nassert f() == 1", "line 2: sets os.environ"),
-    ("import multiprocessing as m\nassert m.Pool(2).map(f, [1]) == [1]",
-     "line 1: imports multiprocessing; a process of the test's own"),
-    (
-        "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\nwith ProcessPoolExecutor() as e:\n    e.map(f, [1])",
-        "line 2: uses ProcessPoolExecutor",
-    ),
-    ("import concurrent.futures as c\nwith c.ProcessPoolExecutor() as e:\n    assert e.submit(f, 1).result() == 1",
-     "line 2: uses Proc"),
+    ("import multiprocessing as m\nassert m.Pool(2).map(f, [1]) == [1]", "line 1: imports multiprocessing; a process of the test's own"),
+    ("from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\nwith ProcessPoolExecutor() as e:\n    e.map(f, [1])", "line 2: uses ProcessPoolExecutor"),
+    ("import concurrent.futures as c\nwith c.ProcessPoolExecutor() as e:\n    assert e.submit(f, 1).result() == 1", "line 2: uses Proc"),
     ("r = f(1)\nassert r.__eq__(5)", "line 2: reads __eq__"),
     ("assert memo(lambda x: x * x)(3) == 9", "line 1: calls what came of a function of the test"),
     ("def sq(x):\n    return x * x\nassert memo(sq, 2)(3) == 9", "line 3: calls what came of a function of the test"),
@@ -735,17 +693,13 @@ def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):
 
 
 FINE = [
-    "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'",
-    "add = f\nassert add(1) == 2",
-    "from solution import fork\nassert f().fork() == fork() == 2",
-    "assert isclose(1, 1.0)",
-    "assert add(1)(2) == 3",
+    "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'", "add = f\nassert add(1) == 2",
+    "from solution import fork\nassert f().fork() == fork() == 2", "assert isclose(1, 1.0)", "assert add(1)(2) == 3",
     "assert sqrt(4) == 2 and cube(2) == 8 and abs(sqrt(2) - 1.4142) < 1e-3",
     "c = Counter()\nc.add('a')\nassert c.total == double(1)",
     "from solution import Counter\nc = Counter(tokens('a b'))\nassert c.total == 2",
-    "from math import sqrt\nassert f(2) == sqrt(2)",
-    "random.seed(1)\nassert f(1) == 2",
-]
+    "from math import sqrt\nassert f(2) == sqrt(2)", "random.seed(1)\nassert f(1) == 2",
+]  # fmt: skip
 
 
 def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():

@@ -12,13 +12,10 @@ PLACEMENTS = sorted((ROOT / "configs" / "placements").glob("*.toml"))
 LAYERS = sorted((ROOT / "experiments" / "quickstart_algorithms").glob("*.toml"))
 
 
-def test_the_layer_of_the_memory_timeline_goes_over_a_placement():
+def test_the_documented_configs_are_there_and_the_layer_of_the_memory_timeline_goes_over_a_placement():
+    assert {"quickstart.toml", "smollm2.toml", "gsm8k.toml"} <= {path.name for path in CONFIGS}
     layers = [ROOT / "configs" / "placements" / "colocated.toml", ROOT / "experiments" / "memory_timeline" / "layer.toml"]
     assert load_config(ROOT / "configs" / "quickstart.toml", presets=layers).algorithm.reference.where == "learner"
-
-
-def test_the_documented_configs_are_there():
-    assert {"quickstart.toml", "smollm2.toml", "gsm8k.toml"} <= {path.name for path in CONFIGS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

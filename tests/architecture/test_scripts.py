@@ -15,13 +15,10 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 FILES = {
-    "mylib/__init__.py": b"VALUE = 7\n",
-    "mylib-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: mylib\nVersion: 1.0\n",
-    "mylib-1.0.data/purelib/mylib/more.py": b"MORE = 8\n",
-    "mylib-1.0.data/scripts/tool": b"#!/bin/sh\n",
-    "vllm/_moe_C.abi3.so": b"left out",
-    "mylib/noise.bin": os.urandom(300_000),
-}
+    "mylib/__init__.py": b"VALUE = 7\n", "mylib-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: mylib\nVersion: 1.0\n",
+    "mylib-1.0.data/purelib/mylib/more.py": b"MORE = 8\n", "mylib-1.0.data/scripts/tool": b"#!/bin/sh\n",
+    "vllm/_moe_C.abi3.so": b"left out", "mylib/noise.bin": os.urandom(300_000),
+}  # fmt: skip
 
 
 def bundle(*arguments):
@@ -50,37 +47,27 @@ def test_the_shell_parses(script):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_packed_is_unpacked_and_shadows_nothing_installed(packed, tmp_path):
-    site = tmp_path / "site"
-    done = bundle("unpack", packed, site)
+def test_what_is_packed_is_unpacked_shadows_nothing_installed_and_pieces_that_are_missing_or_damaged_are_named(packed, tmp_path):
+    pieces, site = json.loads((packed / "manifest.json").read_text())["model.gguf"], tmp_path / "site"
+    assert [piece["num_bytes"] for piece in pieces] == [1 << 20, 1 << 20]
+    done, kept, first = bundle("unpack", packed, site), (packed / "model.gguf.001").read_bytes(), tmp_path / "first"
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 libraries are in" in done.stdout
-    assert "msgspec" in done.stdout
-    assert not (site / "msgspec").exists()
-    assert not (site / "vllm").exists()
+    assert {"1 libraries are in", "msgspec"} <= set(re.findall("1 libraries are in|msgspec", done.stdout))
+    assert not {"msgspec", "vllm"} & {path.name for path in site.iterdir()}
     assert (site / "mylib" / "noise.bin").read_bytes() == FILES["mylib/noise.bin"]
     assert (site / "mylib" / "more.py").read_bytes() == b"MORE = 8\n"
     assert (site / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
-
-
-def test_pieces_are_small_and_named_where_they_are_missing_or_damaged(packed, tmp_path):
-    pieces = json.loads((packed / "manifest.json").read_text())["model.gguf"]
-    assert [piece["num_bytes"] for piece in pieces] == [1 << 20, 1 << 20]
-    kept = (packed / "model.gguf.001").read_bytes()
     (packed / "model.gguf.001").unlink()
-    missing = bundle("unpack", packed, tmp_path / "site")
-    assert missing.returncode == 3
-    assert "1 of 2 pieces" in missing.stdout
-    assert "bring model.gguf.001" in missing.stdout
-    assert (tmp_path / "site" / "mylib").is_dir()
+    missing = bundle("unpack", packed, first)
+    assert (missing.returncode, (first / "mylib").is_dir()) == (3, True)
+    assert re.search(r"1 of 2 pieces(.|\n)*bring model.gguf.001", missing.stdout), missing.stdout
     (packed / "model.gguf.001").write_bytes(kept[:-1] + b"?")
-    damaged = bundle("unpack", packed, tmp_path / "site")
-    assert damaged.returncode == 1
-    assert "model.gguf.001 arrived damaged" in damaged.stdout
+    damaged = bundle("unpack", packed, first)
+    assert (damaged.returncode, "model.gguf.001 arrived damaged" in damaged.stdout) == (1, True)
 
 
 def test_what_experiments_import_of_the_package_is_there():
-    """No type checker reads them."""
+    """The type checker says more, but is no part of the tests (`make check`)."""
     missing = []
     for path in sorted((SCRIPTS.parent / "experiments").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 TIMEOUT_S = 60
 NO_END = 1 << 60
@@ -69,10 +69,7 @@ class TcpProxy:
             target.shutdown(socket.SHUT_RDWR)
 
 
-@contextlib.contextmanager
-def tcp_proxy(address: str, stop_after_bytes: int = NO_END, bytes_per_s: float = 0.0) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(address, stop_after_bytes, bytes_per_s)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
+def tcp_proxy(
+    address: str, stop_after_bytes: int = NO_END, bytes_per_s: float = 0.0
+) -> contextlib.AbstractContextManager[TcpProxy]:
+    return contextlib.closing(TcpProxy(address, stop_after_bytes, bytes_per_s))

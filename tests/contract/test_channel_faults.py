@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import socket
 import stat
 from pathlib import Path
 
@@ -74,16 +75,10 @@ async def linked(limits: LinkLimits = LIMITS, of_listener: LinkLimits = LIMITS):
 @contextlib.contextmanager
 def bare_dealer(address: str):
     """Yield a socket that may send a listener anything."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = 0
-    socket.connect(address)
-    try:
-        yield socket
-    finally:
-        socket.close()
-        context.term()
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = dealer.sndhwm = dealer.rcvhwm = 0
+        dealer.connect(address)
+        yield dealer
 
 
 async def works(listener: ZmqListener, far: Connection) -> None:
@@ -245,23 +240,18 @@ def malformed_packets(rng: random.Random, session: str, count: int) -> list[list
     real = [bytes(frame) for frame in build_parcel(session, parcel)]
     packets: list[list[bytes]] = []
     for number in range(count):
-        kind = number % 6
-        if kind == 0:
-            packets.append([rng.randbytes(rng.randrange(0, 200)) for _ in range(rng.randrange(1, 4))])
-        elif kind == 1:
-            packets.append([real[0][: rng.randrange(len(real[0]))], *real[1:]])
-        elif kind == 2:
-            flipped = bytearray(real[0])
-            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
-            packets.append([bytes(flipped), *real[1:]])
-        elif kind == 3:
-            packets.append([real[0], real[1][:-1] if rng.random() < 0.5 else real[1] + b"z"])
-        elif kind == 4:
-            packets.append([real[0]] if rng.random() < 0.5 else [*real, b"one too many"])
-        elif number % 120 == 5:
-            packets.append([real[0], bytes(LIMITS.max_packet_bytes + 1)])
-        else:
-            packets.append([b""])
+        flipped = bytearray(real[0])
+        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        packets.append(
+            [
+                [rng.randbytes(rng.randrange(0, 200)) for _ in range(rng.randrange(1, 4))],
+                [real[0][: rng.randrange(len(real[0]))], *real[1:]],
+                [bytes(flipped), *real[1:]],
+                [real[0], real[1][:-1] if rng.random() < 0.5 else real[1] + b"z"],
+                [real[0]] if rng.random() < 0.5 else [*real, b"one too many"],
+                [b""] if number % 120 != 5 else [real[0], bytes(LIMITS.max_packet_bytes + 1)],
+            ][number % 6]
+        )
     return packets
 
 
@@ -270,12 +260,12 @@ async def test_ten_thousand_malformed_packets_are_counted_and_a_good_peer_works_
     rng = random.Random(17)
     async with linked(PATIENT) as (listener, _, far, near):  # who greets anew over another socket is counted too
         packets = malformed_packets(rng, near_session(listener), count)
-        with bare_dealer(listener.address) as socket:
+        with bare_dealer(listener.address) as dealer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(produce(far, 500))
                 received = tasks.create_task(consume(near, 500))
                 for packet in packets:
-                    await socket.send_multipart(packet)
+                    await dealer.send_multipart(packet)
             assert received.result() == list(range(500))
             await until(lambda: listener.refused.total() >= count)
             assert listener.refused.total() == count
@@ -292,13 +282,13 @@ def near_session(listener: ZmqListener) -> str:
 async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
     listener = make_listener()
     async with closing(listener):
-        with bare_dealer(listener.address) as socket:
-            await socket.send(build_greeting(new_hello("client", "c"), "token", ""))
+        with bare_dealer(listener.address) as dealer:
+            await dealer.send(build_greeting(new_hello("client", "c"), "token", ""))
             near = await accept(listener)
             good = encode(failure(1))
             bodies = [b"\x81\xa4type\xa5nonsense", os.urandom(50), good[:-3], bytes(LIMITS.max_message_bytes + 1), good]
             for seq, body in enumerate(bodies):
-                await socket.send_multipart(build_parcel(near_session(listener), Parcel(([], []), [Item(Lane.DATA, seq, body)])))
+                await dealer.send_multipart(build_parcel(near_session(listener), Parcel(([], []), [Item(Lane.DATA, seq, body)])))
             assert await consume(near, 1) == [1]
             assert (listener.refused["malformed"], listener.refused["oversized"]) == (3, 1)
 
@@ -307,15 +297,11 @@ async def test_a_known_peer_that_sends_an_unreadable_message_stays_connected():
 async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
     listener = make_listener()
     async with closing(listener):
-        _, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
-        writer.write(opening)
-        await writer.drain()
-        connector, far = await connect(listener.address)
-        async with closing(connector):
-            await works(listener, far)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        with socket.create_connection(("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))) as stranger:
+            stranger.sendall(opening)
+            connector, far = await connect(listener.address)
+            async with closing(connector):
+                await works(listener, far)
 
 
 async def test_keys_and_sockets_are_private_and_gone_after_close(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ NO_MODELS = {"generate__engine": NO_MODEL, "learner__fake_step_s": 0.02}
 """No model at all: such a run costs a fifth of one that imports torch."""
 ASYNCRL = (sys.executable, "-P", "-m", "asyncrl")
 NO_EVALUATION = {"eval__at_start": False, "eval__at_end": False}
+NO_ENGINE = {**NO_EVALUATION, "model__warm_start": None,
+             "generate__engine": {**NO_MODEL, "token_latency_s": 0.002, "vocabulary_size": 14}}  # fmt: skip
+"""For sessions: digits, `+`, `=` and two marks, drawn without a model."""
 
 
 def tiny_settings(folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -88,9 +92,23 @@ def command_line(*words: object, **options: Any) -> subprocess.CompletedProcess[
 
 async def reached(run: asyncrl.Run, version: int) -> asyncrl.StepReport:
     """Wait for this version; return the report of its step."""
-    async for report in run.steps(first=version - 1):
-        return report
-    raise AssertionError(f"the run ended before version {version}")
+    return await step_where(run, lambda _: True, version - 1)
+
+
+async def step_where(run: asyncrl.Run, is_so: Callable[[asyncrl.StepReport], bool], first: int = 0) -> asyncrl.StepReport:
+    """Wait for a step whose report is so, this one or a later one; return the report."""
+    async for report in run.steps(first):
+        if is_so(report):
+            return report
+    pytest.fail(f"the run ended first: {await run.status()}")
+
+
+async def status_where(run: asyncrl.Run, is_so: Callable[[RunStatus], bool], first: int = 0) -> RunStatus:
+    """Follow the steps of a run, from this one on, until its status is so; return that."""
+    async for _ in run.steps(first):
+        if is_so(status := await run.status()):
+            return status
+    pytest.fail(f"the run ended first: {await run.status()}")
 
 
 async def said(run: asyncrl.Run, rule: str, what: str = "", after: int = 0) -> int:

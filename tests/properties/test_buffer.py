@@ -29,8 +29,8 @@ class HoldingLedger:
     """Passes units on when told to; what it still holds is lost with it."""
 
     def __init__(self, inner):
-        self.inner = inner
-        self.held = deque()
+        self.inner, self.held = inner, deque()
+        self.state_counts = inner.state_counts
 
     def write(self, records, on_committed=None):
         self.held.append((list(records), on_committed))
@@ -51,9 +51,6 @@ class HoldingLedger:
         self.commit()
         self.inner.sync(timeout_s)
 
-    def state_counts(self):
-        return self.inner.state_counts()
-
     def load_groups(self, group_ids):
         self.sync()
         return self.inner.load_groups(group_ids)
@@ -68,7 +65,7 @@ class HoldingLedger:
 
 
 class RunLife(RuleBasedStateMachine):
-    """One run. `policy` and `screens` (settings of `algorithm`, one of which is drawn) are fixed by the subclasses below."""
+    """One run. `policy` and `screens` (settings of `algorithm`, one of which is drawn) are fixed by `lives` below."""
 
     policy = "wait"
     screens: tuple[dict, ...] = ({},)
@@ -230,23 +227,17 @@ class RunLife(RuleBasedStateMachine):
         self.follow(receipt.instructions)
         self.tell(ev.MembersFinished(generator, len(keys)))
 
-    @rule(number=st.integers(0, 99))
+    @rule(number=st.integers(0, 99), is_invalid=st.booleans())
     @precondition(lambda self: self.orders)
-    def member_fails(self, number):
-        key = self.pick(self.orders, number)
-        generator, attempt, _ = self.orders.pop(key)
-        receipt = self.buffer.add_failure(SampleFailure(*key, attempt, "generate", "would not"), self.now)
-        self.follow(receipt.instructions)
-        self.tell(ev.MembersFinished(generator))
-
-    @rule(number=st.integers(0, 99))
-    @precondition(lambda self: self.orders)
-    def member_is_invalid(self, number):
+    def member_fails(self, number, is_invalid):
         key = self.pick(self.orders, number)
         generator, attempt, version = self.orders.pop(key)
-        sample = msgspec.structs.replace(self.sample(key, version, version, attempt, generator), versions=b"\0\0\0\0")
-        receipt = self.buffer.add_samples([Samples.of([sample])], self.now)[0]
-        assert outcome(receipt) == "refused"
+        if is_invalid:
+            sample = msgspec.structs.replace(self.sample(key, version, version, attempt, generator), versions=b"\0\0\0\0")
+            receipt = self.buffer.add_samples([Samples.of([sample])], self.now)[0]
+            assert outcome(receipt) == "refused"
+        else:
+            receipt = self.buffer.add_failure(SampleFailure(*key, attempt, "generate", "would not"), self.now)
         self.follow(receipt.instructions)
         self.tell(ev.MembersFinished(generator))
 
@@ -254,7 +245,11 @@ class RunLife(RuleBasedStateMachine):
     @precondition(lambda self: self.buffer.state.unscored())
     def score_comes(self, number, good, reward):
         key = self.pick([(asked.group_id, index) for asked in self.buffer.state.unscored() for index in asked.indices], number)
-        self.score(key, "" if good else "raised", reward)
+        if good:
+            self.rewards[key] = float(reward)
+        receipt = self.buffer.add_scores([score_of(*key, float(reward), error="" if good else "raised")], self.now)[0]
+        assert outcome(receipt) == "stored"
+        self.follow(receipt.instructions)
 
     @rule(equal=st.booleans())
     def all_scores_come(self, equal=True):
@@ -267,13 +262,6 @@ class RunLife(RuleBasedStateMachine):
         # A group can be dropped as too old by the first of its scores; the others then come too late.
         assert {outcome(receipt) for receipt in receipts} <= ({"stored", "duplicate"} if self.policy == "drop" else {"stored"})
         self.follow([item for receipt in receipts for item in receipt.instructions])
-
-    def score(self, key, error="", reward=1):
-        if not error:
-            self.rewards[key] = float(reward)
-        receipt = self.buffer.add_scores([score_of(*key, float(reward), error=error)], self.now)[0]
-        assert outcome(receipt) == "stored"
-        self.follow(receipt.instructions)
 
     @rule(group_id=st.integers(-1, 30), index=st.integers(-1, 3))
     def duplicates_and_strangers_change_nothing(self, group_id, index):
@@ -412,6 +400,7 @@ class RunLife(RuleBasedStateMachine):
     @rule()
     def pause_and_resume(self):
         self.tell(ev.IssuePaused())
+        self.buffer.check()
         self.tell(ev.IssueResumed())
 
     @rule(num_units=st.integers(1, 5))
@@ -431,10 +420,6 @@ class RunLife(RuleBasedStateMachine):
         self.issue()
         for name in self.num_slots:
             self.generator_ready(name, self.learner_version)
-
-    @rule()
-    def books_are_compared(self):
-        self.buffer.check()
 
     @invariant()
     def all_is_accounted_for(self):
@@ -464,7 +449,7 @@ class RunLife(RuleBasedStateMachine):
                     self.live[name] = self.learner_version
                     self.tell(ev.VersionIsLive(name, self.learner_version))
             while self.orders:
-                self.member_finishes_now()
+                self.members_finish(number=0, first=0, second=0, cut=False, both=False)
             self.all_scores_come(equal=self.config.algorithm.kind != "dpo")
             while len(self.to_train) < 2:
                 before = len(self.to_train)
@@ -476,13 +461,6 @@ class RunLife(RuleBasedStateMachine):
             if self.learner_version >= goal:
                 return
         raise AssertionError(f"stuck at version {self.learner_version} of {goal}: {self.buffer.counts()}")
-
-    def member_finishes_now(self):
-        key = min(self.orders)
-        generator, attempt, version = self.orders.pop(key)
-        receipt = self.buffer.add_samples([Samples.of([self.sample(key, version, version, attempt, generator)])], self.now)[0]
-        self.follow(receipt.instructions)
-        self.tell(ev.MembersFinished(generator))
 
 
 PENALTIES = (
@@ -497,22 +475,14 @@ PAIRS = (
 )
 
 
-class WaitLife(RunLife):
-    policy, screens = "wait", ({}, *PENALTIES, *PAIRS)
-
-
-class DropLife(RunLife):
-    policy, screens = "drop", ({},)
-
-
-class MaskLife(RunLife):
-    policy, screens = "mask", ({}, *PENALTIES)
-
-
-for life in (WaitLife, DropLife, MaskLife):
+def lives(policy, *screens):
+    """Return the tests of runs under this policy, and under no screen or one of these."""
+    life = type(f"{policy.title()}Life", (RunLife,), {"policy": policy, "screens": ({}, *screens)})
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     life.TestCase.settings = settings(max_examples=25, stateful_step_count=60, suppress_health_check=slow)
+    return life.TestCase
 
-TestWaitPolicy = WaitLife.TestCase
-TestDropPolicy = DropLife.TestCase
-TestMaskPolicy = MaskLife.TestCase
+
+TestWaitPolicy = lives("wait", *PENALTIES, *PAIRS)
+TestDropPolicy = lives("drop")
+TestMaskPolicy = lives("mask", *PENALTIES)

@@ -14,7 +14,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import bucket_ends, make_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.buckets import fingerprints_of, version_fingerprint
-from asyncrl.weights.delta import DeltaOffers, apply_delta, bytes_of, encode_delta
+from asyncrl.weights.delta import DeltaOffers, apply_delta, bytes_of, deltas_from, encode_delta, plan_whole
 from asyncrl.weights.media.base import VersionUnavailableError
 from asyncrl.weights.subscriber import Staging
 
@@ -61,7 +61,7 @@ class UnreliableMedium:
 
 class Learner:
     def __init__(self, medium, full_every, max_share):
-        self._medium = medium
+        self._medium, self._full_every = medium, full_every
         self._offers = DeltaOffers(DeltaConfig(full_every=full_every, max_share=max_share), medium, MANIFEST)
         medium.blobs.clear()
 
@@ -69,11 +69,15 @@ class Learner:
         self._medium.flat = flat
         buckets = fingerprints_of(memoryview(flat), bucket_ends(MANIFEST))
         whole, deltas = self._offers.offer(0, version, memoryview(flat), version_fingerprint(buckets), buckets)
-        self._offers.check_invariants()
-        return WeightsAvailable(
+        assert len(deltas) <= self._full_every
+        assert bytes_of(deltas) <= MANIFEST.total_bytes
+        available = WeightsAvailable(
             version, "any", whole.location, MANIFEST, version_fingerprint(buckets), 0.0, bucket_fingerprints=buckets,
             full_version=whole.version, full_bucket_fingerprints=whole.bucket_fingerprints, deltas=deltas,
         )  # fmt: skip
+        plan_whole(available)  # raises where the deltas do not lead on from the whole version
+        assert deltas_from(deltas, deltas[0].base_version if deltas else version) == deltas
+        return available
 
 
 CHANGES = st.dictionaries(st.integers(0, MANIFEST.total_bytes - 1), st.integers(0, 255), max_size=30)

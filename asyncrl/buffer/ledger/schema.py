@@ -124,7 +124,17 @@ def insert(connection: sqlite3.Connection, records: Iterable[rec.Record], append
 
 
 def _insert_by_kind(connection: sqlite3.Connection, by_kind: defaultdict[type, list[Any]], append: Append) -> None:
-    _issued(connection, by_kind[rec.IssuedRecord])
+    rows = list[tuple[Any, ...]]()
+    for issued in by_kind[rec.IssuedRecord]:
+        content = (issued.group_id, issued.prompt.prompt_id, _encoder.encode(issued.prompt), issued.size)
+        source = (issued.generator, issued.version, issued.retries, issued.replaces, issued.cursor, issued.external, issued.now)
+        rows.append((*content, checksum(*content), *source, 0, "running", "", -1))
+    _execute_for_all(
+        connection,
+        "INSERT INTO groups (group_id, prompt_id, prompt, size, checksum, generator, version, retries, replaces, cursor,"
+        " external, issued_s, attempt, state, reason, returns) VALUES {rows}",
+        rows,
+    )
     placed: list[rec.PlacedRecord] = by_kind[rec.PlacedRecord]
     places = [(r.version, r.attempt, r.group_id) for r in placed]
     connection.executemany("UPDATE groups SET version = min(version, ?), attempt = ? WHERE group_id = ?", places)
@@ -132,25 +142,18 @@ def _insert_by_kind(connection: sqlite3.Connection, by_kind: defaultdict[type, l
     _execute_for_all(connection, _EVENT, told)
     if by_kind[rec.SamplesRecord]:
         _samples(connection, by_kind[rec.SamplesRecord], append)
-    _scores(connection, by_kind[rec.ScoresRecord])
+    rows = []
+    for record in by_kind[rec.ScoresRecord]:
+        scores, logprobs = record.scores, [score.reference_logprobs for score in record.scores.scores]
+        key, reference = sample_key(scores.group_id, scores.scores[0].index), _encoder.encode(logprobs) if any(logprobs) else b""
+        members = _text([(score.index, float(score.reward), score.parts) for score in scores.scores])
+        rows.append((key, scores.worker, members, record.now, checksum(key, members, reference), reference))
+    statement = "INSERT OR IGNORE INTO scores (key, worker, members, settled_s, checksum, reference) VALUES {rows}"
+    _execute_for_all(connection, statement, rows)
     failures = [(sample_key(r.group_id, r.index), r.attempt, r.stage, r.reason, r.now) for r in by_kind[rec.FailureRecord]]
     statement = "INSERT OR IGNORE INTO failures (key, attempt, stage, reason, settled_s) VALUES (?, ?, ?, ?, ?)"
     connection.executemany(statement, failures)
     _moved(connection, by_kind[rec.MovedRecord])
-
-
-def _issued(connection: sqlite3.Connection, records: Sequence[rec.IssuedRecord]) -> None:
-    rows = []
-    for r in records:
-        prompt = _encoder.encode(r.prompt)
-        content = (r.group_id, r.prompt.prompt_id, prompt, r.size)
-        rows.append((*content, checksum(*content), r.generator, r.version, r.retries, r.replaces, r.cursor, r.external, r.now))
-    _execute_for_all(
-        connection,
-        "INSERT INTO groups (group_id, prompt_id, prompt, size, checksum, generator, version, retries, replaces, cursor,"
-        " external, issued_s, attempt, state, reason, returns) VALUES {rows}",
-        [(*row, 0, "running", "", -1) for row in rows],
-    )
 
 
 def _samples(connection: sqlite3.Connection, records: Sequence[rec.SamplesRecord], append: Append) -> None:
@@ -189,19 +192,6 @@ def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Seque
             places = ", ".join([f"({', '.join('?' * len(chosen[0]))})"] * size)
             connection.execute(statement.format(rows=places), list(itertools.chain.from_iterable(chosen)))
             start += size
-
-
-def _scores(connection: sqlite3.Connection, records: Sequence[rec.ScoresRecord]) -> None:
-    rows = []
-    for record in records:
-        scores = record.scores
-        key = sample_key(scores.group_id, scores.scores[0].index)
-        members = _text([(score.index, float(score.reward), score.parts) for score in scores.scores])
-        logprobs = [score.reference_logprobs for score in scores.scores]
-        reference = _encoder.encode(logprobs) if any(logprobs) else b""
-        rows.append((key, scores.worker, members, record.now, checksum(key, members, reference), reference))
-    statement = "INSERT OR IGNORE INTO scores (key, worker, members, settled_s, checksum, reference) VALUES {rows}"
-    _execute_for_all(connection, statement, rows)
 
 
 def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:

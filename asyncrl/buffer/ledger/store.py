@@ -91,8 +91,7 @@ class SqliteLedger:
             reason = f"{error}; it is no ledger, it is damaged, or its disk is full"
             raise LedgerError(f"{self.path} cannot be opened: {reason}") from error
         self._payloads = PayloadFiles(self.path)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.Lock())
         self._queue: list[_Unit] = []
         self._num_queued = 0
         self._queued_bytes = 0
@@ -109,7 +108,7 @@ class SqliteLedger:
         Raises:
             LedgerError: The ledger is closed, or an earlier commit failed.
         """
-        with self._lock:
+        with self._changed:
             while self._num_queued >= self.max_queued and self._error is None:
                 self._changed.wait()
             if self._error is not None or self._closing:
@@ -154,20 +153,19 @@ class SqliteLedger:
             LedgerError: A payload is gone.
         """
         self.sync()
+        groups, query = [], "SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?"
         with connect_read_only(self.path) as connection:
-            return [self._load_group(connection, group_id) for group_id in group_ids]
-
-    def _load_group(self, connection: sqlite3.Connection, group_id: int) -> ScoredGroup:
-        query = "SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?"
-        row = connection.execute(query, (group_id,)).fetchone()
-        if row is None:
-            raise LedgerError(f"{self.path}: table groups has no row {group_id}; {REMEDY}")
-        prompt, scores = read_prompt(self.path, group_id, *row), read_scores(self.path, connection, group_id)
-        made = [samples for _, samples in read_samples(self.path, connection, group_id)]
-        samples = {sample.index: sample for each in made for sample in each.members()}
-        with reading(self.path, "scores", group_id):
-            members = tuple(ScoredSample(samples[index], *scores[index]) for index in sorted(scores))
-        return ScoredGroup(group_id, prompt, members)
+            for group_id in group_ids:
+                row = connection.execute(query, (group_id,)).fetchone()
+                if row is None:
+                    raise LedgerError(f"{self.path}: table groups has no row {group_id}; {REMEDY}")
+                prompt, scores = read_prompt(self.path, group_id, *row), read_scores(self.path, connection, group_id)
+                made = [samples for _, samples in read_samples(self.path, connection, group_id)]
+                samples = {sample.index: sample for each in made for sample in each.members()}
+                with reading(self.path, "scores", group_id):
+                    members = tuple(ScoredSample(samples[index], *scores[index]) for index in sorted(scores))
+                groups.append(ScoredGroup(group_id, prompt, members))
+        return groups
 
     def close(self) -> None:
         """Commit what is queued, stop the thread, release file and lock. Safe to repeat."""

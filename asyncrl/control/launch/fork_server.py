@@ -35,14 +35,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from asyncrl.control.launch.process_main import EXIT_OK, FORK_SERVER, imports_without_gc, leave
-from asyncrl.control.launch.processes import (
-    LocalLauncher,
-    LocalProcess,
-    ProcessHandle,
-    ProcessSpec,
-    child_environment,
-    kill_group,
-)
+from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec, child_environment, kill_group
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
 
@@ -85,14 +78,24 @@ class ForkLauncher:
     _process: LocalProcess | None = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def start(self, spec: ProcessSpec) -> ProcessHandle:
+    async def start(self, spec: ProcessSpec) -> ForkedProcess | LocalProcess:
         """Start one process; see `Launcher.start`."""
         if spec.kind not in self.kinds:
             return await self._local.start(spec)
         async with self._starting:
             if self._server is None or self._server.is_gone:
                 await self.close()
-                self._server = await self._start_server(spec)
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    command = (*spec.command[:4], FORK_SERVER, str(self.run_folder), str(theirs.fileno()), *self.modules)
+                    log_path = self.run_folder / "logs" / "controller.log"
+                    server = replace(spec, name=FORK_SERVER, command=command, log_path=log_path, num_threads=1, env={})
+                    try:
+                        self._process = await self._local.start(server, pass_fds=(theirs.fileno(),))
+                    except BaseException:
+                        ours.close()
+                        raise
+                _, self._server = await asyncio.get_running_loop().create_unix_connection(_Server, sock=ours)
         return await self._server.fork(spec, self.timeout_s)
 
     async def close(self) -> None:
@@ -102,19 +105,6 @@ class ForkLauncher:
         if self._process is not None:
             self._process.kill()
             await self._process.wait()
-
-    async def _start_server(self, spec: ProcessSpec) -> _Server:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = (*spec.command[:4], FORK_SERVER, str(self.run_folder), str(theirs.fileno()), *self.modules)
-            log_path = self.run_folder / "logs" / "controller.log"
-            server = replace(spec, name=FORK_SERVER, command=command, log_path=log_path, num_threads=1, env={})
-            try:
-                self._process = await self._local.start(server, pass_fds=(theirs.fileno(),))
-            except BaseException:
-                ours.close()
-                raise
-        return (await asyncio.get_running_loop().create_unix_connection(_Server, sock=ours))[1]
 
 
 @dataclass(eq=False)
@@ -259,8 +249,16 @@ def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
             except OSError as error:
                 _tell(channel, ForkAnswer(error=str(error)))
                 continue
-            if not pid:
-                return _become(request, log)
+            if not pid:  # be what a process would be that was started by the command
+                os.setsid()
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.close(log)
+                os.environ.update(request.env)
+                if (torch := sys.modules.get("torch")) is not None:
+                    torch.set_num_threads(request.num_threads)
+                _set_title(request.command)
+                return request.command[4:]
             os.close(log)
             _tell(channel, ForkAnswer(pid))
     return leave(EXIT_OK)
@@ -304,19 +302,6 @@ def _requests(channel: socket.socket, ended: int) -> Iterator[bytes]:
                 return
             *lines, pending = (pending + data).split(b"\n")
             yield from lines
-
-
-def _become(request: ForkRequest, log: int) -> list[str]:
-    """Make this child what a process would be that was started by the command."""
-    os.setsid()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    os.environ.update(request.env)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(request.num_threads)
-    _set_title(request.command)
-    return request.command[4:]
 
 
 def _set_title(command: Sequence[str]) -> None:

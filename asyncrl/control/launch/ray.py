@@ -133,25 +133,18 @@ class RayLauncher:
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """Start one process wherever there is room, waiting until there is; see `Launcher.start`."""
-        needs = self.needs_for(spec.kind)
         number = next((number for number, item in enumerate(self.planned) if item.name == spec.name), None)
-        release: Callable[[], None] | None = None
-        if number is None:
-            group = self._new_group([needs])
-            release = partial(remove_placement_group, group)
-        else:
-            if self._group is None:
-                self._group = self._new_group([self.needs_for(item.kind) for item in self.planned])
-            group = self._group
+        group = self._group if number is not None else None
+        if group is None:
+            kinds = [spec.kind] if number is None else [item.kind for item in self.planned]
+            needs = [self.needs_for(kind) for kind in kinds]
+            bundles, labels = [bundle_of(each) for each in needs], [dict(each.labels) for each in needs]
+            group = placement_group(bundles, strategy=self.launch.strategy, bundle_label_selector=labels)
+        if number is not None:
+            self._group = group
+        release = partial(remove_placement_group, group) if number is None else None
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number or 0)
-        return await _start_in(strategy, spec, self.run_folder, needs, release)
-
-    def _new_group(self, needs: list[ProcessNeeds]) -> PlacementGroup:
-        return placement_group(
-            [bundle_of(each) for each in needs],
-            strategy=self.launch.strategy,
-            bundle_label_selector=[dict(each.labels) for each in needs],
-        )
+        return await _start_in(strategy, spec, self.run_folder, self.needs_for(spec.kind), release)
 
 
 @dataclass(eq=False)

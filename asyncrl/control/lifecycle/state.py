@@ -151,7 +151,17 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
 
     def _decide(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Raise IllegalTransitionError, with the state unchanged, where the event cannot come now."""
-        if refused := self._cannot_come(event):
+        refused, comes_in = "", _COMES_IN.get(type(event))
+        phase = self._resume_to if self.phase == "paused" else self.phase
+        if self._begun == isinstance(event, ev.Begin):
+            refused = "the run has begun before" if self._begun else "the run has not begun"
+        elif isinstance(event, ev.ProcessEvent) and event.name not in self.processes and not isinstance(event, ev.ProcessWanted):
+            refused = f"no process of that name; there are {sorted(self.processes)}"
+        elif isinstance(event, ev.PauseRequested | ev.ResumeRequested):
+            refused = self.refusal(event)
+        elif comes_in is not None and not self.over and phase not in comes_in:
+            refused = f"it comes in {' or '.join(sorted(comes_in))} only, and this run is {self.phase}"
+        if refused:
             raise IllegalTransitionError(f"{event} at {now:.3f}: {refused}\nrecent story:\n  " + "\n  ".join(self._story))
         self._now, self._out = now, []
         if isinstance(event, ev.ProcessExited):
@@ -181,19 +191,6 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                 assert len(record.exit_codes) + record.departures == ended, (
                     f"{record.name}: incarnations that ended and exit codes differ: {record}"
                 )
-
-    def _cannot_come(self, event: ev.Event) -> str:
-        if self._begun == isinstance(event, ev.Begin):
-            return "the run has begun before" if self._begun else "the run has not begun"
-        if isinstance(event, ev.ProcessEvent) and event.name not in self.processes and not isinstance(event, ev.ProcessWanted):
-            return f"no process of that name; there are {sorted(self.processes)}"
-        if isinstance(event, ev.PauseRequested | ev.ResumeRequested):
-            return self.refusal(event)
-        comes_in = _COMES_IN.get(type(event))
-        phase = self._resume_to if self.phase == "paused" else self.phase
-        if comes_in is None or self.over or phase in comes_in:
-            return ""
-        return f"it comes in {' or '.join(sorted(comes_in))} only, and this run is {self.phase}"
 
     # -- the run's phases --------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
 
 
 def generator_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return what each generator holds; nothing where its engine has no model, or has it on a server elsewhere."""
+    """Return what each generator holds, weights first; nothing where its engine has no model, or has it on a server elsewhere."""
     engine, shape = config.generate.engine, policy_shape(config.model)
     if not isinstance(engine, TransformersEngineConfig | VLLMEngineConfig):
         return ()
@@ -216,7 +216,7 @@ def with_own_memory(config: RunConfig) -> RunConfig:
     share = config.placement.generation_share / most_generators(config)
     budget_bytes = int(config.placement.device_memory_gib * GIB)
     if budget_bytes:
-        room_gib = (share * budget_bytes - _weights_bytes(config)) / GIB
+        room_gib = (share * budget_bytes - generator_parts(config)[0].num_bytes) / GIB
         engine = replace(engine, kv_cache_gib=min(engine.kv_cache_gib or room_gib, room_gib))
     elif on_gpu(config):
         engine = replace(engine, gpu_memory_share=min(engine.gpu_memory_share, share))
@@ -305,7 +305,7 @@ def least_parts(config: RunConfig) -> tuple[Part, ...]:
         return generator_parts(config)
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
     one = shape.cached_values * engine.max_sequence_tokens * held
-    return Part("weights", _weights_bytes(config)), Part("KV cache of one sample", one)
+    return generator_parts(config)[0], Part("KV cache of one sample", one)
 
 
 def gpu_memory_bytes(config: RunConfig) -> int:
@@ -328,10 +328,6 @@ def _training_parts(config: RunConfig) -> dict[str, int]:
         judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
         sizes["inference workers"] = judge * config.inference.num_workers
     return sizes
-
-
-def _weights_bytes(config: RunConfig) -> int:
-    return next((part.num_bytes for part in generator_parts(config) if part.name == "weights"), 0)
 
 
 def _gib(num_bytes: float) -> str:

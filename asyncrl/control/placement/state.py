@@ -17,7 +17,6 @@ At the beginning the device is the learner's to take. switching.py carries them 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,20 +112,19 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
         self.wanted: Phase = "train"
         self.number = 0
         self._members: dict[str, _Member] = {}
-        self._story: deque[str] = deque(maxlen=40)
 
     @property
     def now(self) -> Phase | None:
         """Return the phase that is on; None during a switch."""
         return self.phase if self.stage == "settled" else None
 
-    def has(self, role: ProcessKind) -> bool:
-        """Return whether somebody of that role is there."""
-        return bool(self._with_role(role))
+    def with_role(self, role: ProcessKind) -> list[str]:
+        """Return the names of those of that role who are there."""
+        return sorted(name for name, member in self._members.items() if member.role == role)
 
     def has_newcomer(self, role: ProcessKind) -> bool:
         """Return whether somebody of that role is there who has not been told a phase yet."""
-        return any(self._members[name].told < 0 for name in self._with_role(role))
+        return any(self._members[name].told < 0 for name in self.with_role(role))
 
     @property
     def owing(self) -> list[str]:
@@ -143,7 +141,7 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
             return f"{names} to take the device for phase {self.phase}" if names else "a learner to be ready"
         return ""
 
-    def _decide(self, event: PhaseEvent, now: float) -> list[PhaseInstruction]:
+    def _decide(self, event: PhaseEvent, _: float) -> list[PhaseInstruction]:
         instructions: list[PhaseInstruction] = []
         match event:
             case Joined(name, role) if name not in self._members:
@@ -164,32 +162,30 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
                 self.wanted = phase
         while self._advance(instructions):
             pass
-        self._story.append(f"{now:.3f} {event} -> {instructions or 'nothing'} [{self.stage} {self.phase}]")
         return instructions
 
     def check_invariants(self) -> None:
-        """Raise AssertionError, with the recent story, where the state contradicts itself."""
-        story = "\n  ".join(["", *self._story])
+        """Raise AssertionError where the state contradicts itself."""
         teller = HOLDER[self.before if self.stage == "giving" else self.phase]
         for name, member in self._members.items():
-            assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order{story}"
-            assert not member.owes or member.role == teller, f"{name} was told out of its turn{story}"
-        assert self.stage != "giving" or self.owing, f"a switch waits for nobody{story}"
+            assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order"
+            assert not member.owes or member.role == teller, f"{name} was told out of its turn"
+        assert self.stage != "giving" or self.owing, "a switch waits for nobody"
 
     def _advance(self, instructions: list[PhaseInstruction]) -> bool:
         """Do the next thing that can be done; return False where there is none."""
         if self.owing:
             return False
         # Whatever is wanted, the device is the learner's while there is none, or one that has just started.
-        is_learners = not self.has("learner") or self.has_newcomer("learner")
+        is_learners = not self.with_role("learner") or self.has_newcomer("learner")
         if self.stage == "giving":
             if is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
                 self.phase, self.number = "train", self.number + 1
             self.stage = "taking"
-            self._tell(self._with_role(HOLDER[self.phase]), instructions)
+            self._tell(self.with_role(HOLDER[self.phase]), instructions)
             return True
         if self.stage == "taking":
-            if self.phase == "train" and not self.has("learner"):
+            if self.phase == "train" and not self.with_role("learner"):
                 return False
             self.stage = "settled"
             instructions.append(EnterPhase(self.phase))
@@ -199,7 +195,7 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
             return False
         instructions.append(LeavePhase(self.phase))
         self.before, self.phase, self.stage, self.number = self.phase, target, "giving", self.number + 1
-        self._tell(self._with_role(HOLDER[self.before]), instructions)
+        self._tell(self.with_role(HOLDER[self.before]), instructions)
         return True
 
     def _tell(self, names: list[str], instructions: list[PhaseInstruction]) -> None:
@@ -207,6 +203,3 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
             member = self._members[name]
             member.told, member.owes = self.number, True
             instructions.append(Tell(name, SetPhase(self.phase, self.number)))
-
-    def _with_role(self, role: ProcessKind) -> list[str]:
-        return sorted(name for name, member in self._members.items() if member.role == role)

@@ -104,11 +104,11 @@ class Switching:
 
     def consider(self) -> None:
         """Want another phase, where the one that is on has nothing left to do."""
-        now, feed, unjudged = self.phases.now, self.feeder, self.dispatcher.scores.num_open("inference")
+        now, feed, unjudged = self.phases.now, self.feeder, len(self.dispatcher.scores.open["inference"])
         is_at_rest = feed.idle and not feed.woken.is_set()
         if now in {"rollout", "inference"} and feed.next_step > max(feed.version, 0):  # a step waits for its turn
             self._handle(st.Wanted("train"))
-        elif now == "rollout" and self.phases.has("inference") and (unjudged or self.phases.has_newcomer("inference")):
+        elif now == "rollout" and self.phases.with_role("inference") and (unjudged or self.phases.has_newcomer("inference")):
             # Models judge once generation has made what a step needs, or all that it can.
             counts, needed = self.dispatcher.buffer.counts(), self.dispatcher.state.limits.groups_per_step
             is_step_made = bool(unjudged) and counts.ready < needed <= counts.ready + counts.scoring
@@ -125,11 +125,6 @@ class Switching:
         """Return whom a switch under way waits for."""
         what = self.phases.waiting_for
         return [Wait("controller", what, self._began_s)] if what else []
-
-    @property
-    def why_nothing_goes_out(self) -> str:
-        """Return in words why no group is issued; empty in a rollout."""
-        return "" if self.phases.now == "rollout" else f"the device: phase {self.phases.phase}"
 
     @property
     def may_judge(self) -> bool:

@@ -84,12 +84,13 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
         resumed: It has its model in its own folder.
         imports: Functions are imported.
     """
-    faults = path_faults(config, resumed=resumed)
+    has_own = has_own_environment(config.launch)  # which this machine cannot see
+    faults = [] if has_own else _path_faults(config, resumed=resumed)
     try:
         check_phase_room(config)
     except ConfigError as error:
         faults += beside(faults, error)
-    if imports and user_functions(config) and not has_own_environment(config.launch):
+    if imports and user_functions(config) and not has_own:
         faults += _ask(config, in_full=False).faults
     return faults
 
@@ -100,10 +101,8 @@ def beside(faults: Sequence[str], error: ConfigError) -> list[str]:
     return [] if any(str(error).startswith(field) for field in fields) else [str(error)]
 
 
-def path_faults(config: RunConfig, *, resumed: bool = False) -> list[str]:
+def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
     """Return which files and folders are missing or cannot be written; a resumed run has the model in its own folder."""
-    if has_own_environment(config.launch):
-        return []
     faults = missing_files(config.task)
     if isinstance(config.model, PretrainedModel) and not resumed:
         folder = Path(config.model.path)
@@ -174,7 +173,18 @@ def main() -> int:
         except ConfigError as error:
             findings.faults.append(" ".join(str(error).splitlines()))
     if sys.argv[1:] == [IN_FULL] and not findings.faults:
-        findings.faults += device_faults(config)
+        devices = {"generate.engine.device": getattr(config.generate.engine, "device", "cpu")}
+        if config.learner.kind == "builtin":
+            devices["learner.device"] = config.learner.device
+        if config.needs_inference:
+            devices["inference.device"] = config.inference.device
+        named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"}}
+        torch: Any = importlib.import_module("torch") if named else None
+        for field, device in named.items():
+            try:
+                torch.empty(1, device=device)
+            except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
+                findings.faults.append(f"{field} {device!r} cannot be used here: {first_line(error)}")
         try:
             _look_at_prompts(config, findings)
         except AsyncRLError as error:
@@ -182,24 +192,6 @@ def main() -> int:
     sys.stderr.flush()
     print("\n" + msgspec.json.encode(findings).decode())  # noqa: T201 - its parent reads it
     return 0
-
-
-def device_faults(config: RunConfig) -> list[str]:
-    """Return which devices cannot be used here."""
-    devices = {"generate.engine.device": getattr(config.generate.engine, "device", "cpu")}
-    if config.learner.kind == "builtin":
-        devices["learner.device"] = config.learner.device
-    if config.needs_inference:
-        devices["inference.device"] = config.inference.device
-    named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"}}
-    torch: Any = importlib.import_module("torch") if named else None
-    faults = []
-    for field, device in named.items():
-        try:
-            torch.empty(1, device=device)
-        except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
-            faults.append(f"{field} {device!r} cannot be used here: {first_line(error)}")
-    return faults
 
 
 def _look_at_prompts(config: RunConfig, findings: Findings) -> None:

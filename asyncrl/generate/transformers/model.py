@@ -250,9 +250,7 @@ class SlotModel:
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
         """Copy new weights in, those that arrive one by one, or take over the learner's own; see `WeightsInPlace`."""
-        if isinstance(tensors, ArrivingTensors):
-            self.weights.load_arriving(tensors)
-        elif isinstance(tensors, SharedTensors):
+        if isinstance(tensors, SharedTensors):
             self.weights.adopt(tensors)
             self._has_adopted = True
             if self._graphs is not None:

@@ -51,7 +51,6 @@ class SamplingBatch:
     temperatures_R1: torch.Tensor  # noqa: N815
     """float32; 1 where the row is greedy."""
     greedy_R: torch.Tensor  # noqa: N815
-    """bool."""
     any_greedy: bool
     all_unscaled: bool
     """Every temperature is 1: the division can be left out."""
@@ -264,9 +263,20 @@ class SlotDecoder:
         if isinstance(tensors, MappedTensors):
             tensors.check()
         self._is_torn, self.version = False, version
-        self._forget_prompts()
-        if kv == "recompute" or not self._has_kv:
-            self._recompute()
+        for computed_before in (self._prompts, self._donors, self._prefixes):  # under other weights: it is shared no more
+            computed_before.clear()
+        if kv == "keep" and self._has_kv:
+            return
+        # Of every running request all keys and values but of the last token, which is fed next.
+        ordinals_R = self._rows_R["ordinal"]
+        self.model.prefill(
+            (row, (*flight.request.prompt_ids, *self._ids_RT[row, : ordinals_R[row]].tolist())[:-1], 0)
+            for row, flight in self._occupants.items()
+        )
+        for row, flight in self._occupants.items():
+            if not ordinals_R[row]:  # computed along with later tokens, a prompt's last bits are others
+                self._note_prompt(row, (flight.request.group_key, flight.request.prompt_ids))
+        self._has_kv = True
 
     def sleep(self, kv: KVPolicy) -> None:
         """Give memory back; nothing steps until it is awake and weights are loaded."""
@@ -288,18 +298,6 @@ class SlotDecoder:
         if self._is_torn:
             raise GenerationError("cannot score: the engine has no whole weights; load some first")
         return self.model.score(token_ids)
-
-    def _recompute(self) -> None:
-        """Compute running requests' keys and values under the current weights: all but of the last token, which is fed next."""
-        ordinals_R = self._rows_R["ordinal"]
-        self.model.prefill(
-            (row, (*flight.request.prompt_ids, *self._ids_RT[row, : ordinals_R[row]].tolist())[:-1], 0)
-            for row, flight in self._occupants.items()
-        )
-        for row, flight in self._occupants.items():
-            if not ordinals_R[row]:  # computed along with later tokens, a prompt's last bits are others
-                self._note_prompt(row, (flight.request.group_key, flight.request.prompt_ids))
-        self._has_kv = True
 
     def _refill(self) -> None:
         """Place waiting requests; of each prompt prefill what no running or just placed request begins with."""
@@ -403,9 +401,3 @@ class SlotDecoder:
         for digest in self._digests(prompt[1]):
             if self._prefixes.get(digest, -1) not in self._occupants:
                 self._prefixes[digest] = row
-
-    def _forget_prompts(self) -> None:
-        """Share nothing that was computed under other weights."""
-        self._prompts.clear()
-        self._donors.clear()
-        self._prefixes.clear()

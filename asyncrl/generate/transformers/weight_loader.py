@@ -60,8 +60,8 @@ class WeightsInPlace:
         """Bytes held on the model's device now, tied tensors once."""
         return sum(storage.objects[0].nbytes for storage in self._storages)
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor in, cast to the model's dtype.
+    def load(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
+        """Copy every tensor in, cast to the model's dtype; of those that arrive, what came before a BroadcastError stays.
 
         Args:
             tensors: Name to tensor, named as the model's parameters: all that is replaced. Of tied names one is enough.
@@ -69,6 +69,11 @@ class WeightsInPlace:
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
         """
+        if isinstance(tensors, ArrivingTensors):
+            self._refuse_misfit({entry.name: entry.shape for entry in tensors.manifest.entries})
+            for name, tensor in tensors:
+                copy_tensor(tensor, self._tensors[name])
+            return
         self._refuse_misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for names in self._tied:
             for first, other in pairwise(name for name in names if name in tensors):
@@ -76,12 +81,6 @@ class WeightsInPlace:
                     raise GenerationError(f"new weights: {first} and {other} are one tensor in this model but differ")
         given = [name for names in self._tied for name in [name for name in names if name in tensors][:1]]
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
-
-    def load_arriving(self, arriving: ArrivingTensors) -> None:
-        """Copy in what comes, one by one; what came before a BroadcastError stays. Refuses names and shapes as `load`."""
-        self._refuse_misfit({entry.name: entry.shape for entry in arriving.manifest.entries})
-        for name, tensor in arriving:
-            copy_tensor(tensor, self._tensors[name])
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Become views of these tensors: no byte is copied, and whatever is written to them later is the model's.

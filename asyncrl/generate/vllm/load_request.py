@@ -41,7 +41,6 @@ class Base(msgspec.Struct, frozen=True):
     """What adapters are added to."""
 
     folder: str
-    """The model's."""
     scale: float
     """Of the adapters' product: alpha / rank."""
     is_input_first: bool = False

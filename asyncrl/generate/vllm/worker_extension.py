@@ -135,8 +135,14 @@ def _load_layerwise(
     named: NamedTensors,
     device: torch.device,
 ) -> tuple[set[str] | None, set[str]]:
-    """Load layer by layer, each made ready as at the start; return the names of what was loaded, and of what was not."""
+    """Load layer by layer, each made ready as at the start; return the names of what was loaded, and of what was not.
+
+    Not loaded is, in layers that are not complete yet, all of a layer's which was given nothing, whatever the model says it
+    loaded (GPT-OSS writes past the reload), and what the model does not name. Of a complete layer it need not name them as they
+    are called (mixtures until 0.28).
+    """
     reload = import_module("vllm.model_executor.model_loader.reload")
+    info_of = import_module("vllm.model_executor.model_loader.reload.layerwise").get_layerwise_info
     if device.type == "cpu":  # experts are packed again as they load: vLLM packs the first ones, and copies later ones in
         for module in model.modules():
             method: Any = getattr(module, "quant_method", None)
@@ -145,25 +151,15 @@ def _load_layerwise(
     reload.initialize_layerwise_reload(model)
     try:
         loaded: set[str] | None = model.load_weights(named)
-        return loaded, _missed(model, loaded)
+        missed = set()
+        for name, layer in model.named_modules():
+            info = info_of(layer)
+            waiting = {own for own, parameter in layer.named_parameters(recurse=False) if parameter.is_meta and info.can_load()}
+            own = {f"{name}.{parameter}" for parameter in waiting}
+            missed |= own - (loaded or own) if info.load_numel else own
+        return loaded, missed
     finally:
         reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
-
-
-def _missed(model: torch.nn.Module, loaded: set[str] | None) -> set[str]:
-    """Return parameters, of layers that are not complete yet, that were not loaded.
-
-    That is all of a layer's which was given nothing, whatever the model says it loaded (GPT-OSS writes past the reload), and what
-    the model does not name. Of a complete layer it need not name them as they are called (mixtures until 0.28).
-    """
-    info_of = import_module("vllm.model_executor.model_loader.reload.layerwise").get_layerwise_info
-    missed = set()
-    for name, layer in model.named_modules():
-        info = info_of(layer)
-        waiting = {own for own, parameter in layer.named_parameters(recurse=False) if parameter.is_meta and info.can_load()}
-        own = {f"{name}.{parameter}" for parameter in waiting}
-        missed |= own - (loaded or own) if info.load_numel else own
-    return missed
 
 
 def _tensors(

@@ -24,33 +24,31 @@ from asyncrl.learner.ranks.fsdp import divided_like, whole_tensors
 from asyncrl.learner.step.microbatch import Row
 
 
-class ValueHead(torch.nn.Module):
-    """One linear layer on the policy's hidden states; its gradient goes on into the policy."""
+class Critic(torch.nn.Module):
+    """A linear layer on the policy's hidden states (a head, whose gradient goes on into the policy) or on a body of its own."""
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.output = _output_layer(hidden_size)
+    def __init__(self, hidden_size: int, body: PreTrainedModel | None = None) -> None:
+        """Make one on the CPU, or where its body is.
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [M], the value of the state before each target; `hidden` is the policy's, [M, D]."""
-        return _values(self.output, hidden)
-
-
-class SeparateCritic(torch.nn.Module):
-    """A transformer without its output layer, and a linear layer on it."""
-
-    def __init__(self, body: PreTrainedModel) -> None:
+        Args:
+            hidden_size: D.
+            body: A transformer without its output layer; None: it is a head.
+        """
         super().__init__()
         self.body = body
-        self.output = _output_layer(body.config.get_text_config().hidden_size)
-        self.output.to(next(body.parameters()).device)
+        self.output = torch.nn.Linear(hidden_size, 1)
+        for parameter in self.output.parameters():
+            torch.nn.init.zeros_(parameter)
+        if body is not None:
+            self.output.to(next(body.parameters()).device)
 
-    def forward(self, row: Row) -> torch.Tensor:
-        """Return [M], the value of the state before each target."""
-        return _values(self.output, row_hidden(self.body, row))
-
-
-Critic = ValueHead | SeparateCritic
+    def forward(self, given: Row | torch.Tensor) -> torch.Tensor:
+        """Return [M], the value of the state before each target: of a row or, of a head, of the policy's hidden states [M, D]."""
+        if isinstance(given, Row):
+            assert self.body is not None, "a head is given the policy's hidden states"
+            given = row_hidden(self.body, given)
+        values: torch.Tensor = self.output(given.to(self.output.weight.dtype)).squeeze(-1)
+        return values
 
 
 def build_critic_optimizer(
@@ -58,7 +56,7 @@ def build_critic_optimizer(
 ) -> PolicyOptimizer:
     """Return the critic's optimizer: the learner's, at the critic's learning rate; `policy` is the policy's."""
     own = msgspec.structs.replace(learner, learning_rate=config.learning_rate)
-    shared = policy if isinstance(critic, ValueHead) else None
+    shared = policy if critic.body is None else None
     return PolicyOptimizer(critic.named_parameters(), own, num_steps, shares_scale_of=shared)
 
 
@@ -84,15 +82,3 @@ def load_critic(critic: Critic, path: Path) -> None:
     with torch.no_grad():
         for name, tensor in stored.items():
             own[name].copy_(divided_like(tensor, own[name]))
-
-
-def _output_layer(hidden_size: int) -> torch.nn.Linear:
-    layer = torch.nn.Linear(hidden_size, 1)
-    torch.nn.init.zeros_(layer.weight)
-    torch.nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _values(output: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    values: torch.Tensor = output(hidden.to(output.weight.dtype)).squeeze(-1)
-    return values

@@ -39,6 +39,7 @@ from transformers import (
 from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import whole_tensors
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device
@@ -264,13 +265,14 @@ def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> 
     return context
 
 
-def compile_now(model: PreTrainedModel, *, fused: bool) -> None:
+def compile_now(model: PreTrainedModel, optimizer: PolicyOptimizer, *, fused: bool) -> None:
     """Have compiled what rows of any size run in forward and backward (`learner.compile`), before a step waits for it.
 
-    The gradients it leaves are 0.
+    No memory of it is kept: vLLM takes what others allocate while it measures the memory for its own.
 
     Args:
         model: From `made_ready`.
+        optimizer: The model's.
         fused: See `run_row`.
     """
     sequences = [np.arange(40), np.concatenate([np.arange(24), np.arange(40, 72)])]  # the second shares the first's beginning
@@ -284,6 +286,8 @@ def compile_now(model: PreTrainedModel, *, fused: bool) -> None:
         return token_logprobs(hidden, zeros, head, temperature=1.0, chunk_tokens=len(zeros), fused=fused)[0]
 
     (run_inside(model, work).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+    optimizer.zero_grad()
+    torch.cuda.empty_cache()
 
 
 class Reference:

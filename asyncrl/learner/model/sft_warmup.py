@@ -42,12 +42,9 @@ Example = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 def tokenise(examples: Sequence[tuple[str, str]], tokenizer: Any) -> list[Example]:  # noqa: ANN401 - transformers' class
     """Turn (prompt, completion) texts into tokens, end-of-sequence appended."""
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    eos = [tokenizer.eos_token_id]
-    return [(np.array(ids(prompt), dtype=np.int32), np.array(ids(text) + eos, dtype=np.int32)) for prompt, text in examples]
+    told = [(tokenizer(text, add_special_tokens=False)["input_ids"] for text in example) for example in examples]
+    end = [tokenizer.eos_token_id]
+    return [(np.array(prompt, dtype=np.int32), np.array([*text, *end], dtype=np.int32)) for prompt, text in told]
 
 
 def warm_start(

@@ -313,15 +313,11 @@ def restore_state(optimizer: Any, parameter: torch.nn.Parameter, saved: dict[str
     Raises:
         ValueError: The state is of another kind or size.
     """
-    (place,) = [
-        (group, group_index, index)
-        for group_index, group in enumerate(optimizer.param_groups)
-        for index, candidate in enumerate(group["params"])
-        if candidate is parameter
-    ]
-    group, group_index, index = place
     optimizer.state.pop(parameter, None)
-    optimizer.init_state(group, parameter, group_index, index)
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, candidate in enumerate(group["params"]):
+            if candidate is parameter:
+                optimizer.init_state(group, parameter, group_index, index)
     state = optimizer.state[parameter]
     if saved.keys() != plain_state(state).keys():
         raise ValueError(f"it has {sorted(saved)}, an 8-bit optimizer has {sorted(plain_state(state))}")

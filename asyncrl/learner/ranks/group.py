@@ -25,6 +25,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -53,23 +54,23 @@ STOP_TIMEOUT_S = 5.0
 DEAD_RANK_EXIT_CODE = 4
 
 
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """The group of learner ranks, seen from one of them; without arguments a group of one, which needs no torch process group.
+
+    Args:
+        rank: This one; 0 is the one that is connected to the controller.
+        size: How many there are; with more than one, they compute over the default process group.
+        _commands: A gloo group of the same ranks, by which rank 0 tells the others what comes next.
 
     Example:
         >>> with joined_ranks(0, 2, store, "cpu", timeout_s=60.0) as ranks:  # doctest: +SKIP
         ...     total = ranks.sum(torch.tensor(3.0))
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, commands: dist.ProcessGroup | None = None) -> None:
-        """Say who this is.
-
-        Args:
-            rank: This one; 0 is the one that is connected to the controller.
-            size: How many there are; with more than one, they compute over the default process group.
-            commands: A gloo group of the same ranks, by which rank 0 tells the others what comes next.
-        """
-        self.rank, self.size, self._commands = rank, size, commands
+    rank: int = 0
+    size: int = 1
+    _commands: dist.ProcessGroup | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's `values` (any shape, no gradient)."""

@@ -42,12 +42,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One micro-batch as tensors."""
+    """One micro-batch as tensors; what the model is given is int64 [N]."""
 
     input_ids: torch.Tensor
-    """int64 [N]."""
     position_ids: torch.Tensor
-    """int64 [N]."""
     layout: SequenceLayout
     hidden_index: torch.Tensor
     """int64 [M], the token whose hidden state predicts the target."""
@@ -223,7 +221,12 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
         (sample.group_id, arrays.token_ids[sample.start : sample.start + min(sample.prompt_tokens, length)].tobytes())
         for (_, sample, _), length in zip(members, lengths, strict=True)
     ]
-    common = _common_prefix([prompt for _, prompt in set(keys)])
+    begun_with = {prompt for _, prompt in keys}
+    first, last = (np.frombuffer(prompt, np.int32) for prompt in (min(begun_with), max(begun_with)))
+    shorter = min(len(first), len(last))
+    common = int(np.argmin(np.append(first[:shorter] == last[:shorter], False)))  # tokens that all prompts begin with
+    if len(set(keys)) == 1 or common < SMALLEST_BUCKET:
+        common = 0  # too few to be worth a run of their own
     prompts: dict[tuple[int, bytes], NDArray[np.int64]] = {}
     sequences: list[NDArray[np.int64]] = []
     sources, positions = [], []
@@ -255,11 +258,3 @@ def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
         places=(np.repeat(indices, counts), np.concatenate([member.trained - member.sample.prompt_tokens for member in members])),
         reference_logprobs=None if reference is None else torch.from_numpy(reference[targets].copy()),
     )
-
-
-def _common_prefix(prompts: Sequence[bytes]) -> int:
-    """Return how many tokens all prompts (int32 ids) begin with; 0 where that is too few to be worth a run of its own."""
-    first, last = (np.frombuffer(prompt, np.int32) for prompt in (min(prompts), max(prompts)))
-    shorter = min(len(first), len(last))
-    common = int(np.argmin(np.append(first[:shorter] == last[:shorter], False)))
-    return common if len(prompts) > 1 and common >= SMALLEST_BUCKET else 0

@@ -32,7 +32,6 @@ from asyncrl.algorithms.returns import FloatArray, rewards_on_last_tokens
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import StepTokens
-from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.learner.step.microbatch import Row
@@ -128,7 +127,7 @@ class PolicyObjective:
             is_learner = plan.algorithm.proximal == "recompute"
             self.tokens.add(inputs, computed, proximal_is_learner=is_learner, is_first_update=is_first_update, places=row.places)
             loss = computed.loss
-        if isinstance(critic, ValueHead):
+        if critic is not None and critic.body is None:
             # One backward pass for both: the head's gradient goes on into the policy.
             assert plan.algorithm.critic is not None
             assert state.critic_optimizer is not None

@@ -23,7 +23,6 @@ from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint_folder import StepMemory
-from asyncrl.learner.model.critic import SeparateCritic, ValueHead
 from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row
 from asyncrl.learner.train_state import TrainState
@@ -43,7 +42,6 @@ class StepPlan:
     """In force: what `auto` picked, where it picks."""
     learner: LearnerConfig
     choice: Choice | None
-    """What `auto` picked, and why."""
     kl_coefficient: float
     """In force; 0 where there is no penalty."""
     loss_config: LossConfig
@@ -64,7 +62,6 @@ class StepPlan:
     needs_proximal: bool
     """Whether the policy runs over the rows before the first update. Otherwise its first forward gives the same values."""
     needs_reference: bool
-    """Whether reference log-probabilities are read."""
     kept_samples: int
     """So many samples are kept token by token; 0: none."""
 
@@ -140,6 +137,7 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
         LearnerError: The plan needs something that neither the state nor the batch has.
     """
     passes, critic = Passes(), state.critic
+    is_head = critic is not None and critic.body is None
     if plan.needs_reference:
         started_s = time.perf_counter()
         # Every row of every rank must bring them: ranks that share a reference call it equally often.
@@ -155,17 +153,17 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
             passes.reference = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
             state.bring("train")
         passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
-    if plan.needs_proximal or isinstance(critic, ValueHead):
+    if plan.needs_proximal or is_head:
         started_s = time.perf_counter()
         for row in plan.rows:
             if plan.needs_proximal:
                 outputs = run_policy(state, plan, row)
                 passes.proximal.append(outputs.logprobs)
-            if isinstance(critic, ValueHead):
+            if critic is not None and is_head:
                 hidden = outputs.hidden if plan.needs_proximal else row_hidden(state.model.base_model, row)
                 passes.values.append(critic(hidden))
         passes.timings_s["time/proximal_s"] = time.perf_counter() - started_s
-    if isinstance(critic, SeparateCritic):
+    if critic is not None and not is_head:
         started_s = time.perf_counter()
         passes.values = [critic(row) for row in plan.rows]
         passes.timings_s["time/values_s"] = time.perf_counter() - started_s

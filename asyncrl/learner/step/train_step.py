@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.algorithms.auto import signals_of
+from asyncrl.algorithms.auto import RECIPE_NAMES, SIGNALS
 from asyncrl.algorithms.diagnostics import batch_metrics
 from asyncrl.algorithms.kl import next_coefficient
 from asyncrl.algorithms.losses import Loss
@@ -231,10 +231,10 @@ class OpenStep:
         if plan.algorithm.kl is not None:
             metrics["kl/coefficient"] = plan.kl_coefficient
         if plan.choice is not None:
-            metrics["policy/recipe"] = plan.choice.number
+            metrics["policy/recipe"] = float(RECIPE_NAMES.index(plan.choice.recipe))
             reason = plan.choice.reason if plan.choice.recipe != state.memory.recipe else ""
             state.memory.recipe = plan.choice.recipe
-            state.memory.measured = signals_of(metrics) or state.memory.measured
+            state.memory.measured = {name: metrics[name] for name in SIGNALS if name in metrics} or state.memory.measured
         kl = plan.algorithm.kl
         if kl is not None and kl.target is not None and plan.trains_policy:
             state.memory.kl_coefficient = next_coefficient(

@@ -317,7 +317,6 @@ class SimulatedGenerator:
         self.expectation = 0
         """Grows whenever the next finish is reckoned anew: one expected before is void."""
         self.busy_slot_s = 0.0
-        """Slots x seconds in which they decoded."""
         self._scenario = scenario
         self._running: list[tuple[float, int, float, Member]] = []
         self._waiting: deque[Member] = deque()

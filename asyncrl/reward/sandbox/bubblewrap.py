@@ -314,26 +314,23 @@ def probe_sandbox() -> SandboxStatus:
         return SandboxStatus(False, f"bubblewrap is not installed: {INSTALL_HINT}")
     if "--size" not in _bubblewrap_help():
         return SandboxStatus(False, f"this bubblewrap is too old: {INSTALL_HINT}")
+    code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
     reasons = []
     for interpreter in ("/usr/bin/python3", str(Path(sys.executable).resolve())):
-        reason = _try(interpreter) if Path(interpreter).exists() else "it is not there"
-        if not reason:
-            return SandboxStatus(True, f"bubblewrap with {interpreter}", interpreter)
+        reason = "it is not there"
+        if Path(interpreter).exists():
+            try:
+                with contextlib.closing(Confined(CodeExecReward(), interpreter, code)) as confined:
+                    confined.begin()
+                    confined.send({"op": "run", "stdin": ""})
+                    reply = confined.receive()
+                reason = f"a program that should print '42 False 0' gave {reply}"
+                if reply == {"status": 0, "output": "42 False 0\n"}:
+                    return SandboxStatus(True, f"bubblewrap with {interpreter}", interpreter)
+            except (ProgramStopped, RewardError) as stopped:
+                reason = str(stopped)
         reasons.append(f"with {interpreter}: {reason}")
     return SandboxStatus(False, "; ".join(reasons))
-
-
-def _try(interpreter: str) -> str:
-    """Run one program; return what went wrong, empty where nothing did."""
-    code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
-    try:
-        with contextlib.closing(Confined(CodeExecReward(), interpreter, code)) as confined:
-            confined.begin()
-            confined.send({"op": "run", "stdin": ""})
-            reply = confined.receive()
-    except (ProgramStopped, RewardError) as stopped:
-        return str(stopped)
-    return "" if reply == {"status": 0, "output": "42 False 0\n"} else f"a program that should print '42 False 0' gave {reply}"
 
 
 def _bubblewrap(interpreter: str) -> list[str]:

@@ -164,26 +164,21 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
         candidate.begin()
         for test in tests:
             passed += not test.code and _run_once(candidate, test)
-        for test in judged:
-            passed += _judge_once(sandbox, candidate, test)
-    return passed
-
-
-def _judge_once(sandbox: Sandbox, candidate: Confined, test: CodeTest) -> bool:
-    """Run test code beside the program, with a session between the two that is this test's alone."""
-    judge, needs = sandbox.judge(), examine(test.code)
-    judge.deadline_s, judge.beside = candidate.deadline_s, candidate
-    try:
-        end, other_end = socket.socketpair()
-        candidate.send({"op": "session", "names": needs.names}, end)
-        judge.send({"op": "test", "code": test.code, **needs._asdict()}, other_end)
-        passed = judge.receive().get("passed") is True
-        # The program's word does not end a session: its processes are ended.
-        candidate.send({"op": "end"})
-        candidate.receive()
-    except ProgramStopped:
-        sandbox.end_judge()
-        raise
+        for test in judged:  # beside the program, with a session between the two that is this test's alone
+            judge, needs = sandbox.judge(), examine(test.code)
+            judge.deadline_s, judge.beside = candidate.deadline_s, candidate
+            try:
+                end, other_end = socket.socketpair()
+                candidate.send({"op": "session", "names": needs.names}, end)
+                judge.send({"op": "test", "code": test.code, **needs._asdict()}, other_end)
+                is_passed = judge.receive().get("passed") is True
+                # The program's word does not end a session: its processes are ended.
+                candidate.send({"op": "end"})
+                candidate.receive()
+            except ProgramStopped:
+                sandbox.end_judge()
+                raise
+            passed += is_passed
     return passed
 
 

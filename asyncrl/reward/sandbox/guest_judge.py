@@ -56,16 +56,12 @@ class JudgeSession:
         self.error_classes: dict[int, type] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
 
-    def ask(self, operation: str, *args: Any, derived: bool = False) -> Any:
-        """As `perform`, without named arguments."""
-        return self.perform(operation, args, {}, derived)
-
-    def perform(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], derived: bool = False) -> Any:
+    def ask(self, operation: str, *args: Any, kwargs: dict[str, Any] | None = None, derived: bool = False) -> Any:
         """Have the candidate perform an operation; return its value, raise its exception or SessionOver.
 
         Where it is derived, the value stays a handle, whatever it is.
         """
-        passed: list[int] = []
+        kwargs, passed = kwargs or {}, list[int]()
         with self.lock:
             if self.is_over:
                 raise SessionOver("the program ended")
@@ -193,7 +189,7 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
     """Return a class that stands for one of the program's error classes."""
 
     def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        made = session.perform("call", (session.error_classes[class_number], *args), kwargs)
+        made = session.ask("call", session.error_classes[class_number], *args, kwargs=kwargs)
         self.__dict__.update(_handle_number=made._handle_number, _text=str(made))
 
     def attribute(self: Any, name: str) -> Any:
@@ -217,7 +213,7 @@ class Handle:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call it where it lives."""
-        return self._handle_session.perform("call", (self, *args), kwargs)
+        return self._handle_session.ask("call", self, *args, kwargs=kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -113,15 +113,15 @@ def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, dept
         return float.__float__(value) if isinstance(value, float) else str.__str__(value)
     if isinstance(value, list) or (as_lists and isinstance(value, (*SEVERAL, range))):
         return items_of(value if isinstance(value, list) else as_list(value))
-    for tag, kind in _PLAIN_CONTAINERS:
+    for tag, (kind, _) in _CONTAINERS.items():
         if isinstance(value, kind):
             fields = getattr(type(value), "_fields", None) if tag == "tuple" else None
             return {"t": tag, "v": items_of(value), **({"fields": list(fields)} if type(fields) is tuple else {})}
     if isinstance(value, dict):
         counts = {"counts": True} if isinstance(value, collections.Counter) else {}
         return {"t": "dict", "v": [items_of(pair) for pair in dict.items(value)], **counts}
-    for plain_kind, tag, write in _WRITTEN:
-        if isinstance(value, plain_kind):
+    for tag, (kind, write, _) in _WRITTEN.items():
+        if isinstance(value, kind):
             return {"t": tag, "v": write(value)}
     name = f"{type(value).__module__}.{type(value).__name__}"
     return {"t": name, "v": _WRITTEN_BY_NAME[name](value)} if name in _WRITTEN_BY_NAME else other(value)
@@ -153,21 +153,28 @@ def _named(tag: str, inner: list[Any]) -> Any:
     return getattr(kind, "fromisoformat", kind)(*values)
 
 
-_PLAIN_CONTAINERS: tuple[tuple[str, Any], ...] = (
-    ("tuple", tuple),
-    ("set", set),
-    ("frozenset", frozenset),
-    ("deque", collections.deque),
-    ("keys", type({}.keys())),
-    ("values", type({}.values())),
-    ("items", type({}.items())),
-)
-_WRITTEN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
-    (range, "range", lambda value: [_bounded_hex(each) for each in (value.start, value.stop, value.step)]),
-    (bytes, "bytes", bytes.hex),
-    (bytearray, "bytearray", bytearray.hex),
-    (complex, "complex", lambda value: [value.real, value.imag]),
-)
+_CONTAINERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "tuple": (tuple, tuple),
+    "set": (set, set),
+    "frozenset": (frozenset, frozenset),
+    "deque": (collections.deque, collections.deque),
+    "keys": (type({}.keys()), lambda items: dict.fromkeys(items).keys()),
+    "values": (type({}.values()), lambda items: dict(enumerate(items)).values()),
+    "items": (type({}.items()), lambda items: dict(items).items()),
+    "iterator": ((), iter),
+}
+"""By tag what is written so (an iterator by the judge alone), and what makes it of its items."""
+_WRITTEN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "range": (
+        range,
+        lambda value: [_bounded_hex(each) for each in (value.start, value.stop, value.step)],
+        lambda inner: range(*map(_number, inner)),
+    ),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda inner: complex(*inner)),
+}
+"""By tag the type, how it is written and how it is read."""
 _WRITTEN_BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [_bounded_hex(value.numerator), _bounded_hex(value.denominator)],
@@ -177,22 +184,8 @@ _WRITTEN_BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
 """Types whose modules take longer to import than most programs to run."""
 _DECODERS: dict[str, Callable[[str, Any], Any]] = {
     "int": lambda _, inner: int(inner, 16),
-    "range": lambda _, inner: range(*map(_number, inner)),
     "slice": lambda _, inner: slice(*map(_number, inner)),
-    "bytes": lambda _, inner: bytes.fromhex(inner),
-    "bytearray": lambda _, inner: bytearray.fromhex(inner),
-    "complex": lambda _, inner: complex(*inner),
     **dict.fromkeys(_WRITTEN_BY_NAME, _named),
-}
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-    "iterator": iter,
-    "keys": lambda items: dict.fromkeys(items).keys(),
-    "values": lambda items: dict(enumerate(items)).values(),
-    "items": lambda items: dict(items).items(),
 }
 
 
@@ -218,11 +211,13 @@ def decode(value: Any, other: Callable[[str, Any], Any], depth: int = 0) -> Any:
         raise Malformed("a value without a tag")
     try:
         if tag in _CONTAINERS:
-            kind = _with_names(value["fields"]) if tag == "tuple" and "fields" in value else _CONTAINERS[tag]
+            kind = _with_names(value["fields"]) if tag == "tuple" and "fields" in value else _CONTAINERS[tag][1]
             return kind([decode(item, other, depth + 1) for item in inner])
         if tag == "dict":
             pairs = {decode(key, other, depth + 1): decode(item, other, depth + 1) for key, item in inner}
             return collections.Counter(pairs) if "counts" in value else pairs
+        if tag in _WRITTEN:
+            return _WRITTEN[tag][2](inner)
         if tag in _DECODERS:
             return _DECODERS[tag](tag, inner)
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:

@@ -87,23 +87,14 @@ def examine(code: str) -> Needs:
     rooted = names | as_solution
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     for node in ast.walk(tree):
-        complaint = _complaint(node, rooted, functions)
-        if complaint:
+        if complaint := _complaint(node, rooted, functions):
             raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
-    helper = _helper(tree, global_names, rooted)
-    if helper is not None:
-        raise UnusableTest(
-            f"line {helper.lineno}: uses {helper.id} without importing it, and the program's own could help it to a verdict; "
-            "import it, or take it from solution"
-        )
-    tests, never = _uncalled(tree, rooted)
-    if never is not None:
-        raise UnusableTest(f"line {never.lineno}: {never.name} is never called, so what it checks is never checked")
-    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), tests, tuple(sorted(modules)))
+    _refuse_helpers(tree, global_names, rooted)
+    return Needs(tuple(sorted(names)), tuple(sorted(global_names)), _test_functions(tree, rooted), tuple(sorted(modules)))
 
 
-def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.Name | None:
-    """Return a name of the standard library by which a test judges something of the program, and that it does not import.
+def _refuse_helpers(tree: ast.Module, global_names: set[str], rooted: set[str]) -> None:
+    """Refuse a name of the standard library by which a test judges something of the program, and that it does not import.
 
     Beside names that only the program can have, it may be used where nothing else of the program is, and be called without
     arguments: `sqrt` and `Counter` may be the program's.
@@ -111,7 +102,7 @@ def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.N
     helpers = global_names & _HELPERS
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if not helpers or not rooted - _HELPERS - own:
-        return None
+        return
     alone = set[ast.AST]()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Compare, ast.Assert, ast.Expr)):
@@ -119,24 +110,29 @@ def _helper(tree: ast.Module, global_names: set[str], rooted: set[str]) -> ast.N
             alone.update(names if len({name.id for name in names}) == 1 else ())
         elif isinstance(node, ast.Call) and not node.args and not node.keywords:
             alone.add(node.func)
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in helpers]
-    return next((name for name in used if name not in alone), None)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in helpers and node not in alone:
+            raise UnusableTest(
+                f"line {node.lineno}: uses {node.id} without importing it, and the program's own could help it to a verdict; "
+                "import it, or take it from solution"
+            )
 
 
 def _names_of_others(code: str, tree: ast.Module) -> set[str]:
     """Return the names that a module uses without binding them, or before it binds them."""
     module = symtable.symtable(code, "<test>", "exec")
-    used, tables = set[str](), list(module.get_children())
+    used, tables = set[str](), [module]
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        used.update(symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced())
-    bound = set[str]()
-    for symbol in module.get_symbols():
-        if symbol.is_referenced():
-            used.add(symbol.get_name())
-        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace():
-            bound.add(symbol.get_name())
+        used.update(
+            symbol.get_name() for symbol in table.get_symbols()
+            if symbol.is_referenced() and (table is module or symbol.is_global())
+        )  # fmt: skip
+    bound = {
+        symbol.get_name() for symbol in module.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }  # fmt: skip
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     first_store: dict[str, int] = {}
     for node in names:
@@ -220,8 +216,8 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _uncalled(tree: ast.Module, rooted: set[str]) -> tuple[tuple[str, ...], ast.FunctionDef | ast.AsyncFunctionDef | None]:
-    """Return the test functions that the judge calls, and a function that nobody calls though it checks or asks for something."""
+def _test_functions(tree: ast.Module, rooted: set[str]) -> tuple[str, ...]:
+    """Return the test functions that the judge calls; refuse one that nobody calls though it checks or asks for something."""
     functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     asked = rooted | {function.name for function in functions}
     tests: list[str] = []
@@ -236,5 +232,5 @@ def _uncalled(tree: ast.Module, rooted: set[str]) -> tuple[tuple[str, ...], ast.
         if function.name.startswith("test") and num_needed == 0:
             tests.append(function.name)
         elif any(isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and _root(node) in asked) for node in inside):
-            return (), function
-    return tuple(tests), None
+            raise UnusableTest(f"line {function.lineno}: {function.name} is never called, so what it checks is never checked")
+    return tuple(tests)

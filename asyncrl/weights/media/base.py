@@ -87,21 +87,29 @@ class MediumWriter:
         """
         raise NotImplementedError
 
+    def blob_path(self, name: str) -> Path:
+        """Return where the file of a delta lies; of media that keep deltas in files."""
+        raise NotImplementedError
+
     def put_blob(self, name: str, blob: bytes) -> None:
         """Make a delta fetchable under `name` ([a-z0-9-], at most 64); only of media whose config `carries_deltas`.
+
+        Here: a file, whole under its name or not at all, which only this user may read.
 
         Raises:
             BroadcastError: It could not be made fetchable.
         """
-        raise NotImplementedError
+        try:
+            write_whole(self.blob_path(name), blob, private=True, onto_disk=False)
+        except OSError as error:
+            raise BroadcastError(f"delta {name} ({len(blob)} bytes) could not be written: {error}") from error
 
     def drop_blob(self, name: str) -> None:
         """Make the delta unfetchable; unknown names are ignored."""
-        raise NotImplementedError
+        self.blob_path(name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
-        raise NotImplementedError
 
 
 class MediumReader:
@@ -131,18 +139,6 @@ class MediumReader:
 
     def close(self) -> None:
         """Release handles. Safe to repeat."""
-
-
-def write_blob(path: Path, blob: bytes) -> None:
-    """Write a delta's file, whole under its name or not at all; only this user may read it.
-
-    Raises:
-        BroadcastError: There is no room for it.
-    """
-    try:
-        write_whole(path, blob, private=True, onto_disk=False)
-    except OSError as error:
-        raise BroadcastError(f"delta {path.name} ({len(blob)} bytes) could not be written: {error}") from error
 
 
 def read_blob(path: Path, num_bytes: int) -> bytes:

@@ -40,7 +40,7 @@ from asyncrl.folders import sync, write_whole
 from asyncrl.models.layout import DTYPE_OF_NAME, bucket_ends
 from asyncrl.schema.weights import TensorEntry, WeightsAvailable, WeightsManifest
 from asyncrl.weights.buckets import fingerprints_of
-from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
+from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob
 from asyncrl.weights.shm_segments import path_hash
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -139,13 +139,9 @@ class FilesWriter(MediumWriter):
             index = msgspec.json.encode({"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map})
             write_whole(folder / INDEX_NAME, msgspec.json.format(index))
 
-    def put_blob(self, name: str, blob: bytes) -> None:
-        """Write the delta beside the versions; see MediumWriter."""
-        write_blob(self._folder / f"{name}{_BLOB_SUFFIX}", blob)
-
-    def drop_blob(self, name: str) -> None:
-        """Remove the delta's file."""
-        (self._folder / f"{name}{_BLOB_SUFFIX}").unlink(missing_ok=True)
+    def blob_path(self, name: str) -> Path:
+        """Return a path beside the versions; see MediumWriter."""
+        return self._folder / f"{name}{_BLOB_SUFFIX}"
 
     def close(self) -> None:
         """Release the slots; the newest versions stay in the folder."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -37,17 +37,13 @@ from asyncrl.weights.media.zeromq import ZeroMQWriter
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
 from asyncrl.weights.sockets import keys_of_run
 
-End = TypeVar("End", MediumWriter, MediumReader)
-Open = Callable[[Any, Path, ClientKeys | None], End]
-"""From the medium's config, the run folder and keys to one of its ends."""
-
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What there is of a medium."""
+    """What there is of a medium; either end is made from its config, the run folder and keys."""
 
-    writer: Open[MediumWriter] | None = None
-    reader: Open[MediumReader] | None = None
+    writer: Callable[[Any, Path, ClientKeys | None], MediumWriter] | None = None
+    reader: Callable[[Any, Path, ClientKeys | None], MediumReader] | None = None
     """None: it ends in the engine's own GPU memory."""
     receiver: str = ""
     """`module:class` of the receiving end, made in the process that holds the model (`make_receiver`)."""
@@ -78,18 +74,18 @@ MEDIA: dict[type[MediumConfig], Medium] = {
 
 def open_writer(config: MediumConfig, run_folder: Path) -> MediumWriter:
     """Return the learner's end of the configured medium."""
-    return _open(MEDIA[type(config)].writer, config, run_folder)
+    medium = MEDIA[type(config)]
+    if medium.writer is None:
+        raise ConfigError(f"broadcast.medium.kind {config.kind!r} {medium.refusal}")
+    return medium.writer(config, run_folder, keys_of_run(run_folder))
 
 
 def open_reader(config: MediumConfig, run_folder: Path) -> MediumReader:
     """Return a generator's end of the configured medium."""
-    return _open(MEDIA[type(config)].reader, config, run_folder)
-
-
-def _open(end: Open[End] | None, config: MediumConfig, run_folder: Path) -> End:
-    if end is None:
-        raise ConfigError(f"broadcast.medium.kind {config.kind!r} {MEDIA[type(config)].refusal}")
-    return end(config, run_folder, keys_of_run(run_folder))
+    medium = MEDIA[type(config)]
+    if medium.reader is None:
+        raise ConfigError(f"broadcast.medium.kind {config.kind!r} {medium.refusal}")
+    return medium.reader(config, run_folder, keys_of_run(run_folder))
 
 
 def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:

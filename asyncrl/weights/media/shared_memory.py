@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.buckets import fingerprints_of
-from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob, write_blob
+from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob
 from asyncrl.weights.shm_segments import create_private, disown, make_segment, remove_leftover_segments, segment_path
 from asyncrl.weights.tensors import MappedTensors
 
@@ -100,15 +100,10 @@ class SharedMemoryWriter(MediumWriter):
         self._sequences[slot] += 1
         return str(self._path)
 
-    def put_blob(self, name: str, blob: bytes) -> None:
-        """Write the delta to a file beside the segment; see MediumWriter."""
+    def blob_path(self, name: str) -> Path:
+        """Return a path beside the segment; see MediumWriter."""
         assert self._path is not None
-        write_blob(beside(self._path, name), blob)
-
-    def drop_blob(self, name: str) -> None:
-        """Remove the delta's file."""
-        assert self._path is not None
-        beside(self._path, name).unlink(missing_ok=True)
+        return beside(self._path, name)
 
     def close(self) -> None:
         """Unlink the segment and what lies beside it; the memory is freed once the last mapping is gone."""

@@ -313,14 +313,15 @@ class ZeroMQWriter(MediumWriter):
         self._feeders: dict[Key, Feeders] = {}
         self._lock = threading.Lock()
         """Of the feeders: the serving thread asks, the learner's looks."""
-        self.server: PartServer | None = None
+        self.server: PartServer
+        """There once the slots are."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Bind and start serving; see MediumWriter."""
         # numpy, unlike torch, asks for huge pages: the system copies out of them with less walking of tables.
         slots = tuple(torch.from_numpy(np.zeros(manifest.total_bytes, np.uint8)) for _ in range(NUM_SLOTS))
-        self._slots = tuple(slot.numpy().data for slot in slots)
         self.server = PartServer(self._config.bind, self._config.chunk_bytes, self._keys, self._find_feeder)
+        self._slots = tuple(slot.numpy().data for slot in slots)
         return slots
 
     def busy_slots(self) -> frozenset[int]:
@@ -332,13 +333,12 @@ class ZeroMQWriter(MediumWriter):
 
     def overwrite(self, slot: int) -> None:
         """Stop serving what the slot holds."""
-        key = self._committed.pop(slot, None)
-        if key is not None and self.server is not None:
+        if (key := self._committed.pop(slot, None)) is not None:
             self.server.drop(key)
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Start serving the slot; see MediumWriter."""
-        if self.server is None or not self.server.thread.is_alive():
+        if not self.server.thread.is_alive():
             raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
         self._committed[slot] = (version, fingerprint)
         self.server.put((version, fingerprint), self._slots[slot], len(self._slots[slot]))
@@ -346,22 +346,19 @@ class ZeroMQWriter(MediumWriter):
 
     def put_blob(self, name: str, blob: bytes) -> None:
         """Start serving a delta; see MediumWriter."""
-        assert self.server is not None
         self.server.put((BLOB, name), memoryview(blob), len(blob))
 
     def drop_blob(self, name: str) -> None:
         """Stop serving it."""
-        if self.server is not None:
-            self.server.drop((BLOB, name))
+        self.server.drop((BLOB, name))
 
     def close(self) -> None:
         """Stop serving; fetches under way end in BroadcastError."""
-        if self.server is not None:
+        if self._slots:
             self.server.close()
         self._slots = ()
 
     def _find_feeder(self, request: FeederRequest) -> FeederReply:
-        assert self.server is not None
         key, held = (request.version, request.fingerprint), self.server.held()
         if key not in held:
             versions = sorted(version for version, _ in held if version != BLOB)

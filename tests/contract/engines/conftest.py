@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.generate import VLLMEngineConfig
-from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.embedded import EmbeddedVLLM
 from asyncrl.generate.vllm.engine import VLLMEngine
@@ -30,13 +29,13 @@ ONE_PROCESS = {"arguments": {"distributed_executor_backend": "vllm.v1.executor.u
 """More of an engine's config: its core is its worker too, as on a GPU, and there is a process less to start."""
 
 
-def vllm_engine(folder: Path, lora: LoRAConfig | None = None, **config):
+def vllm_engine(folder: Path, **config):
     """Return a `started` engine over a folder, as small as tests need it; `config` is more of its config."""
     arguments = {"max_num_batched_tokens": STEP_TOKENS} | config.pop("arguments", {})
     settings = VLLMEngineConfig(
         num_slots=SLOTS, max_sequence_tokens=MAX_TOKENS, kv_cache_gib=0.125, arguments=arguments, **config
     )
-    return started(VLLMEngine(EmbeddedVLLM(settings), folder, lora=lora))
+    return started(VLLMEngine(EmbeddedVLLM(settings), folder))
 
 
 async def made_new(engine: VLLMEngine, weights: Mapping[str, torch.Tensor]) -> VLLMEngine:

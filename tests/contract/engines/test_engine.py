@@ -1,8 +1,10 @@
 """The engine contract, over every engine; what needs a real model, over transformers and vLLM."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, patch
 
 import pytest
 import pytest_asyncio
@@ -33,11 +35,12 @@ from tests.contract.engine_cases import (
     make_request,
     reference_logits,
     reference_logprobs,
+    started,
     tensors_of,
     transformers_engine,
     update_in_flight,
 )
-from tests.contract.engines.conftest import ONE_PROCESS, WITH_VLLM, vllm_engine
+from tests.contract.engines.conftest import WITH_VLLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -345,17 +348,29 @@ def at_learner(policy, prompt: tuple[int, ...], token_ids: list[int], temperatur
 
 def learner_folder(tmp_path: Path, dtype: torch.dtype, **shape) -> Path:
     """A model with a tokenizer beside it, which the learner wants to see."""
-    make_model(0, hidden_size=64, **shape).to(dtype).save_pretrained(tmp_path)
+    make_model(0, **shape).to(dtype).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     return tmp_path
 
 
+@asynccontextmanager
+async def for_adapters(shared: VLLMEngine, folder: Path, lora: LoRAConfig):
+    """Have another engine, made for adapters, drive the vLLM of one that is idle; vLLM itself knows nothing of them."""
+    with patch.multiple(shared.backend, start=AsyncMock(), close=AsyncMock()):
+        async with started(VLLMEngine(shared.backend, folder, lora=lora)) as engine:
+            yield engine
+
+
 @pytest.mark.parametrize("kind", ["transformers", VLLM])
-async def test_adapters_alone_come_in_flight_and_agree_with_the_learner(tmp_path: Path, kind: str) -> None:
-    lora, folder = LoRAConfig(rank=4), learner_folder(tmp_path, torch.float32, initializer_range=0.06)
+async def test_adapters_alone_come_in_flight_and_agree_with_the_learner(tmp_path, model_folder, vllm_engines, kind: str) -> None:
+    lora, folder = LoRAConfig(rank=4), learner_folder(tmp_path, torch.float32)
     policy = open_policy(RunConfig(learner=LearnerConfig(lora=lora), seed=5), folder).eval()
     adapters = publishable_tensors(policy)
-    async with vllm_engine(folder, lora, **ONE_PROCESS) if kind == "vllm" else transformers_engine(folder, lora=lora) as engine:
+    if kind == "vllm":
+        made = for_adapters(await vllm_engines.like_new(model_folder), folder, lora)
+    else:
+        made = transformers_engine(folder, lora=lora)
+    async with made as engine:
         await engine.load_weights(0, {name: tensor.detach().clone() for name, tensor in adapters.items()}, "keep")
         await assert_holds(engine, policy)
         stream = engine.submit(make_request("in flight", max_new_tokens=LONG))
@@ -372,7 +387,7 @@ async def test_adapters_alone_come_in_flight_and_agree_with_the_learner(tmp_path
             expected = at_learner(policy, PROMPT, drawn.token_ids, temperature)
             assert drawn.logprobs == pytest.approx(expected, abs=1e-5)
         with pytest.raises(GenerationError, match="tensors this model does not have"):
-            await engine.load_weights(2, tensors_of(make_model(0, hidden_size=64)), "keep")
+            await engine.load_weights(2, tensors_of(make_model(0)), "keep")
         with pytest.raises(GenerationError, match="lack 1 "):
             await engine.load_weights(2, dict(list(adapters.items())[1:]), "keep")
         await assert_holds(engine, policy)
@@ -380,7 +395,7 @@ async def test_adapters_alone_come_in_flight_and_agree_with_the_learner(tmp_path
 
 async def test_with_float32_heads_bfloat16_engine_and_learner_give_the_exact_logprobs_of_their_hidden_states(tmp_path) -> None:
     torch.manual_seed(0)
-    folder, token_ids = learner_folder(tmp_path, torch.bfloat16), torch.randint(0, VOCABULARY, (200,)).tolist()
+    folder, token_ids = learner_folder(tmp_path, torch.bfloat16, hidden_size=64), torch.randint(0, VOCABULARY, (200,)).tolist()
     errors = {}
     for fp32_head in (False, True):
         config = RunConfig(model=ScratchModel(fp32_head=fp32_head), learner=LearnerConfig(dtype="bfloat16"))

@@ -6,6 +6,7 @@ What differs on a GPU is the name of the backend and where the buffers lie (test
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -30,9 +31,8 @@ BOUND_S = TIMEOUT_S + CONFIG.gather_s + 15
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[LineProcesses]:
-    crew = LineProcesses("tests.contract.media.peers", "receive", str(TIMEOUT_S))
-    yield crew
-    crew.close()
+    with closing(LineProcesses("tests.contract.media.peers", "receive", str(TIMEOUT_S))) as crew:
+        yield crew
 
 
 @pytest.fixture
@@ -44,15 +44,10 @@ def members(crew: LineProcesses) -> list[LineProcess]:
 MANIFEST = make_manifest({f"layer.{i}": torch.zeros(300_000) for i in range(NUM_TENSORS)}, bucket_bytes=2_000_000)
 
 
-def make_learner() -> SlotLearner:
-    return SlotLearner(CollectiveWriter(CONFIG, through=lambda: CPU), MANIFEST)
-
-
 @pytest.fixture
 def learner() -> Iterator[SlotLearner]:
-    learner = make_learner()
-    yield learner
-    learner.writer.close()
+    with closing(CollectiveWriter(CONFIG, through=lambda: CPU)) as writer:
+        yield SlotLearner(writer, MANIFEST)
 
 
 def receive(members: list[LineProcess], available: WeightsAvailable) -> None:
@@ -116,8 +111,7 @@ def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner
     receive(members, newest)
 
 
-def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(members):
-    learner = make_learner()
+def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(learner, members):
     available = learner.publish(1)
     members[0].tell(Receive(available, hold_after=1))
     assert members[0].hear(Received).is_held

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import resource
 import signal
 import threading
@@ -48,39 +49,42 @@ ONLY = {name: pytest.mark.parametrize("config", [BroadcastConfig(medium=medium)]
 
 @pytest.fixture
 def learner(config, tmp_path) -> Iterator[Learner]:
-    learner = Learner(config, tmp_path)
-    yield learner
-    learner.close()
+    with contextlib.closing(Learner(config, tmp_path)) as learner:
+        yield learner
 
 
 @pytest.fixture
 def subscriber(config, tmp_path) -> Iterator[Subscriber]:
-    subscriber = Subscriber(config, tmp_path)
-    yield subscriber
-    subscriber.close()
-
-
-class Generators:
-    """Two long-lived subscriber processes."""
-
-    def __init__(self) -> None:
-        self._processes = LineProcesses(PEER, "subscribe")
-        self.close = self._processes.close
-
-    def tell(self, number: int, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> LineProcess:
-        generator = self._processes.take(2)[number]
-        generator.tell(Order(config, str(run_folder), available))
-        return generator
-
-    def fetch(self, config: BroadcastConfig, run_folder: Path, available: WeightsAvailable) -> Fetched:
-        return self.tell(0, config, run_folder, available).hear(Fetched)
+    with contextlib.closing(Subscriber(config, tmp_path)) as subscriber:
+        yield subscriber
 
 
 @pytest.fixture(scope="module")
-def generators() -> Iterator[Generators]:
-    generators = Generators()
-    yield generators
-    generators.close()
+def processes() -> Iterator[LineProcesses]:
+    with contextlib.closing(LineProcesses(PEER, "subscribe")) as processes:
+        yield processes
+
+
+@dataclasses.dataclass
+class Generators:
+    """Two long-lived subscriber processes."""
+
+    processes: LineProcesses
+    config: BroadcastConfig
+    run_folder: Path
+
+    def tell(self, number: int, available: WeightsAvailable) -> LineProcess:
+        generator = self.processes.take(2)[number]
+        generator.tell(Order(self.config, str(self.run_folder), available))
+        return generator
+
+    def fetch(self, available: WeightsAvailable) -> Fetched:
+        return self.tell(0, available).hear(Fetched)
+
+
+@pytest.fixture
+def generators(processes, config, tmp_path) -> Generators:
+    return Generators(processes, config, tmp_path)
 
 
 @contextlib.contextmanager
@@ -137,24 +141,24 @@ async def test_a_racing_publisher_never_yields_a_mixture_and_what_it_leaves_when
     assert left_behind(tmp_path) == (kept if isinstance(config.medium, FilesMedium) else set())
 
 
-def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(config, tmp_path, learner, generators):
+def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(learner, generators):
     first = learner.publish(1)
     for version in (2, 3, 4):
         newest = learner.publish(version)
-    assert "version 1" in generators.fetch(config, tmp_path, first).error
-    assert generators.fetch(config, tmp_path, newest) == Fetched(4, [4.0])
+    assert "version 1" in generators.fetch(first).error
+    assert generators.fetch(newest) == Fetched(4, [4.0])
 
 
-def test_a_subscriber_killed_in_the_middle_disturbs_nobody(config, tmp_path, learner, generators):
-    generators.tell(1, config, tmp_path, learner.publish(1, tensors_of(1, 2_000_000))).kill()
+def test_a_subscriber_killed_in_the_middle_disturbs_nobody(learner, generators):
+    generators.tell(1, learner.publish(1, tensors_of(1, 2_000_000))).kill()
     for version in (2, 3, 4):
         available = learner.publish(version, tensors_of(version, 2_000_000))
-    assert generators.fetch(config, tmp_path, available) == Fetched(4, [4.0])
+    assert generators.fetch(available) == Fetched(4, [4.0])
 
 
-def test_a_stopped_subscriber_does_not_hold_the_publisher_up(config, tmp_path, learner, generators):
-    assert generators.fetch(config, tmp_path, learner.publish(1)).error == ""
-    peer = generators.tell(0, config, tmp_path, learner.publish(2))
+def test_a_stopped_subscriber_does_not_hold_the_publisher_up(learner, generators):
+    assert generators.fetch(learner.publish(1)).error == ""
+    peer = generators.tell(0, learner.publish(2))
     peer.process.send_signal(signal.SIGSTOP)
     try:
         for version in range(3, 23):
@@ -162,7 +166,7 @@ def test_a_stopped_subscriber_does_not_hold_the_publisher_up(config, tmp_path, l
     finally:
         peer.process.send_signal(signal.SIGCONT)
     assert peer.hear(Fetched).version == 2
-    assert generators.fetch(config, tmp_path, available) == Fetched(22, [22.0])
+    assert generators.fetch(available) == Fetched(22, [22.0])
 
 
 def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable, stalled_after_s: float = 20.0) -> set[float]:

@@ -5,6 +5,7 @@ A learner: two slots, and one version more where it makes deltas. A generator: o
 parts on their way; over shared memory nothing of its own, but the learner's two slots mapped.
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -29,9 +30,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def peer() -> Iterator[LineProcess]:
     """Takes one case after the other."""
-    peer = LineProcess("tests.contract.media.peers", "measured")
-    yield peer
-    peer.close()
+    with contextlib.closing(LineProcess("tests.contract.media.peers", "measured")) as peer:
+        yield peer
 
 
 @pytest.mark.parametrize("case", CASES)

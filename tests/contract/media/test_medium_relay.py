@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -35,16 +36,14 @@ WINDOW_BYTES = WINDOW * CHUNK_BYTES
 
 @pytest.fixture
 def learner() -> Iterator[SlotLearner]:
-    learner = SlotLearner(ZeroMQWriter(MEDIUM, None), MANIFEST)
-    yield learner
-    learner.writer.close()
+    with contextlib.closing(ZeroMQWriter(MEDIUM, None)) as writer:
+        yield SlotLearner(writer, MANIFEST)
 
 
 @pytest.fixture(scope="module")
 def generators() -> Iterator[LineProcesses]:
-    generators = LineProcesses("tests.contract.media.peers", "subscribe")
-    yield generators
-    generators.close()
+    with contextlib.closing(LineProcesses("tests.contract.media.peers", "subscribe")) as generators:
+        yield generators
 
 
 class Asker:
@@ -70,20 +69,12 @@ class Fetch:
     """A fetch on a thread of this process."""
 
     def __init__(self, reader: ZeroMQReader, available: WeightsAvailable) -> None:
-        self._reader = reader
-        self._available = available
-        self._into = np.zeros(MODEL_BYTES, np.uint8)
-        self._found = b""
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._found = self._reader.fetch(self._available, self._into.data, threading.Event())
+        self._available, self._into = available, np.zeros(MODEL_BYTES, np.uint8)
+        self._found = ThreadPoolExecutor(1).submit(reader.fetch, available, self._into.data, threading.Event())
 
     def join(self) -> set[float]:
         """Return the distinct values that arrived."""
-        self._thread.join(TIMEOUT_S)
-        assert self._found == self._available.bucket_fingerprints
+        assert self._found.result(TIMEOUT_S) == self._available.bucket_fingerprints
         return set(np.unique(self._into.view(np.float32)).tolist())
 
 

@@ -72,15 +72,11 @@ def link() -> Iterator[Link]:
 def started_run(tiny: Callable[..., RunConfig], link: Link, *far_kinds: str, **settings: Any) -> Iterator[Run]:
     """Start a run whose processes of `far_kinds` are at the far end; without any, all are near. It must end well."""
     at = {kind: link.far_address if kind in far_kinds else link.near_address for kind in ("learner", "generator")}
+    medium = {"kind": "zeromq", "bind": f"tcp://{at['learner']}:*", "relay_bind": f"tcp://{at['generator']}:*"}
     config = tiny(
-        **NO_EVALUATION,
-        checkpoint__every_steps=0,
-        buffer__max_staleness=MAX_STALENESS,
-        transport__kind="tcp",
-        transport__host=link.near_address,
-        broadcast__medium={"kind": "zeromq", "bind": f"tcp://{at['learner']}:*", "relay_bind": f"tcp://{at['generator']}:*"},
-        **settings,
-    )
+        **NO_EVALUATION, checkpoint__every_steps=0, buffer__max_staleness=MAX_STALENESS, transport__kind="tcp",
+        transport__host=link.near_address, broadcast__medium=medium, **settings,
+    )  # fmt: skip
     assert config.transport.encryption == "curve"
     run_folder = Path(config.folder) / config.name
     (run_folder / "logs").mkdir(parents=True)
@@ -124,7 +120,7 @@ class Run:
 
 
 def test_a_partition_between_the_controller_and_another_machine_heals_and_nothing_is_lost(tiny, link):
-    with started_run(tiny, link, "generator", "learner", num_steps=NUM_STEPS) as run:
+    with started_run(tiny, link, "generator", "learner", num_steps=NUM_STEPS, generate__engine=NO_MODEL) as run:
         run.wait_until(lambda: run.num_steps >= 5, "5 steps over the link")
         assert link.near_address in (run.folder / "endpoint").read_text()
         link.set("down")

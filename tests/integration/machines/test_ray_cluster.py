@@ -37,12 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 
 ROLE = "asyncrl/role"
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 10_000,
-    "health_check_failure_threshold": 3,
-}
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 10_000,
+          "health_check_failure_threshold": 3}  # fmt: skip
 
 
 @dataclass
@@ -151,12 +147,9 @@ async def test_a_node_that_does_not_see_the_run_folder_is_named(nodes: Nodes, st
 
 def on_ray(folder: Path, nodes: Nodes, **overrides: Any) -> dict[str, Any]:
     """A run whose processes go where their labels say; one learner and one generator fill a node of theirs."""
-    launch = {
-        "kind": "ray",
-        "address": nodes.cluster.address,
-        "learner": {"labels": {ROLE: "trainer"}, "resources": {"trainer": 1}},
-        "generator": {"labels": {ROLE: "engine"}, "resources": {"engine": 1}},
-        "reward": {"labels": {ROLE: "rewards"}},
+    launch = {"kind": "ray", "address": nodes.cluster.address, "reward": {"labels": {ROLE: "rewards"}}}
+    launch |= {
+        kind: {"labels": {ROLE: role}, "resources": {role: 1}} for kind, role in (("learner", "trainer"), ("generator", "engine"))
     }
     settings = {"launch": launch, "supervision__stall_timeout_s": 300.0} | kit.NO_EVALUATION | kit.NO_MODELS
     return kit.tiny_settings(folder, **settings | overrides)
@@ -166,15 +159,6 @@ def places(run_folder: Path) -> dict[str, str]:
     """Address of the node that each process was last started on."""
     said = (run_folder / "logs" / "controller.log").read_text()
     return dict(re.findall(r"(\S+) is on node (\S+) \(pid", said))
-
-
-async def until(run: asyncrl.Run, reached: Callable[[RunStatus], bool], from_step: int = 0) -> RunStatus:
-    """Follow the run's steps until its status says so; the test's own time limit ends the wait."""
-    async for _ in run.steps(from_step):
-        status = await run.status()
-        if reached(status):
-            return status
-    pytest.fail(f"the run ended first: {await run.status()}")
 
 
 def states(status: RunStatus) -> dict[str, str]:
@@ -194,7 +178,7 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
         await asyncio.sleep(0.1)
     async with asyncrl.Run(resume=run.run_folder) as resumed:
         from_step = (await resumed.status()).version
-        await until(resumed, lambda status: status.version > from_step + 4, from_step)
+        await kit.status_where(resumed, lambda status: status.version > from_step + 4, from_step)
         status = await resumed.drain()
     assert status.phase == "stopped", status.reason
     kit.assert_balanced(status)
@@ -203,19 +187,19 @@ async def test_generators_come_and_go_with_their_nodes_and_a_run_whose_controlle
 
 async def generators_come_and_go(run: asyncrl.Run, nodes: Nodes) -> None:
     """Until the controller is lost."""
-    wanted = await until(run, lambda status: "generator-1" in states(status))
+    wanted = await kit.status_where(run, lambda status: "generator-1" in states(status))
     first = places(run.run_folder)
     assert {first["learner"], first["reward-0"], first["generator-0"]} == {"127.0.0.4", "127.0.0.2", "127.0.0.3"}
     assert states(wanted)["generator-1"] == "starting"
     joined = nodes.add("engine")
-    status = await until(run, lambda status: states(status)["generator-1"] == "ready", wanted.version)
+    status = await kit.status_where(run, lambda status: states(status)["generator-1"] == "ready", wanted.version)
     assert places(run.run_folder)["generator-1"] == joined
     nodes.kill(first["generator-0"])
-    status = await until(run, lambda status: states(status)["generator-0"] != "ready", status.version)
+    status = await kit.status_where(run, lambda status: states(status)["generator-0"] != "ready", status.version)
     lost_at = status.version
-    await until(run, lambda status: status.version > lost_at + 2, lost_at)
+    await kit.status_where(run, lambda status: status.version > lost_at + 2, lost_at)
     ray.kill(run._controller._process._actor)
-    await until(run, lambda status: status.version > lost_at + 1000, lost_at)
+    await kit.status_where(run, lambda status: status.version > lost_at + 1000, lost_at)
 
 
 async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_from_its_checkpoint(
@@ -237,13 +221,13 @@ async def test_a_guest_joins_and_a_run_that_loses_its_learner_s_node_goes_on_fro
     guest = beside(*kit.ASYNCRL, "join", run_folder)
     async with asyncrl.connect(run_folder) as run:
         first = (await run.status()).version
-        status = await until(run, lambda status: kit.samples_by(run_folder, "joined-%") >= 16, first)
+        status = await kit.status_where(run, lambda status: kit.samples_by(run_folder, "joined-%") >= 16, first)
         assert (status.guests["came"], status.guests["here"]) == (1, 1)
         lost = places(run_folder)["learner"]
         nodes.kill(lost)
         nodes.add("trainer")
-        status = await until(run, lambda status: places(run_folder)["learner"] != lost, status.version)
-        await until(run, lambda later: later.version > status.version + 4, status.version)
+        status = await kit.status_where(run, lambda status: places(run_folder)["learner"] != lost, status.version)
+        await kit.status_where(run, lambda later: later.version > status.version + 4, status.version)
         status = await run.drain()
     assert status.phase == "stopped", status.reason
     assert (owner.wait(60), guest.wait(60)) == (3, 0), "it was drained before its last step"

@@ -20,7 +20,7 @@ from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
-from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.critic import Critic
 from asyncrl.learner.model.policy import Reference, character_tokenizer, publishable_tensors
 from asyncrl.learner.ranks.fsdp import Divider, whole, whole_tensors
 from asyncrl.learner.ranks.group import joined_ranks
@@ -78,20 +78,19 @@ def train_state_of(case, config, ranks):
         add_adapters(model, config.learner.lora, seed=3)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    train_state = kit.train_state_of(divide.policy(model), config)
+    divide.policy(model)
+    reference = critic = None
+    if config.algorithm.needs_reference and config.learner.lora is None:
+        reference = divide.policy(kit.tiny_model(seed=2))
+    if config.algorithm.critic is not None:
+        critic = Critic(32, None if config.algorithm.critic.kind == "head" else kit.tiny_model(seed=1).base_model)
+        torch.manual_seed(5)
+        torch.nn.init.normal_(critic.output.weight, std=0.1)
+        divide.critic(critic)
+    train_state = kit.train_state_of(model, config, critic, reference)
     train_state.ranks = ranks
     if config.algorithm.needs_reference and config.learner.lora is not None:
-        train_state.reference = Reference(train_state.model, 16, lambda: adapters_off(train_state.model))
-    elif config.algorithm.needs_reference:
-        train_state.reference = Reference(divide.policy(kit.tiny_model(seed=2)), 16)
-    if (critic := config.algorithm.critic) is not None:
-        made = ValueHead(32) if critic.kind == "head" else SeparateCritic(kit.tiny_model(seed=1).base_model)
-        torch.manual_seed(5)
-        torch.nn.init.normal_(made.output.weight, std=0.1)
-        train_state.critic = divide.critic(made)
-        train_state.critic_optimizer = build_critic_optimizer(
-            train_state.critic, critic, config.learner, 100, train_state.optimizer
-        )
+        train_state.reference = Reference(model, 16, lambda: adapters_off(model))
     return train_state
 
 

@@ -29,7 +29,9 @@ def takes_its_time(prompt, text):
 
 
 def on_demand(prompt, text):
-    """Do what the completion says; 1 where that has no result."""
+    """Do what the completion says; 1 where that has no result. A number is the reward."""
+    if text.isdigit():
+        return float(text)
     act = ACTS.get(text)
     result = act() if act else None
     return 1.0 if result is None else float(result)
@@ -86,10 +88,6 @@ def num_unread_bytes():
     return float(struct.unpack("i", fcntl.ioctl(int(sys.argv[1]), termios.FIONREAD, bytes(4)))[0])
 
 
-def come_back_twice():
-    return 2.0 if os.fork() == 0 else None
-
-
 def die_and_leave_a_child():
     """That holds the socket of its process."""
     if os.fork() == 0:
@@ -97,38 +95,22 @@ def die_and_leave_a_child():
     os._exit(3)
 
 
-def run_a_loop():
-    asyncio.run(asyncio.sleep(0.001, 1.0))
-
-
-async def fill_the_memory_in_a_group():
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(bytearray, 64 << 30))
-
-
 async def on_demand_later(prompt, text):
-    """As `on_demand`; or wait for as many seconds as the completion says, or for ever, also where it is cancelled."""
-    await asyncio.sleep(float(text) if text.replace(".", "").isdigit() else 0.001)
+    """As `on_demand`, a number after a while that is another for each.
+
+    With a point in it, it is how many seconds to wait; `never` is for ever, also where it is cancelled.
+    """
+    wait_s = int(text) * 37 % 11 / 1000 if text.isdigit() else 0.001
+    await asyncio.sleep(float(text) if text.replace(".", "", 1).isdigit() and "." in text else wait_s)
     while text.startswith("never"):
         with contextlib.suppress(asyncio.CancelledError if text == "never gives up" else ()):
             await asyncio.Event().wait()
     if text == "cancel own":
         asyncio.current_task().cancel()
     if text == "hog in a group":
-        await fill_the_memory_in_a_group()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(bytearray, 64 << 30))
     return on_demand(prompt, text)
-
-
-async def on_demand_or_number(prompt, text):
-    """As `on_demand_later`; a number is the reward, after a while that is another for each."""
-    if not text.isdigit():
-        return await on_demand_later(prompt, text)
-    await asyncio.sleep(int(text) * 37 % 11 / 1000)
-    return float(text)
-
-
-def on_demand_or_plain_number(prompt, text):
-    return float(text) if text.isdigit() else on_demand(prompt, text)
 
 
 async def in_a_thread(prompt, text):
@@ -198,10 +180,10 @@ ACTS = {
     "write gigabytes": lambda: write_into_sockets(b"\xff" * (4 << 20)),
     "wait for more": lambda: write_into_sockets((1 << 20).to_bytes(4, "little")),
     "cut files": cut_files_short,
-    "come back twice": come_back_twice,
+    "come back twice": lambda: 2.0 if os.fork() == 0 else None,
     "die and leave a child": die_and_leave_a_child,
     "close files": lambda: os.closerange(3, 64),
-    "run a loop": run_a_loop,
+    "run a loop": lambda: asyncio.run(asyncio.sleep(0.001)),
     "flood": lambda: sys.stdout.write("flood " * 500_000) and None,
     "unread": num_unread_bytes,
 }

@@ -8,7 +8,6 @@ import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -37,8 +36,9 @@ def request(text: str, index: int = 0, answer: str = "46") -> ScoreRequest:
     return ScoreRequest(7, 1, Prompt("p", answer=answer), (index,), (text,), ("stop",), (3,), "eval")
 
 
-def pool_of(*functions, **options) -> RewardPool:
-    return RewardPool(RewardConfig(**{"functions": functions, "concurrency": 1, **options}), SystemClock(), "reward-9")
+def pool_of(*functions, output=None, **options):
+    config = RewardConfig(**{"functions": functions, "concurrency": 1, **options})
+    return RewardPool(config, SystemClock(), "reward-9", output).open()
 
 
 async def all_scores(pool: RewardPool, texts: list[str]) -> list[Score]:
@@ -63,26 +63,35 @@ async def test_whatever_is_raised_fails_its_sample_and_ends_no_process(function)
         assert empty.scores == ()
 
 
-NUMBER = PythonReward(path="scoring_functions:on_demand_or_plain_number", name="demand")
-NUMBER_LATER = PythonReward(path="scoring_functions:on_demand_or_number", name="demand")
-numbers = pytest.mark.parametrize("function", [NUMBER, NUMBER_LATER], ids=["sync", "async"])
 WRITTEN = [f"write {what}" for what in ("junk", "a length", "judgements", "one twice", "a function")]
-FORGED = ["forge a number", "forge nan", "forge seconds", "forge parts", "write gigabytes", "wait for more"]
-HARMS = [*WRITTEN, "cut files", "come back twice", "die and leave a child", "close files", "hog", "hang"]
+FORGED = ["forge a number", "forge nan", "forge seconds", "forge parts", "write gigabytes"]
+HARMS = [*WRITTEN, "cut files", "come back twice", "close files", "hog"]
+STUCK = ["wait for more", "die and leave a child", "hang"]
+"""Noticed at the time limit only; the others must not need one."""
+SIDE_BY_SIDE = 4
+"""Pools: most of the time of an act is a process that starts, or one that says nothing until its time limit."""
 ASYNC_HARMS = ["forge a number", "forge nan", "cut files", "come back twice", "close files"]
 
 
-@pytest.mark.parametrize(("function", "acts"), [(NUMBER, FORGED + HARMS), (NUMBER_LATER, ASYNC_HARMS)], ids=["sync", "async"])
-async def test_whatever_a_function_does_to_its_process_no_other_sample_has_another_s_score_or_is_blamed(function, acts):
-    async with pool_of(function, timeout_s=2.0, process_memory_bytes=1 << 30) as pool:
-        await all_scores(pool, ["1"] * 6)
-        for how in acts:
-            scores = await all_scores(pool, [how if number in {9, 40} else str(number) for number in range(60)])
-            others = [(n, score) for n, score in enumerate(scores) if n not in {9, 40}]
-            wrong = [score for n, score in others if score.error or score.reward != n or score.over_limit]
-            assert not wrong, how
-            for bad in (scores[9], scores[40]):
-                assert how not in FORGED or bad.error.startswith("its scoring process ") or bad.over_limit, how
+@pytest.mark.parametrize(("function", "acts", "timeout_s"), [
+    (ON_DEMAND, FORGED + HARMS, 120.0), (LATER, ASYNC_HARMS, 120.0), pytest.param(ON_DEMAND, STUCK, 2.0, marks=pytest.mark.timed),
+], ids=["sync", "async", "stuck"])  # fmt: skip
+async def test_whatever_two_samples_do_to_their_process_no_other_has_another_s_score_or_is_blamed(function, acts, timeout_s):
+    async def harmed_by(acts) -> None:
+        async with pool_of(function, timeout_s=timeout_s, process_memory_bytes=1 << 30) as pool:
+            await all_scores(pool, ["1"] * 6)
+            for how in acts:
+                scores = await all_scores(pool, [how if number in {9, 40} else str(number) for number in range(60)])
+                others = [(n, score) for n, score in enumerate(scores) if n not in {9, 40}]
+                wrong = [score for n, score in others if score.error or score.reward != n or score.over_limit]
+                assert not wrong, how
+                for bad in (scores[9], scores[40]):
+                    is_told = bad.error.startswith("its scoring process ") or bad.over_limit
+                    assert how not in FORGED + STUCK or is_told, how
+
+    async with asyncio.TaskGroup() as pools:
+        for first in range(SIDE_BY_SIDE):
+            pools.create_task(harmed_by(acts[first::SIDE_BY_SIDE]))
 
 
 async def test_nothing_is_sent_behind_a_sample_that_goes_alone():
@@ -102,7 +111,7 @@ async def test_nothing_is_sent_behind_a_sample_that_goes_alone():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-@numbers
+@both
 async def test_as_many_samples_fail_as_kill_their_process_among_hundreds_and_the_log_says_so(function, concurrency, caplog):
     """Async ones whose process was lost go alone, and what comes behind them must not be taken for their answers."""
     killers = {100, 101, 250, 399}
@@ -114,54 +123,50 @@ async def test_as_many_samples_fail_as_kill_their_process_among_hundreds_and_the
     assert "reward demand: ended its process (exit status 3) on " in caplog.text
 
 
-async def test_a_plain_function_may_run_an_event_loop_of_its_own():
-    beside = PythonReward(path="scoring_functions:slowly", name="slow")
-    for functions in ((ON_DEMAND,), (ON_DEMAND, beside)):
-        async with pool_of(*functions) as pool:
-            assert not any(score.error for score in await all_scores(pool, ["run a loop"] * 3))
+def named(name: str, weight: float = 1.0, of: str = "") -> PythonReward:
+    return PythonReward(path=f"scoring_functions:{of or name}", weight=weight, name=name)
 
 
-async def test_a_process_that_ends_while_a_child_of_it_holds_its_socket_is_not_taken_for_a_slow_one():
-    async with pool_of(ON_DEMAND, timeout_s=5.0) as pool:
-        assert "exit status 3" in (await all_scores(pool, ["die and leave a child"]))[0].error
-        assert pool.counts.over_limit == 0
+HOG = {"process_memory_bytes": 1 << 30}
+ENDS = ["KeyError", "exit status 3", "returned 0 numbers for 1 samples", "killed by SIGKILL"]
+ONCE = {"over_limit": {1}, "failed": {0}, "replaced": range(1, 99)}
+FATES = {
+    "a plain function may run an event loop of its own": ((ON_DEMAND,), {}, ["run a loop"] * 3, [1.0] * 3, {}),
+    "also beside an async one": ((ON_DEMAND, named("slowly")), {}, ["run a loop"] * 3, [3.0] * 3, {}),
+    "a process that ends while a child of it holds its socket is not taken for a slow one":
+        ((ON_DEMAND,), {"timeout_s": 5.0}, ["die and leave a child"], ["exit status 3"], {"over_limit": {0}}),
+    # An async one has all its samples' time limits in its hands: lost, its samples go alone, and it is lost again.
+    "what hangs is killed at the time limit, scores 0 and is counted":
+        ((LATER,), {"timeout_s": 3.0}, ["backtrack", "fine"], [0.0, 1.0], ONCE | {"replaced": range(2, 99)}),
+    # Else a sample would escape a penalty by making its judge hang.
+    "the other functions still count where one ran out of time":
+        ((FormatCheckReward(pattern="hang|fine", weight=0.5), ON_DEMAND, named("length", -1.0)), {"timeout_s": 2.0},
+         ["hang", "fine"], [0.5 + 0.0 - 4.0, 0.5 + 1.0 - 4.0], ONCE),
+    "a sample that fills the memory scores 0, which it cannot escape by a failure":
+        ((ON_DEMAND,), HOG, ["hog", "fine"], [0.0, 1.0], ONCE),
+    "so does an async one": ((LATER,), HOG, ["hog", "fine"], [0.0, 1.0], ONCE),
+    "also where it does so in a task group": ((LATER,), HOG, ["hog in a group", "fine"], [0.0, 1.0], ONCE),
+    "a sample that fails in a batch, or ends the process, costs that sample only":
+        ((named("score_batch"),), {}, ["46", "raise", "46", "die", "46", "sizes", "kill"],
+         [1.0, ENDS[0], 1.0, ENDS[1], 1.0, *ENDS[2:]], {"over_limit": {0}}),
+    "a slow function beside an async one is not taken for a hanging one":
+        ((SLOW, LATER), {"timeout_s": 5.0}, ["fine"] * 75, [2.0] * 75, {"replaced": {0}}),
+    "those that wait for a judge that is gone each run out of time, and their process goes on":
+        ((named("never", 2.0), LATER, named("too", 4.0, of="never")), {"timeout_s": 1.5}, ["fine"] * 20, [1.0] * 20,
+         {"replaced": {0}, "over_limit": {40}}),
+    "the time limit is one for a sample's functions together where they are async too":
+        ((named("a_second"), named("two", 2.0, of="a_second")), {"timeout_s": 1.6}, ["x"] * 3, [1.0] * 3, {"over_limit": {3}}),
+}  # fmt: skip
 
 
 @pytest.mark.timed
-async def test_what_hangs_is_killed_at_the_time_limit_and_scores_0_and_is_counted():
-    """An async one; a sync one is in the test of other functions that still count."""
-    async with pool_of(LATER, timeout_s=3.0) as pool:
-        hung, fine = await all_scores(pool, ["backtrack", "fine"])
-        assert (hung.error, hung.reward, hung.parts) == ("", 0.0, {"demand": 0.0})
-        assert fine.reward == 1.0
-        # An async one has all its samples' time limits in its hands: lost, its samples go alone, and it is lost again.
-        assert pool.counts.replaced >= 2  # once more, where it began late
-        assert (pool.counts.over_limit, pool.counts.failed) == (1, 0)
-
-
-@pytest.mark.parametrize(("function", "how"), [(ON_DEMAND, "hog"), (LATER, "hog"), (LATER, "hog in a group")])
-async def test_a_sample_that_fills_the_memory_scores_0_which_it_cannot_escape_by_a_failure(function, how):
-    async with pool_of(function, process_memory_bytes=1 << 30) as pool:
-        hog, fine = await all_scores(pool, [how, "fine"])
-        assert (hog.error, hog.reward, fine.reward) == ("", 0.0, 1.0)
-        assert pool.counts.over_limit == 1
-
-
-@pytest.mark.timed
-async def test_the_other_functions_still_count_where_one_ran_out_of_time():
-    """Else a sample would escape a penalty by making its judge hang."""
-    functions = (
-        FormatCheckReward(pattern="hang|fine", weight=0.5),
-        ON_DEMAND,
-        PythonReward(path="scoring_functions:length", weight=-1.0, name="long"),
-    )
-    async with pool_of(*functions, timeout_s=2.0) as pool:
-        hung, fine = await all_scores(pool, ["hang", "fine"])
-        assert pool.counts.replaced >= 1
-        assert (pool.counts.over_limit, pool.counts.failed) == (1, 0)
-    assert (hung.error, hung.reward) == ("", -3.5)
-    assert hung.parts == {"format_check": 1.0, "demand": 0.0, "long": 4.0}
-    assert fine.reward == -2.5
+@pytest.mark.parametrize(("functions", "options", "texts", "expected", "counts"), FATES.values(), ids=FATES)
+async def test_each_sample_has_the_score_or_the_error_that_it_earned(functions, options, texts, expected, counts):
+    async with pool_of(*functions, **options) as pool:
+        for score, wanted in zip(await all_scores(pool, texts), expected, strict=True):
+            assert wanted in score.error if isinstance(wanted, str) else (score.error, score.reward) == ("", wanted)
+        for name, allowed in counts.items():
+            assert getattr(pool.counts, name) in allowed
 
 
 async def test_a_process_killed_between_samples_costs_none_of_them():
@@ -186,30 +191,15 @@ async def test_closing_at_any_moment_around_a_time_out_does_not_raise():
 
 
 async def test_what_rewards_print_is_bounded(tmp_path):
-    output = tmp_path / "printed.log"
-    config = RewardConfig(functions=(ON_DEMAND,), concurrency=1)
-    async with RewardPool(config, SystemClock(), "reward-9", output) as pool:
+    async with pool_of(ON_DEMAND, output=tmp_path / "printed.log") as pool:
         scores = await all_scores(pool, ["noise", "flood", "fine", "flood"])
     assert [score.reward for score in scores] == [1.0] * 4
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * MAX_PRINTED_BYTES
 
 
-BATCHED = PythonReward(path="scoring_functions:score_batch", name="batch")
-
-
-async def test_a_batch_with_a_sample_that_fails_or_ends_the_process_costs_that_sample_only():
-    async with pool_of(BATCHED) as pool:
-        scores = await all_scores(pool, ["46", "raise", "46", "die", "46", "sizes", "kill"])
-        assert [score.reward for score in scores if not score.error] == [1.0, 1.0, 1.0]
-        assert "KeyError" in scores[1].error
-        assert "exit status 3" in scores[3].error
-        assert "killed by SIGKILL" in scores[6].error
-        assert "returned 0 numbers for 1 samples" in scores[5].error
-
-
 async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_without_its_process_being_replaced():
     async with pool_of(LATER, timeout_s=9.0) as pool, asyncio.timeout(300), asyncio.TaskGroup() as group:
-        slow = [group.create_task(pool.score(request(text))) for text in ("never", "never gives up", "6")]
+        slow = [group.create_task(pool.score(request(text))) for text in ("never", "never gives up", "6.0")]
         for _ in range(5):
             assert [score.reward for score in await all_scores(pool, ["0.01"] * 40)] == [1.0] * 40
         assert not any(task.done() for task in slow)
@@ -218,29 +208,6 @@ async def test_async_samples_wait_for_no_other_and_what_never_answers_scores_0_w
         assert [(score.reward, score.error, score.over_limit) for score in never] == [(0.0, "", limit)] * 2
         assert late.reward == 1.0
         assert (pool.counts.replaced, pool.counts.over_limit) == (0, 2)
-
-
-async def test_a_slow_function_beside_an_async_one_is_not_taken_for_a_hanging_one():
-    async with pool_of(SLOW, LATER, timeout_s=5.0) as pool:
-        scores = await all_scores(pool, ["fine"] * 75)
-        assert [score.reward for score in scores] == [2.0] * 75
-        assert pool.counts.replaced == 0
-
-
-@pytest.mark.timed
-async def test_functions_that_wait_for_a_judge_that_is_gone_each_run_out_of_time_and_their_process_goes_on():
-    never = PythonReward(path="scoring_functions:never", name="never")
-    async with pool_of(never, LATER, PythonReward(path="scoring_functions:never", name="too"), timeout_s=1.5) as pool:
-        scores = await all_scores(pool, ["fine"] * 20)
-        assert [score.parts for score in scores] == [{"never": 0.0, "demand": 1.0, "too": 0.0}] * 20
-        assert (pool.counts.replaced, pool.counts.over_limit) == (0, 40)
-
-
-@pytest.mark.timed
-async def test_the_time_limit_is_one_for_a_sample_s_functions_together_where_they_are_async_too():
-    second = [PythonReward(path="scoring_functions:a_second", name=name) for name in ("one", "two")]
-    async with pool_of(*second, timeout_s=1.6) as pool:
-        assert [score.parts for score in await all_scores(pool, ["x"] * 3)] == [{"one": 1.0, "two": 0.0}] * 3
 
 
 async def test_a_sample_that_cancels_its_own_task_fails_though_others_are_answered_all_the_time():
@@ -254,8 +221,7 @@ async def test_a_sample_that_cancels_its_own_task_fails_though_others_are_answer
 
 
 @pytest.mark.parametrize(("functions", "concurrency", "count", "most_s"), [
-    ((SLOW, LATER), 4, 40, 3.5), ((PythonReward(path="scoring_functions:judge", name="mine"),), 1, 40, 15.0),
-    ((PythonReward(path="scoring_functions:in_a_thread", name="mine"),), 1, 100, 40.0),
+    ((SLOW, LATER), 4, 40, 3.5), ((named("judge"),), 1, 40, 15.0), ((named("in_a_thread"),), 1, 100, 40.0),
 ], ids=["shared out among processes", "an object with an async call", "in threads"])  # fmt: skip
 @pytest.mark.timed
 async def test_async_samples_do_not_wait_for_each_other(functions, concurrency, count, most_s):
@@ -268,8 +234,8 @@ async def test_async_samples_do_not_wait_for_each_other(functions, concurrency, 
 
 @pytest.mark.timed
 async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
-    functions = (PythonReward(path="scoring_functions:slow_batch", name="batch"), ON_DEMAND)
-    async with pool_of(*functions, *[msgspec.structs.replace(SLOW, name=f"slow{n}") for n in range(4)], timeout_s=1.0) as pool:
+    slow = [named(f"slow{number}", of="takes_its_time") for number in range(4)]
+    async with pool_of(named("slow_batch"), ON_DEMAND, *slow, timeout_s=1.0) as pool:
         await all_scores(pool, ["fine"])
         scores = await all_scores(pool, ["fine"] * 6)
         assert [score.reward for score in scores] == [6.0] * 6
@@ -278,7 +244,7 @@ async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
 
 @pytest.mark.timed
 async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_process_is_at():
-    async with pool_of(NUMBER, SLOW, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
+    async with pool_of(ON_DEMAND, SLOW, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
         scoring = group.create_task(all_scores(pool, list(map(str, range(25)))))
         while pool.counts.scored < 3:
             await asyncio.sleep(0.01)
@@ -307,7 +273,8 @@ from asyncrl.config.reward import PythonReward, RewardConfig
 from asyncrl.reward.worker import RewardPool
 from asyncrl.schema.samples import Prompt, ScoreRequest
 async def main():
-    async with RewardPool(RewardConfig(functions=(PythonReward(path="time:sleep"),), concurrency=1), SystemClock()) as pool:
+    config = RewardConfig(functions=(PythonReward(path="time:sleep"),), concurrency=1)
+    async with RewardPool(config, SystemClock()).open() as pool:
         print(*(process.pid for process in pool._processes), flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())

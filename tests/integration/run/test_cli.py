@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import psutil
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import asyncrl
@@ -59,7 +58,7 @@ ENDLESS = {**NO_EVALUATION, "num_steps": 100_000, "checkpoint__every_steps": 0}
 
 
 def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resumes(tiny, tmp_path):
-    following, run_folder = Following(written(tiny(**ENDLESS, generate__engine=NO_MODEL), tmp_path / "c.toml")), tmp_path / "tiny"
+    following, run_folder = Following(written(tiny(**ENDLESS, **NO_MODELS), tmp_path / "c.toml")), tmp_path / "tiny"
     following.until(r"\b1/100000|version\D+1\b|step\D+1\b")
     status = json.loads(command_line("status", run_folder, "--json").stdout)
     assert status["phase"] == "running"
@@ -69,7 +68,7 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
     assert "running" in command_line("resume", run_folder).stdout
     assert held["phase"] == "paused"
     following.until(rf"\bstep {held['version'] + 2}/100000")
-    assert AutoModelForCausalLM.from_pretrained(command_line("checkpoint", run_folder).stdout.strip())
+    assert (Path(command_line("checkpoint", run_folder).stdout.strip()) / "trainer" / "state.json").is_file()
     family = following.family()
     os.kill(following.process.pid, signal.SIGINT)
     assert following.rest() == 3, "".join(following.lines)

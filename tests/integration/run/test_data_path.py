@@ -9,15 +9,12 @@ from tests.integration.conftest import NO_EVALUATION, assert_balanced
 async def test_a_file_of_preferences_is_learned_without_generating(tiny, tmp_path):
     sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
     pairs = [{"prompt": prompt, "chosen": answer, "rejected": f"0{answer}"} for prompt, answer in sums]
+    task = {"kind": "preferences", "path": write_jsonl(tmp_path / "pairs.jsonl", pairs), "chat": False}
     config = tiny(
-        num_steps=40,
-        task={"kind": "preferences", "path": write_jsonl(tmp_path / "pairs.jsonl", pairs), "chat": False},
-        generate__engine={"kind": "replay", "max_sequence_tokens": 16},
-        reward__functions=[{"kind": "preference"}],
+        **NO_EVALUATION, num_steps=40, task=task, generate__engine={"kind": "replay", "max_sequence_tokens": 16},
+        reward__functions=[{"kind": "preference"}], learner={"learning_rate": 3e-3, "warmup_steps": 2},
         algorithm={"kind": "dpo", "groups_per_step": 16, "group_size": 2},
-        learner={"learning_rate": 3e-3, "warmup_steps": 2},
-        **NO_EVALUATION,
-    )
+    )  # fmt: skip
     async with asyncrl.Run(config) as run:
         reports = [report async for report in run.steps()]
         status = await run.status()

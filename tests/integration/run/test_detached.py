@@ -15,7 +15,7 @@ import asyncrl
 from asyncrl.control.launch.controller_process import is_live, read_endpoint
 from asyncrl.observe.steps import read_events, read_steps
 from asyncrl.schema.status import ENDED
-from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, recorded_pids, written
+from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, reached, recorded_pids, written
 
 TERMINAL = """
 import pty, signal, sys
@@ -85,9 +85,7 @@ async def test_runs_that_nobody_is_attached_to_end_as_their_configs_say(tiny):
     folders = {}
     for then in ("drain", "stop"):
         async with asyncrl.Run(tiny(**SLOW, name=then, owner__absent=then, owner__grace_s=0.5), detached=True) as run:
-            async for step in run.steps():
-                if step.version >= 1:
-                    break
+            await reached(run, 1)
             assert (await run.status()).phase not in ENDED
         folders[then] = run.run_folder
     for then, folder in folders.items():

@@ -18,7 +18,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.observe.alarms import RULES
 from asyncrl.observe.steps import read_events
 from asyncrl.schema.weights import WeightsAvailable
-from tests.integration.conftest import NO_MODEL, kill, python_reward, reached, said
+from tests.integration.conftest import NO_MODEL, kill, python_reward, reached, said, status_where, step_where
 
 SETTINGS: dict[str, Any] = {
     "num_steps": 100_000, "checkpoint__every_steps": 0, "generate__sampling__max_new_tokens": 8, "learner__warmup_steps": 0,
@@ -33,9 +33,7 @@ async def all_said(run: asyncrl.Run, rules: set[str], after: int = 0) -> int:
 
 async def none_stands(run: asyncrl.Run, rules: set[str]) -> None:
     """Wait until no alarm of these rules stands."""
-    async for _ in run.steps():
-        if not rules & {alarm.rule for alarm in (await run.status()).alarms}:
-            return
+    await status_where(run, lambda status: not rules & {alarm.rule for alarm in status.alarms})
 
 
 async def test_a_reward_that_pays_for_the_wrong_text_is_told_in_four_ways_and_mended_ends_them(tiny, tmp_path):
@@ -73,9 +71,7 @@ async def test_a_policy_that_says_one_thing_and_one_that_says_anything_are_told_
     async with asyncrl.Run(tiny(**SETTINGS | surer, reward__functions=rewards)) as run:
         await reached(run, 20)
         await run.change({"learner.learning_rate": 5e-3})
-        async for report in run.steps():
-            if report.reward_mean > 3:
-                break
+        await step_where(run, lambda report: report.reward_mean > 3)
         much.unlink()
         raised = await all_said(run, rules)
         await run.change({"generate.sampling.temperature": 20.0})
@@ -97,9 +93,7 @@ async def test_a_learning_rate_30_times_as_high_on_old_samples_is_told_in_six_wa
     }  # fmt: skip
     rules = {"off_policy.drift", "off_policy.ess", "off_policy.lost", "gradient.spike", "learning_rate.high"}
     async with asyncrl.Run(tiny(**settings)) as run:
-        async for report in run.steps():
-            if report.reward_mean > 0.5:
-                break
+        await step_where(run, lambda report: report.reward_mean > 0.5)
         checkpoint = await run.checkpoint()
         await run.change({"learner.learning_rate": 3e-2})
         await all_said(run, rules | {"reward.collapse"})

@@ -1,6 +1,7 @@
 """Recorded runs of real processes, replayed: with deaths, a pause, a live change and a second life of the controller."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from asyncrl.control.batch_feeder import RecordedStep
 from asyncrl.observe.steps import read_events
 from asyncrl.replay.decisions import replay_decisions, replay_run
 from asyncrl.replay.learner import LearnerReplay, SampleReplay, WhatIf
+from asyncrl.replay.untrained import untrained
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, command_line, kill, kill_all, trained_groups
 
 
@@ -85,14 +87,24 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
 
 
 async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny):
-    async with asyncrl.Run(tiny(num_steps=20, **NO_EVALUATION, observe__record="batches", generate__kv="keep")) as run:
-        await run.wait()
+    settings = {**NO_EVALUATION, "buffer__policy": "drop", "algorithm__dynamic_sampling": True}
+    async with asyncrl.Run(tiny(num_steps=20, **settings, observe__record="all", generate__kv="keep")) as run:
+        status = await run.wait()
+    lost = Counter(one.reason for _, one in untrained(run.run_folder))
+    assert lost
+    assert lost == status.dropped
+    early = [step for step, _ in untrained(run.run_folder, 9)]
+    assert early == sorted(early)
+    assert {*early} <= {*range(10)}
+    (life,) = replay_decisions(run.run_folder)
+    assert (life.difference, life.lost.keys()) == ("", lost.keys())
     learner = LearnerReplay(run.run_folder)
     samples = SampleReplay(learner, 120, None)
     learner.run(on_version=samples.keep)
     again = await asyncio.to_thread(samples.run)
     assert (again.num_equal, again.difference) == (120, "")
     assert again.num_swapped > 0
+    assert any(drawn.sample.group_id not in trained_groups(run.run_folder) for drawn in samples._drawn)
     learner = LearnerReplay(run.run_folder)
     learner.config = msgspec.structs.replace(learner.config, seed=1)
     other = SampleReplay(learner, 3, 0)

@@ -19,7 +19,7 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.sweep.grid import load_sweep
 from asyncrl.sweep.results import read_results
 from asyncrl.sweep.runner import run_sweep
-from tests.integration.conftest import NO_EVALUATION, NO_MODELS, python_reward, trained_groups, written
+from tests.integration.conftest import NO_EVALUATION, NO_MODELS, trained_groups, written
 
 COPY = '["python", "-c", "import shutil, sys; shutil.copy(*sys.argv[1:])", "given-{seed}.json", "{out}/result.json"]'
 ANOTHER = f'[[external]]\nname = "another"\ncommand = {COPY}\n'
@@ -75,10 +75,9 @@ def test_a_killed_sweep_goes_on_and_every_cell_is_there_once(tiny, tmp_path):
 )
 def test_a_null_control_is_not_told_apart_and_a_learner_that_stands_still_is(tiny, tmp_path, seeds, change, verdict):
     """With models. Runs without staleness are the same bit for bit, so the null control is exact."""
-    pays = python_reward(tmp_path, "def score(prompt, text):\n    return text.count('7') / 6\n")
     settings = NO_EVALUATION | {
-        "num_steps": 10, "buffer__max_staleness": 0, "checkpoint__every_steps": 0, "reward__functions": pays,
-        "learner__learning_rate": 1e-2,
+        "num_steps": 10, "buffer__max_staleness": 0, "checkpoint__every_steps": 0, "learner__learning_rate": 1e-2,
+        "reward__functions": [{"kind": "format_check", "pattern": ".*7.*"}],
     }  # fmt: skip
     written(tiny(**settings), tmp_path / "base.toml")
     (tmp_path / "sweep.toml").write_text(

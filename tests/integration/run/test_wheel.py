@@ -64,15 +64,8 @@ def bare() -> dict[str, str]:
 
 def command(installed: Path, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run the installed `asyncrl` in a folder."""
-    return subprocess.run(
-        [installed / "asyncrl", *map(str, words)],
-        cwd=folder,
-        env=bare(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    own = [installed / "asyncrl", *map(str, words)]
+    return subprocess.run(own, cwd=folder, env=bare(), capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_the_wheel_is_pure_python_and_the_same_whenever_and_by_whomever_it_is_built(wheel, tmp_path):

@@ -74,18 +74,11 @@ SECONDS = {
         "available": "memory/available_gb"},
 }  # fmt: skip
 RANDOM_TOKENS = 12
+VIEWS = ("timeline", "samples", "logs", "alarms", "events", "config", "ledger")
 HEADINGS = {
-    "/run/tiny": "tiny",
-    "/run/tiny/timeline": "tiny: timeline",
-    "/run/tiny/samples": "tiny: samples",
-    "/run/tiny/logs": "tiny: logs",
-    "/run/tiny/alarms": "tiny: alarms",
-    "/run/tiny/events": "tiny: events",
-    "/run/tiny/config": "tiny: config",
-    "/run/tiny/ledger": "tiny: ledger",
-    "/compare/tiny,copied": "Compare 2 runs",
+    "/run/tiny": "tiny", **{f"/run/tiny/{view}": f"tiny: {view}" for view in VIEWS}, "/compare/tiny,copied": "Compare 2 runs",
     "/": "Runs",
-}
+}  # fmt: skip
 LATER = {"/": ("link", "tiny"), "/run/tiny": ("heading", "Over seconds, since")}
 """What comes to a page after its heading."""
 

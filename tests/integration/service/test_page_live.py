@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 
 import msgspec
@@ -10,7 +9,6 @@ import pytest
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
-from asyncrl.control.launch.controller_process import is_live, read_endpoint
 from asyncrl.observe import steps as files
 from asyncrl.schema.status import FailureSeen, ProcessStatus, RunStatus
 from asyncrl.serve.guard import Guard, new_token
@@ -31,7 +29,7 @@ from tests.integration.service.browser import (
     rows_of_table,
     values_of_table,
 )
-from tests.integration.service.test_serve import Daemon, settings
+from tests.integration.service.test_serve import settings
 
 pytestmark = MARKS
 GIB = 1 << 30
@@ -67,78 +65,71 @@ async def ordered(page, what: str, said: str | re.Pattern[str] = "") -> None:
     assert [text.partition("?")[0] for text in page.asked[before:]] == [f"{what} one"]
 
 
-async def test_a_live_run_is_followed_and_takes_orders(page, tmp_path):
-    daemon, folder = Daemon(tmp_path / "served"), tmp_path / "served" / "runs" / "one"
-    try:
-        async with await daemon.start() as server:
-            slow = {**NO_MODEL, "token_latency_s": 0.05}
-            await server.submit(settings(tmp_path, num_steps=5000, generate__engine=slow), name="one", tags=["night"])
-            url, token = (daemon.folder / "server.url").read_text(), (daemon.folder / "admin.token").read_text().strip()
-            await opened(page, url)
-            await log_in(page, "wrong")
-            await page.get_by_text("This is no token of the daemon.").wait_for()
-            await log_in(page, token)
-            await page.get_by_role("link", name="one", exact=True).click()
-            await reached(page, 3)
-            await page.get_by_role("heading", name="Over seconds, since").wait_for()
-            await page.locator("figure", has=page.get_by_text("Reward", exact=True)).get_by_text("Values").click()
-            await page.get_by_role("button", name="Change").click()
-            dialog = page.get_by_role("dialog")
-            await dialog.get_by_label("buffer.max_staleness").fill("-1")
-            await dialog.get_by_label("learner.learning_rate").fill("0.002")
-            await page.keyboard.press("Enter")
-            await dialog.get_by_text("Nothing was changed; see the fields.").wait_for()
-            assert "max_staleness" in await page.locator("[id='fault-buffer.max_staleness']").text_content()
-            assert await dialog.get_by_label("buffer.max_staleness").get_attribute("aria-invalid")
-            await dialog.get_by_label("buffer.max_staleness").fill("1")
-            await dialog.get_by_role("button", name="Change").click()
-            assert sorted(await rows_of_table(page, re.compile("Changed from step"))) == [
-                ["buffer.max_staleness", "2", "1"], ["learner.learning_rate", "0.001", "0.002"]
-            ]  # fmt: skip
-            asked = "Change learner.learning_rate to 0.002, buffer.max_staleness to {}?"
-            assert page.asked == [asked.format(-1), asked.format(1)]
-            assert load_config(folder / "config.toml").buffer.max_staleness == 1
-            await ordered(page, "Checkpoint", re.compile("Checkpoint: done, .*step-"))
-            await ordered(page, "Pause", "Pause: done")
-            await page.get_by_role("cell", name="paused", exact=True).wait_for()
-            newest = files.read_steps(folder)[-1]
-            await page.get_by_text(f"Every value of step {newest.step}").wait_for()
-            assert (await numbers(page))["Reward: mean"] == newest.reward_mean
-            assert "generator-0" in [row[0] for row in await rows_of_table(page, "Who waits for whom")]
-            await page.wait_for_function(SAYS_WHO_WAITS)
-            assert set(page.troubles) == REFUSED
-            await daemon.kill()  # the page finds the next daemon, with the same cookie
-            await expect(page.locator("#connection")).to_have_text("not connected")
-            async with await daemon.start("--port", url.rpartition(":")[2]):
-                await expect(page.locator("#connection")).to_have_text("live")
-                await ordered(page, "Resume", "Resume: done")
-                await reached(page, newest.version + 2)
-                await ordered(page, "Drain", "Drain: done")
-                await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
-                steps = files.read_steps(folder)
-                assert [step.step for step in steps] == list(range(len(steps)))
-                shown = steps[-200:]
-                await expect(page.get_by_role("region", name=f"Reward: the newest {len(shown)}")).to_be_visible()
-                assert await values_of_table(page, f"Reward: the newest {len(shown)}") == [
-                    [step.step, step.reward_mean, step.reward_std] for step in reversed(shown)
-                ]  # over the daemon's death, each once
-                await ordered(page, "Resume")
-                await reached(page, len(steps) + 2)
-                await ordered(page, "Stop", "Stop: done")
-                await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
-                told = ["change", "checkpoint", "pause", "resume", "drain", "resume", "stop"]
-                assert await orders(server, len(told)) == [(what, "admin") for what in told]
-                await page.get_by_role("button", name="Log out").click()
-                await page.get_by_label("Token", exact=True).wait_for()
-                assert not await page.context.cookies()
-                assert set(page.troubles) - REFUSED <= GONE
-                page.troubles.clear()
-    finally:
-        if daemon.process is not None and daemon.process.returncode is None:
-            await daemon.end()
-        if (endpoint := read_endpoint(folder)) is not None and is_live(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(endpoint.pid, 9)
+async def test_a_live_run_is_followed_and_takes_orders(page, daemon, tmp_path):
+    folder = daemon.folder / "runs" / "one"
+    async with await daemon.start() as server:
+        slow = {**NO_MODEL, "token_latency_s": 0.05}
+        await server.submit(settings(tmp_path, num_steps=5000, generate__engine=slow), name="one", tags=["night"])
+        url, token = (daemon.folder / "server.url").read_text(), (daemon.folder / "admin.token").read_text().strip()
+        await opened(page, url)
+        await log_in(page, "wrong")
+        await page.get_by_text("This is no token of the daemon.").wait_for()
+        await log_in(page, token)
+        await page.get_by_role("link", name="one", exact=True).click()
+        await reached(page, 3)
+        await page.get_by_role("heading", name="Over seconds, since").wait_for()
+        await page.locator("figure", has=page.get_by_text("Reward", exact=True)).get_by_text("Values").click()
+        await page.get_by_role("button", name="Change").click()
+        dialog = page.get_by_role("dialog")
+        await dialog.get_by_label("buffer.max_staleness").fill("-1")
+        await dialog.get_by_label("learner.learning_rate").fill("0.002")
+        await page.keyboard.press("Enter")
+        await dialog.get_by_text("Nothing was changed; see the fields.").wait_for()
+        assert "max_staleness" in await page.locator("[id='fault-buffer.max_staleness']").text_content()
+        assert await dialog.get_by_label("buffer.max_staleness").get_attribute("aria-invalid")
+        await dialog.get_by_label("buffer.max_staleness").fill("1")
+        await dialog.get_by_role("button", name="Change").click()
+        assert sorted(await rows_of_table(page, re.compile("Changed from step"))) == [
+            ["buffer.max_staleness", "2", "1"], ["learner.learning_rate", "0.001", "0.002"]
+        ]  # fmt: skip
+        asked = "Change learner.learning_rate to 0.002, buffer.max_staleness to {}?"
+        assert page.asked == [asked.format(-1), asked.format(1)]
+        assert load_config(folder / "config.toml").buffer.max_staleness == 1
+        await ordered(page, "Checkpoint", re.compile("Checkpoint: done, .*step-"))
+        await ordered(page, "Pause", "Pause: done")
+        await page.get_by_role("cell", name="paused", exact=True).wait_for()
+        newest = files.read_steps(folder)[-1]
+        await page.get_by_text(f"Every value of step {newest.step}").wait_for()
+        assert (await numbers(page))["Reward: mean"] == newest.reward_mean
+        assert "generator-0" in [row[0] for row in await rows_of_table(page, "Who waits for whom")]
+        await page.wait_for_function(SAYS_WHO_WAITS)
+        assert set(page.troubles) == REFUSED
+        await daemon.kill()  # the page finds the next daemon, with the same cookie
+        await expect(page.locator("#connection")).to_have_text("not connected")
+        async with await daemon.start("--port", url.rpartition(":")[2]):
+            await expect(page.locator("#connection")).to_have_text("live")
+            await ordered(page, "Resume", "Resume: done")
+            await reached(page, newest.version + 2)
+            await ordered(page, "Drain", "Drain: done")
+            await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
+            steps = files.read_steps(folder)
+            assert [step.step for step in steps] == list(range(len(steps)))
+            shown = steps[-200:]
+            await expect(page.get_by_role("region", name=f"Reward: the newest {len(shown)}")).to_be_visible()
+            assert await values_of_table(page, f"Reward: the newest {len(shown)}") == [
+                [step.step, step.reward_mean, step.reward_std] for step in reversed(shown)
+            ]  # over the daemon's death, each once
+            await ordered(page, "Resume")
+            await reached(page, len(steps) + 2)
+            await ordered(page, "Stop", "Stop: done")
+            await page.get_by_role("cell", name="stopped", exact=True).first.wait_for()
+            told = ["change", "checkpoint", "pause", "resume", "drain", "resume", "stop"]
+            assert await orders(server, len(told)) == [(what, "admin") for what in told]
+            await page.get_by_role("button", name="Log out").click()
+            await page.get_by_label("Token", exact=True).wait_for()
+            assert not await page.context.cookies()
+            assert set(page.troubles) - REFUSED <= GONE
+            page.troubles.clear()
 
 
 async def orders(server, most: int) -> list[tuple[str, str]]:

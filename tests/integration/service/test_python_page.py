@@ -14,7 +14,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from asyncrl.config.load import load_config
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, written
 from tests.integration.run.test_docs import snippets
-from tests.integration.service.test_serve import daemon  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "python.md"
@@ -56,7 +55,7 @@ async def test_a_web_app_answers_and_trains_on_what_is_said_of_its_answers(small
             await asyncio.sleep(0.02)
 
 
-async def test_a_study_is_submitted_and_waited_for(daemon, tiny, tmp_path, capsys):  # noqa: F811 - the fixture
+async def test_a_study_is_submitted_and_waited_for(daemon, tiny, tmp_path, capsys):
     config = tiny(**OFF, **NO_MODELS, num_steps=2)
     server = await daemon.start()
     await program("asyncrl.Server")["main"](server._url, server._token, written(config, tmp_path / "c.toml"))

@@ -8,9 +8,8 @@ import re
 import shutil
 import signal
 import socket
-import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import aiohttp
 import msgspec
@@ -67,45 +66,6 @@ def settings(folder: Path, **more):
     return {key: value for key, value in config.items() if key not in {"folder", "name"}}
 
 
-class Daemon:
-    """`asyncrl serve`, and a client of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self, *options: str, **environment: str) -> asyncrl.Server:
-        command = [sys.executable, "-m", "asyncrl", "serve", "--folder", str(self.folder), "--port", "0", *options]
-        self.process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environment})
-        async with asyncio.timeout(120):
-            while not (self.folder / "server.url").exists():
-                assert self.process.returncode is None
-                await asyncio.sleep(0.02)
-        return asyncrl.Server((self.folder / "server.url").read_text(), (self.folder / "admin.token").read_text().strip())
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
-        (self.folder / "server.url").unlink()
-
-    async def end(self) -> int:
-        self.process.terminate()
-        return await self.process.wait()
-
-
-@pytest.fixture
-async def daemon(tmp_path):
-    one = Daemon(tmp_path / "served")
-    yield one
-    if one.process is not None and one.process.returncode is None:
-        await one.end()
-    for path in tmp_path.glob("*/runs/*/api.json"):
-        endpoint = read_endpoint(path.parent)
-        if endpoint is not None and is_live(path.parent):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(endpoint.pid, signal.SIGKILL)
-
-
 async def until(server, run, reached):
     async with asyncio.timeout(300):
         while not reached(record := await server.show(run)):
@@ -125,12 +85,19 @@ def seconds_of(folder):
     return [second.time_s for second in read_lines(folder / SECONDS_FILE, SecondReport)]
 
 
+async def posted(server, path, body=None):
+    """Order something of a run, which is done; return the answer."""
+    async with server._http.post(f"{server._url}/v1/runs/{path}", json=body) as answer:
+        assert answer.status == 200
+        return await answer.json()
+
+
 async def rows_of(server, run, what):
     async with server._http.get(f"{server._url}/v1/runs/{run}/{what}") as answer:
         return (await answer.json())["rows"]
 
 
-async def hear(daemon: Daemon, path: str, heard: list[tuple[int, str, bytes]]) -> None:
+async def hear(daemon: Any, path: str, heard: list[tuple[int, str, bytes]]) -> None:
     """Read a stream to its end, over daemons that are killed; the connection is cut after each few events.
 
     As a browser does: what has not come whole is not heard, and the next connection goes on behind what was heard last.
@@ -197,8 +164,7 @@ async def test_three_runs_outlive_a_daemon_are_resumed_where_all_died_and_stream
                     assert event.seq > 1
                     if event.subject == "running":
                         break
-            async with server._http.post(f"{server._url}/v1/runs/a/checkpoint") as answer:
-                checkpoint = Path(await answer.json())
+            checkpoint = Path(await posted(server, "a/checkpoint"))
             assert checkpoint.parent == folders["a"] / "checkpoints"
             assert (checkpoint / "trainer" / "manifest.json").exists()
             made = [event.subject for event in read_events(folders["a"]) if event.kind == "checkpoint"]
@@ -383,8 +349,7 @@ async def test_a_run_of_an_older_version_is_adopted_followed_and_drained_by_a_ne
         ended = await until(server, "one", lambda record: record.state == "ended")
         assert (seen, ended.outcome) == (list(range(ended.version)), "stopped")
         kit.assert_every_step_once(folder, ended.version)
-        async with server._http.post(f"{server._url}/v1/runs/one/resume") as answer:
-            assert answer.status == 200
+        await posted(server, "one/resume")
         async for refused in server.ended(["one"]):  # a run that this version cannot read whole is not guessed at
             assert (refused.outcome, "events.jsonl" in refused.reason, "mood" in refused.reason) == ("failed", True, True)
 
@@ -426,8 +391,7 @@ async def test_queued_runs_keep_their_order_over_two_killed_daemons_and_one_that
     others.remove("third")
     async with await daemon.start() as server:
         goal = {"num_steps": status.version + 2}
-        async with server._http.post(f"{server._url}/v1/runs/first/resume", json=goal) as answer:
-            assert answer.status == 200
+        await posted(server, "first/resume", goal)
         records = {ended.id: ended async for ended in server.ended(["first", *others])}
         kit.assert_every_step_once(daemon.folder / "runs" / "first", goal["num_steps"])
         assert (records.pop("first").attempts, (await server.show("third")).outcome) == (2, "cancelled")
@@ -563,8 +527,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
         assert (await server.show("told")).state == "starting"
         async with asyncio.TaskGroup() as group:
             group.create_task(let_go())
-            async with server._http.post(f"{server._url}/v1/runs/told/stop") as answer:
-                assert (answer.status, (await answer.json())["phase"]) == (200, "stopped")
+            assert (await posted(server, "told/stop"))["phase"] == "stopped"
         await ended_as(server, "told", "stopped", 1)
         flag.unlink()
         await server.submit(settings(tmp_path, num_steps=3), name="adopted")

@@ -45,14 +45,13 @@ def model(tmp_path_factory):
     ids = torch.tensor([called + [0] * (len(endless) - len(called)), endless])
     labels = ids.masked_fill(ids == 0, -100)
     labels[0, : len(called) - len(CALL) - 1] = -100
-    optimizer = torch.optim.Adam(llama.parameters(), 8e-3)
-    for _ in range(600):
-        loss = llama(ids, labels=labels).loss
+    optimizer = torch.optim.Adam(llama.parameters(), 5e-3)
+    for _ in range(100):
         optimizer.zero_grad()
-        loss.backward()
+        llama(ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
         optimizer.step()
-        if loss.item() < 1e-4:
-            break
+    llama.lm_head.weight.data *= 2  # what it does most of the time it now does always
     llama.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -151,7 +150,7 @@ async def until_trained(session, endpoint):
         return
 
 
-async def test_chat_tools_and_what_is_refused(config, clients):
+async def test_chat_tools_what_is_refused_and_a_stream_whose_generator_dies_goes_on_with_the_same_tokens(config, clients):
     async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, ignored=["seed"]) as endpoint:
         client = await clients(endpoint)
         asked = {"model": "m", "messages": [{"role": "user", "content": "1+1"}], "tools": [TOOL], "max_tokens": 100}
@@ -166,11 +165,8 @@ async def test_chat_tools_and_what_is_refused(config, clients):
             (call,) = message.tool_calls
             assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
         assert "".join(token.token for token in answers[0].choices[0].logprobs.content).startswith(CALL)
-        turns = [
-            *asked["messages"],
-            message.model_dump(exclude_none=True),
-            {"role": "tool", "content": "2", "tool_call_id": call.id},
-        ]
+        turns = [*asked["messages"], message.model_dump(exclude_none=True)]
+        turns.append({"role": "tool", "content": "2", "tool_call_id": call.id})
         turns.append({"role": "user", "content": [{"type": "text", "text": "more"}]})
         last = await client.chat.completions.create(model="m", messages=turns, max_completion_tokens=3)
         assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 3)
@@ -197,11 +193,7 @@ async def test_chat_tools_and_what_is_refused(config, clients):
         bodies = {
             "chat/completions": [b"{", b'{"messages": [{"role": [], "content": "x"}]}'],
             "completions": [b'{"prompt": "\\u0000"}', b'{"prompt": ["a", "b"]}', b'{"prompt": ""}', b'{"prompt": [-1]}'],
-            "rewards": [
-                b'{"id": "\xff", "rewards": [1]}',
-                b'{"id": "x"}',
-                json.dumps({"id": last.id, "rewards": [1e300]}).encode(),
-            ],
+            "rewards": [b'{"id": "\xff", "rewards": [1]}', b'{"id": "x"}', f'{{"id": "{last.id}", "rewards": [1e300]}}'.encode()],
         }
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
             for route, raw in ((route, raw) for route, several in bodies.items() for raw in several):
@@ -213,13 +205,12 @@ async def test_chat_tools_and_what_is_refused(config, clients):
         assert (await client.chat.completions.create(**asked | neutral, service_tier="auto")).choices
         status = await session.run.status()
         assert (status.failed_share, status.refused_messages) == (0.0, 0)
+        await goes_on_where_its_generator_dies(session, endpoint, client)
 
 
 async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_place_to_one_of_many(config, clients):
     async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session, unrewarded_s=0.0) as endpoint:
-        client = await clients(endpoint)
-
-        pid = await generator_of(session)
+        client, pid = await clients(endpoint), await generator_of(session)
 
         async def held() -> int:
             groups = (await session.run.status()).groups
@@ -263,15 +254,14 @@ async def test_an_answer_whose_client_has_gone_or_that_nobody_rewards_gives_its_
         assert_balanced(await session.run.status())
 
 
-async def test_a_stream_whose_generator_dies_goes_on_with_the_same_tokens(config, clients):
-    async with asyncrl.Session(config(), reward=later) as session, asyncrl.Endpoint(session) as endpoint:
-        client, told = await clients(endpoint), list[int]()
-        pid = await generator_of(session)
-        asked = {"extra_body": {"return_token_ids": True}, "max_tokens": LONG, "stream": True}
-        async for part in await client.completions.create(model="any", prompt="1+1=", **asked):
-            if not told:
-                os.kill(pid, signal.SIGKILL)
-            told += part.choices[0].token_ids
-        assert len(told) == LONG
-        endpoint.reward(part.id, [1.0])
-        assert endpoint._answers._held[part.id].group.members[0].sample.attempt == 1  # the second
+async def goes_on_where_its_generator_dies(session, endpoint, client):
+    told, pid = list[int](), await generator_of(session)
+    asked = {"extra_body": {"return_token_ids": True}, "max_tokens": LONG, "stream": True}
+    async for part in await client.completions.create(model="any", prompt="1+1=", **asked):
+        if not told:
+            os.kill(pid, signal.SIGKILL)
+        told += part.choices[0].token_ids
+    assert len(told) == LONG
+    endpoint.reward(part.id, [1.0])
+    (member,) = endpoint._answers._held[part.id].group.members
+    assert (member.sample.attempt, asyncrl.ids_from_bytes(member.sample.token_ids).tolist()) == (1, told)  # the second attempt

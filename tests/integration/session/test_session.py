@@ -20,7 +20,7 @@ from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import read_lines
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import PromptSequence
-from tests.integration.conftest import NO_EVALUATION, assert_balanced
+from tests.integration.conftest import NO_ENGINE, NO_EVALUATION, assert_balanced
 from tests.integration.placement.test_synchronous_equality import plain_loop
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -83,7 +83,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         lost.append(inputs.logprobs.shape)
         return LOSSES["reinforce"](inputs, config)
 
-    async with asyncrl.Session(tiny(**NO_EVALUATION, num_steps=4, model__warm_start=None), reward=reward) as session:
+    async with asyncrl.Session(tiny(**NO_ENGINE, num_steps=4), reward=reward) as session:
         for what in (session.take, session.save):
             task = asyncio.get_running_loop().create_task(what())
             await asyncio.sleep(0.01)
@@ -128,7 +128,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
 
 
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):
-    config = tiny(**NO_EVALUATION, num_steps=9, buffer__max_staleness=2, model__warm_start=None, learner__dtype="auto")
+    config = tiny(**NO_ENGINE, num_steps=9, buffer__max_staleness=2, learner__dtype="auto")
     async with asyncrl.Session(config) as session:
         with pytest.raises(asyncrl.ConfigError, match="places for 12"):
             await session.generate(SUMS)
@@ -309,7 +309,7 @@ STEP_MISTAKES = {
 
 
 async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained(tiny, caplog):
-    config = tiny(**NO_EVALUATION, num_steps=4, buffer__max_staleness=0, model__warm_start=None, packing__tokens_per_row=512)
+    config = tiny(**NO_ENGINE, num_steps=4, buffer__max_staleness=0, packing__tokens_per_row=512)
     with pytest.raises(ZeroDivisionError):
         await make_mistakes(session := asyncrl.Session(config, reward=by_length), caplog)
     await session.__aexit__(None, None, None)

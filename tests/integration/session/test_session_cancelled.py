@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 import asyncrl
 from asyncrl.errors import LearnerError
 from tests.builders import cancelled_after, until
-from tests.integration.conftest import NO_EVALUATION, NO_MODEL, assert_balanced
+from tests.integration.conftest import NO_ENGINE, assert_balanced
 
 PROMPTS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)]
-VOCABULARY = 14
-"""Digits, `+`, `=` and two marks, of which the prompts of an endpoint are made."""
 CALLS = ("generate", "stream", "train_step", "forward_backward", "optim_step", "save", "sync_weights", "answers")
 
 
@@ -91,9 +89,7 @@ async def nothing_is_left(session: asyncrl.Session, before: set[object]) -> None
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_whatever_is_cancelled_leaves_nothing_and_the_next_call_works(tiny, loop):
     factory = pytest.importorskip("uvloop", reason="uvloop, which comes with vLLM").new_event_loop if loop == "uvloop" else None
-    fake = {**NO_MODEL, "token_latency_s": 0.002, "vocabulary_size": VOCABULARY}
-    more = {"model__warm_start": None, "generate__engine": fake, "checkpoint__every_steps": 0}
-    config = tiny(num_steps=500, **NO_EVALUATION, **more)
+    config = tiny(num_steps=500, **NO_ENGINE, checkpoint__every_steps=0)
     with asyncio.Runner(loop_factory=factory) as runner:
         none = held()
         session = asyncrl.Session(config, reward=lambda _, text: float(len(text)))

@@ -97,7 +97,7 @@ def test_whitening_by_sample_takes_mean_and_deviation_of_the_samples_means():
     values = np.array([[1.0, np.nan, 3.0], [4.0, np.nan, np.nan], [np.nan] * 3])
     mask = ~np.isnan(values)
     expected = np.where(mask, (values - 3) / 2**0.5, 0.0)
-    np.testing.assert_allclose(whitened(values, mask, by_sample=True), expected, rtol=1e-7)
+    np.testing.assert_allclose(whitened(values, mask, "samples"), expected, rtol=1e-7)
 
 
 def test_weights_of_policies_far_apart_stay_finite():

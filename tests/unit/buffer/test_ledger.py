@@ -45,9 +45,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def ledger(path):
-    ledger = SqliteLedger(path, identity={"group_size": "1"})
-    yield ledger
-    ledger.close()
+    with contextlib.closing(SqliteLedger(path, identity={"group_size": "1"})) as ledger:
+        yield ledger
 
 
 def test_a_full_queue_makes_the_writer_wait_and_loses_nothing(path):
@@ -171,23 +170,18 @@ CHILD = """
 import sys
 from pathlib import Path
 from asyncrl.buffer.ledger.store import SqliteLedger
-from asyncrl.buffer.ledger.records import IssuedRecord, MovedRecord, SamplesRecord
-from asyncrl.schema.samples import Prompt, Samples, Score, Scores
+from tests.builders import make_sample
+from tests.unit.buffer.test_ledger import _ready
 ledger = SqliteLedger(Path(sys.argv[1]))
-tokens = bytes(4096)
-def acknowledged(group_id):
-    sys.stdout.write(f"{group_id}\\n")
-    sys.stdout.flush()
 for group_id in range(1_000_000):
-    made = Samples(group_id, 0, "g", tokens, (0,), (1024,), tokens, tokens, tokens, ("stop",), ("",), 0.0, 1.0)
-    records = [IssuedRecord(group_id, Prompt("p"), "g", 0, 1, 0.0), SamplesRecord(made, (((0, 1024),),), 0.0)]
-    records.append(MovedRecord(group_id, "scoring", "", 0.0))
-    ledger.write(records, lambda group_id=group_id: acknowledged(group_id))
+    records = _ready(group_id, samples=[make_sample(group_id, 0, [7] * 1024)])
+    ledger.write(records, lambda group_id=group_id: print(group_id, flush=True))
 """
 
 
 def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(path):
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)
+    root = Path(__file__).resolve().parents[3]
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, cwd=root)
     acknowledged = [int(child.stdout.readline()) for _ in range(300)]
     child.send_signal(signal.SIGKILL)
     acknowledged += [int(line) for line in child.stdout.read().split(b"\n")[:-1]]
@@ -197,8 +191,8 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
     SqliteLedger(path).close()
     with sqlite3.connect(path) as connection:
         groups = {row[0] for row in connection.execute("SELECT group_id FROM groups")}
-        scoring = "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 WHERE g.state = 'scoring'"
-        whole = {row[0] for row in connection.execute(scoring)}
+        ready = "SELECT g.group_id FROM groups g JOIN samples s ON s.key = g.group_id << 20 WHERE g.state = 'ready'"
+        whole = {row[0] for row in connection.execute(ready)}
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
     assert acknowledged == sorted(acknowledged)

@@ -1,7 +1,7 @@
 import pytest
 
-from asyncrl.config.load import parse_config
-from asyncrl.config.places import choose_medium, with_chosen_medium
+from asyncrl.config.load import dump_config, load_run_config, parse_config
+from asyncrl.config.places import choose_medium, with_chosen_medium, with_launch_choices
 from asyncrl.errors import ConfigError
 from asyncrl.generate.factory import with_own_server
 from tests.builders import laid_over
@@ -43,17 +43,26 @@ def test_the_medium_follows_from_where_the_processes_are(told, kind, reason):
     assert reason in why
 
 
-def test_auto_is_replaced_once_and_says_what_and_why():
+def test_auto_is_replaced_once_says_what_and_why_and_addresses_follow_the_host_that_the_run_is_open_on():
     chosen, line = with_chosen_medium(config())
     assert chosen.broadcast.medium.kind == "shared_memory"
     assert line == "broadcast.medium auto is shared_memory: learner and generators are on this machine"
     assert with_chosen_medium(chosen) == (chosen, "")
-
-
-def test_addresses_follow_the_host_that_the_run_is_open_on():
     assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
     assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
     assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"
+
+
+def test_on_ray_what_ends_at_one_machine_s_edge_is_replaced_and_each_process_puts_its_own_address_there(tmp_path, monkeypatch):
+    chosen, said = with_launch_choices(parse_config({"launch": RAY}))
+    assert (chosen.transport.kind, chosen.transport.host, len(said)) == ("tcp", "node", 2)
+    (tmp_path / "config.toml").write_text(dump_config(chosen))
+    monkeypatch.delenv("ASYNCRL_NODE_ADDRESS", raising=False)
+    for address in ("127.0.0.1", "10.0.0.9"):
+        here = load_run_config(tmp_path)
+        assert (here.launch.kind, here.transport.host, here.broadcast.medium.kind) == ("ray", address, "zeromq")
+        assert here.broadcast.medium.bind == here.broadcast.medium.relay_bind == f"tcp://{address}:*"
+        monkeypatch.setenv("ASYNCRL_NODE_ADDRESS", "10.0.0.9")
 
 
 def test_each_generator_has_the_server_of_its_number():

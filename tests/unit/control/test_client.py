@@ -10,6 +10,7 @@ import pytest
 from asyncrl.client import Run, connect
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
+from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
 from asyncrl.errors import ConfigError
 from asyncrl.schema.status import RunStatus
 from tests.builders import until
@@ -28,14 +29,11 @@ class Endless:
     def status(self) -> RunStatus:
         return RunStatus(name="r", run_folder="r", phase="running")
 
-    async def drain(self) -> RunStatus:
-        self.asked.append("drain")
+    async def end(self, event: DrainRequested | StopRequested) -> RunStatus:
+        self.asked.append(event.reason)
+        if isinstance(event, StopRequested):
+            self.over.set()
         await self.over.wait()
-        return self.status()
-
-    async def stop(self) -> RunStatus:
-        self.asked.append("stop")
-        self.over.set()
         return self.status()
 
     async def take(self) -> None:
@@ -55,13 +53,13 @@ async def test_cancelling_while_a_run_drains_stops_it_and_the_cancellation_goes_
         await run.__aexit__(None, None, None)
 
     async with serve_api(control, tmp_path) as endpoint, asyncio.TaskGroup() as group:
-        await run._open(endpoint)
+        await run._open(endpoint.url, endpoint.token)
         leaving = group.create_task(leave())
         await until(lambda: control.asked)
         leaving.cancel()
         await asyncio.wait({leaving}, timeout=30)
     assert leaving.cancelled()
-    assert control.asked == ["drain", "stop"]
+    assert control.asked == ["drain requested", "stop requested"]
 
 
 async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_path):

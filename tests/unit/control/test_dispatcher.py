@@ -13,7 +13,7 @@ from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
 from asyncrl.schema.control import AbortGroup
-from asyncrl.schema.samples import Prompt, SampleFailure, ScoreRequest, ids_to_bytes
+from asyncrl.schema.samples import Prompt, SampleFailure, ids_to_bytes
 from asyncrl.tasks.task import PromptSequence
 from asyncrl.transport.protocol import Lane
 from tests.builders import answer_to, hello, score_of
@@ -21,11 +21,6 @@ from tests.in_process import InProcessListener
 from tests.virtual_clock import VirtualClock
 
 B = G = 2
-
-
-def _score(request: ScoreRequest, reward: float = 1.0, parts: dict[str, float] | None = None):
-    about = {"attempt": request.attempt, "purpose": request.purpose, "worker": "reward-0"}
-    return score_of(request.group_id, *request.indices, reward, parts, **about)
 
 
 class Bench:
@@ -118,7 +113,9 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     verdicts = ((math.nan, {}), (1.0, {"answer_match": math.inf}), (1.0, {"answer_match": 1.0}))
     for work, verdict in zip(works, verdicts, strict=True):
         bench.dispatcher.take_samples([answer_to(work)], "generator-1")
-        bench.dispatcher.take_answers([_score(*await _received(reward, 1), *verdict)])
+        (asked,) = await _received(reward, 1)
+        about = {"attempt": asked.attempt, "purpose": asked.purpose, "worker": "reward-0"}
+        bench.dispatcher.take_answers([score_of(asked.group_id, *asked.indices, *verdict, **about)])
     assert evaluation.done
     assert (evaluation.report(1.0).num_samples, evaluation.report(1.0).accuracy) == (4, 0.25)
     assert bench.dispatcher.refused_samples == 1

@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asyncrl.control.peers import Peers
 from asyncrl.control.scoring import MOST_LOSSES, ScoreDispatcher
 from asyncrl.errors import ConnectionClosed
-from asyncrl.schema.control import PROTOCOL, Hello
 from asyncrl.schema.samples import InferRequest, InferResult, Prompt, Score, ScoreRequest, Scores, ids_to_bytes, logprobs_to_bytes
-from tests.builders import score_of
+from tests.builders import hello, score_of
 
 WINDOW = 2
 WEIGHTS = {"judge": 2.0, "style": -0.5}
@@ -21,7 +20,7 @@ class FakeConnection:
     """A connection with a window, whose other end is this test."""
 
     def __init__(self, kind, name):
-        self.peer = Hello(PROTOCOL, kind, name, "a", 1)
+        self.peer = hello(kind, name)
         self.inbox = []
         self.is_open = True
 
@@ -85,16 +84,6 @@ def test_a_score_is_complete_when_both_have_answered_in_either_order(order):
     assert (scores.started_s, scores.finished_s, scores.worker) == (1.0, 3.0, "reward-0+inference-0")
 
 
-def test_members_asked_for_together_are_complete_one_by_one_as_their_models_answer():
-    desk = ScoreDispatcher(WEIGHTS)
-    desk.ask(_rules(0, 1, 2), _models(0), _models(1), _models(2), now=0.0)
-    assert desk.take(_result(1)) is None
-    assert [score.index for score in desk.take(_score(0, 1, 2)).scores] == [1]
-    assert [score.index for score in desk.take(_result(2)).scores] == [2]
-    assert [score.index for score in desk.take(_result(0)).scores] == [0]
-    assert len(desk) == 0
-
-
 def test_an_answer_about_other_members_than_were_asked_for_is_refused():
     desk = _desk(_rules(0, 1), kind="reward")
     for members in ((0,), (0, 1, 2), (1, 0), (2, 0, 1), (0, 1, 1)):
@@ -115,12 +104,14 @@ def test_a_sample_that_kills_inference_workers_is_given_up_and_its_other_half_st
     desk, peers = ScoreDispatcher(WEIGHTS), Peers()
     desk.ask(_rules(), _models(), now=0.0)
     for _ in range(MOST_LOSSES):
+        assert len(desk.open["inference"]) == 1
         peers.add(FakeConnection("inference", "inference-0"))
         desk.dispatch(peers)
         assert desk.worker_lost("inference-0") == []
-    assert desk.num_open("inference") == 0
+    assert desk.open["inference"] == {}
     (score,) = desk.take(_score()).scores
     assert "3 workers died while they held this sample, the last was inference-0" in score.error
+    assert (score.reward, score.parts) == (1.0, {"match": 1.0})
 
 
 class DeskMachine(RuleBasedStateMachine):
@@ -137,12 +128,12 @@ class DeskMachine(RuleBasedStateMachine):
         self.connections[name] = FakeConnection(name.partition("-")[0], name)
         self.peers.add(self.connections[name])
 
-    @rule(has_rules=st.booleans(), has_models=st.booleans())
-    def ask(self, has_rules, has_models):
-        member = len(self.asked)
+    @rule(has_rules=st.booleans(), has_models=st.booleans(), num=st.integers(1, 3))
+    def ask(self, has_rules, has_models, num):
+        members = range(len(self.asked), len(self.asked) + num)
         has_models = has_models or not has_rules
-        self.asked[member] = (has_rules, has_models)
-        self.desk.ask(*([_rules(member)] if has_rules else []), *([_models(member)] if has_models else []), now=0.0)
+        self.asked |= dict.fromkeys(members, (has_rules, has_models))
+        self.desk.ask(*([_rules(*members)] if has_rules else []), *(map(_models, members) if has_models else []), now=0.0)
 
     @rule()
     def dispatch(self):
@@ -153,8 +144,7 @@ class DeskMachine(RuleBasedStateMachine):
         inbox = self.connections[name].inbox
         if at < len(inbox):
             asked = inbox.pop(at)
-            member = asked.indices[0] if isinstance(asked, ScoreRequest) else asked.index
-            answer = _score(member) if name.startswith("reward") else _result(member)
+            answer = _score(*asked.indices) if isinstance(asked, ScoreRequest) else _result(asked.index)
             self.said.append(answer)
             self._note(self.desk.take(answer))
 
@@ -168,7 +158,7 @@ class DeskMachine(RuleBasedStateMachine):
         self.peers.remove(self.peers.get(name))
         self.connections[name].is_open = False
         for scores in self.desk.worker_lost(name):
-            assert all(score.error for score in scores.scores)
+            assert all(f"workers died while they held this sample, the last was {name}" in score.error for score in scores.scores)
             self._note(scores)
         self._start(name)
 
@@ -184,8 +174,8 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def open_halves_belong_to_open_scores(self):
         open_members = set(self.asked) - set(self.complete)
-        assert self.desk.num_open("reward") <= sum(self.asked[member][0] for member in open_members)
-        assert self.desk.num_open("inference") <= sum(self.asked[member][1] for member in open_members)
+        assert len(self.desk.open["reward"]) <= sum(self.asked[member][0] for member in open_members)
+        assert len(self.desk.open["inference"]) <= sum(self.asked[member][1] for member in open_members)
 
     def teardown(self):
         for _ in range(4 * len(self.asked) + 4):
@@ -193,7 +183,7 @@ class DeskMachine(RuleBasedStateMachine):
             for name in self.connections:
                 self.answer(name, 0)
         assert len(self.desk) == 0, "an asked score never became complete"
-        assert self.desk.num_open("reward") == self.desk.num_open("inference") == 0
+        assert self.desk.open == {"reward": {}, "inference": {}}
 
 
 TestDesk = DeskMachine.TestCase

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.endpoint.answers import Answers
 from asyncrl.errors import ConfigError, LearnerError, RunError
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
-from tests.builders import make_sample
+from tests.builders import make_sample, until
 
 
 class Session:
@@ -27,6 +27,7 @@ class Session:
 
     async def release(self, groups):
         self.released += [group.group_id for group in groups]
+        self.without_place -= len(groups)
 
 
 @pytest.fixture
@@ -70,8 +71,14 @@ async def test_as_many_unrewarded_answers_as_there_are_groups_without_a_place_gi
         answers.sent(f"a{number}")
     answers.reward("a0", [1.0, 0.0])
     session.without_place = 2
-    await answers._make_room()
+    async with asyncio.TaskGroup() as group:
+        forgetting = group.create_task(answers.forget())
+        await until(lambda: session.released)
+        forgetting.cancel()
     assert session.released == [1, 2]
+    with pytest.raises(RunError, match="others needed its place"):
+        answers.reward("a1", [1.0, 0.0])
+    answers.reward("a0", [0.0, 1.0])
 
 
 @pytest.mark.parametrize("rewards", [[1e300, 0.0], [float("nan"), 0.0], [1.0]])

@@ -206,22 +206,18 @@ def probe_of(model) -> Probe:
     return Probe(samples.ids_to_bytes(ids), samples.logprobs_to_bytes(reference_logprobs(model, (2,), ids[1:])))
 
 
-async def test_probe_agrees_after_a_swap_and_tells_wrong_weights(folder: Path) -> None:
+async def test_the_probe_agrees_after_a_swap_and_tells_wrong_weights_and_those_that_do_not_fit_end_the_generator(folder) -> None:
     right, wrong = (make_model(seed, hidden_size=8, num_hidden_layers=1) for seed in (1, 2))
 
     async def fetch(announced):
-        return right.state_dict()
+        return right.state_dict() if announced.version < 2 else {}
 
     async with generator(REAL, fetch, folder) as controller:
         await controller.order(available(0, probe_of(right)))
         assert 0 <= (await controller.report(VersionLive)).probe_error < 1e-5
         await controller.order(available(1, probe_of(wrong)))
         assert (await controller.report(VersionLive)).probe_error > 0.1
-
-
-async def test_weights_that_do_not_fit_end_the_generator_with_the_reason(folder: Path) -> None:
-    async with generator(REAL, folder=folder) as controller:
-        await controller.order(available(0))
+        await controller.order(available(2))
         error = await asyncio.wait_for(controller.task, 30)
     assert isinstance(error, GenerationError)
     assert "new weights lack" in str(error)

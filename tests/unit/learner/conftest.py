@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model.critic import SeparateCritic, ValueHead, build_critic_optimizer
+from asyncrl.learner.model.critic import Critic, build_critic_optimizer
 from asyncrl.learner.model.policy import Reference, made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.train_state import TrainState
@@ -48,7 +48,7 @@ def train_state_of(model, config, critic=None, reference=None):
 
 def new_critic(kind, dtype="float32"):
     """Make one that says 0 of everything."""
-    return ValueHead(32) if kind == "head" else SeparateCritic(tiny_model(4, dtype).base_model)
+    return Critic(32, None if kind == "head" else tiny_model(4, dtype).base_model)
 
 
 def critic(kind, dtype="float32"):

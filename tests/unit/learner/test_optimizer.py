@@ -65,16 +65,11 @@ def test_eight_bit_moments_step_nearly_as_adamw(kit):
     assert not torch.equal(changes["adamw"], changes["adamw_8bit"])
 
 
-def optimizer_of(values, **learner):
-    """Return a parameter of these values and its optimizer."""
-    config = LearnerConfig(**{"learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 1e9} | learner)
-    parameter = torch.nn.Parameter(torch.tensor(values, dtype=getattr(torch, config.dtype)))
-    return parameter, optim.PolicyOptimizer([("p", parameter)], config, 10)
-
-
 def test_bfloat16_learns_updates_smaller_than_its_own_step():
     """Between 0.5 and 1 the step of bfloat16 is 1 / 256; an update of 1e-3 would round to nothing."""
-    parameter, optimizer = optimizer_of([1.0], dtype="bfloat16", learning_rate=1e-3)
+    parameter = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    config = LearnerConfig(dtype="bfloat16", learning_rate=1e-3, warmup_steps=0, max_grad_norm=1e9)
+    optimizer = optim.PolicyOptimizer([("p", parameter)], config, 10)
     for step in range(8):
         optimizer.backward(parameter.float().sum())
         optimizer.clip()
@@ -84,7 +79,8 @@ def test_bfloat16_learns_updates_smaller_than_its_own_step():
 
 
 def test_gradients_too_small_for_float16_reach_the_weights():
-    (parameter, optimizer), factor = optimizer_of([1.0, 2.0], dtype="float16"), 2.0**-27
+    parameter, factor = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float16)), 2.0**-27
+    optimizer = optim.PolicyOptimizer([("p", parameter)], LearnerConfig(dtype="float16", max_grad_norm=1e9), 10)
     (parameter.float() * factor).sum().backward()
     assert optimizer.clip() == 0, "without scaling they are lost"
     optimizer.backward((parameter.float() * factor).sum())

@@ -107,21 +107,22 @@ def test_an_open_step_is_told_once_and_the_next_step_ends_it():
     assert set(TROUBLE) | {"stall.early", "reward.hollow"} == {rule.name for rule in RULES}
 
 
-def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward():
+def evaluated(reward_gain, accuracy):
+    """Alarms of 40 steps whose reward grows so from step to step, with an evaluation behind every fifth."""
     alarms, told = Alarms(groups_per_step=8), []
-    for step in range(30):
-        told += alarms.take(report(step))
-        if step % 10 == 9:
-            alarms.take_evaluation(0.6 if step == 9 else 0.2)
-    assert [alarm.rule for alarm in told] == ["reward.collapse"]
+    for step in range(40):
+        told += alarms.take(report(step, 0.2 + reward_gain * step))
+        if step % 5 == 4:
+            alarms.take_evaluation(accuracy(step))
+    return told
+
+
+def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward():
+    assert [alarm.rule for alarm in evaluated(0.0, lambda step: 0.6 if step < 10 else 0.2)] == ["reward.collapse"]
 
 
 def test_a_reward_that_goes_up_while_held_out_accuracy_falls_is_hollow_until_that_is_back():
-    alarms, told = Alarms(groups_per_step=8), []
-    for step in range(40):
-        told += alarms.take(report(step, 0.2 + step / 100))
-        if step % 5 == 4:
-            alarms.take_evaluation(0.6 if 5 < step < 24 else 0.8)
+    told = evaluated(0.01, lambda step: 0.6 if 5 < step < 24 else 0.8)
     assert [(alarm.rule, alarm.is_over, alarm.version) for alarm in told] == [
         ("reward.hollow", False, 21), ("reward.hollow", True, 26)
     ]  # fmt: skip

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.observe.display import RunView, follow_run
-from asyncrl.observe.steps import StepReport, read_steps
+from asyncrl.observe.report import write_report
+from asyncrl.observe.spans import SPANS_FILE
+from asyncrl.observe.steps import EVAL_FILE, StepReport, read_steps
 from asyncrl.schema.status import ProcessStatus, RunStatus
 
 
@@ -35,7 +37,8 @@ class PlayedRun:
 
 async def followed(run: PlayedRun, *, plain: bool) -> str:
     out = io.StringIO()
-    await follow_run(run, plain=plain, console=Console(file=out, width=100, force_terminal=not plain))
+    console = Console(file=out, width=100, force_terminal=not plain)
+    await follow_run(run.status, run.steps(), run.run_folder, plain=plain, console=console)
     return out.getvalue()
 
 
@@ -50,6 +53,11 @@ async def test_a_pipe_gets_one_line_a_step_and_the_outcome_and_a_terminal_the_pa
     for part in ("played [one]", "staleness", "learner waits for a batch since 3 s", "3 groups ready  40 running  2 scoring"):
         assert part in panel
     assert {len(line) for line in panel.splitlines() if line.startswith("│")} == {100}
+    for name in (EVAL_FILE, SPANS_FILE, "reward.png"):
+        (run_folder / name).unlink()
+    assert write_report(run_folder) == {"reward": run_folder / "reward.png"}  # of what there is, and of no more
+    assert (run_folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert not list(run_folder.glob(".*.tmp"))  # noqa: ASYNC240 - a fixture of files
 
 
 def status(phase: str = "running", *, deaths: int = 0, **more: object) -> RunStatus:

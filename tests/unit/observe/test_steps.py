@@ -10,24 +10,15 @@ def report(step: int, reward: float = 0.5) -> StepReport:
     return StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=reward, dropped={"too_old": 2})
 
 
-def test_step_repeated_after_a_crash_counts_once_and_the_last_time(tmp_path: Path) -> None:
-    write_rows(tmp_path / STEPS_FILE, report(0), report(1, 0.1))
-    write_rows(tmp_path / STEPS_FILE, report(1, 0.9), report(2))
-    assert [(row.step, row.reward_mean) for row in read_steps(tmp_path)] == [(0, 0.5), (1, 0.9), (2, 0.5)]
-
-
-def test_writer_after_a_torn_line_starts_a_line_of_its_own(tmp_path: Path) -> None:
-    write_rows(tmp_path / STEPS_FILE, report(0))
-    with (tmp_path / STEPS_FILE).open("ab") as file:
+def test_a_repeated_step_counts_the_last_time_and_behind_a_torn_line_a_writer_starts_its_own(tmp_path: Path) -> None:
+    path = tmp_path / STEPS_FILE
+    write_rows(path, report(0), report(1, 0.1))
+    with path.open("ab") as file:
         file.write(b'{"step": 1, "vers')
-    write_rows(tmp_path / STEPS_FILE, report(1))
-    assert read_steps(tmp_path) == [report(0), report(1)]
-
-
-def test_line_that_goes_on_behind_a_torn_one_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:
-    write_rows(tmp_path / STEPS_FILE, report(0), report(1), report(2))
-    first, second, third = (tmp_path / STEPS_FILE).read_bytes().splitlines(keepends=True)
-    (tmp_path / STEPS_FILE).write_bytes(first + second[:17] + second + third)
+    write_rows(path, report(1, 0.9), report(2))
+    assert read_steps(tmp_path) == [report(0), report(1, 0.9), report(2)]
+    first, *_, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:17] + second + third)  # a line that went on behind a torn one is left out
     assert read_steps(tmp_path) == [report(0), report(2)]
 
 

@@ -120,10 +120,12 @@ def test_task_entries_are_judged_with_the_family_options_they_were_made_with():
         score({**wrapped, "family_options": {"no_such": 1}}, entry["answer"])
 
 
-def test_threshold_below_the_family_score_pays():
-    entry = entry_of("polynomial_equations")
-    close = build_reasoning_gym(ReasoningGymReward(threshold=0.1))
-    assert score(entry, entry["answer"], close) == 1.0
+def test_an_answer_that_its_family_pays_in_part_is_right_from_the_threshold_on():
+    entry = entry_of("letter_jumble")
+    nearly = " ".join(["x", *entry["answer"].split()[1:]])  # 0.9: one of ten words is wrong
+    for threshold, is_right in ((0.89, 1.0), (0.91, 0.0)):
+        assert score(entry, nearly, build_reasoning_gym(ReasoningGymReward(threshold=threshold))) == is_right
+    assert score(entry, nearly) == 0.0
 
 
 def test_wrong_references_are_errors_that_name_the_prompt():

@@ -46,15 +46,11 @@ def test_what_is_no_finite_number_fails_the_sample(value, said):
         score((NamedReward("bad", 1.0, lambda _: value),), SAMPLE)
 
 
-def test_a_batch_that_raises_while_it_is_read_fails_its_samples():
-    rewards = (NamedReward("bad", 1.0, half, lambda samples: (1 / 0 for _ in samples)),)
+@pytest.mark.parametrize("values", [map((1).__truediv__, (0, 0)), {0: 1.0, 1: 0.5}, {2.0, 1.0}], ids=["raises", "dict", "set"])
+def test_a_batch_s_answers_that_raise_or_have_no_order_are_asked_for_one_by_one(values):
+    rewards = (NamedReward("bad", 1.0, half, lambda _: values),)
     assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
     assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).reward == 0.25, "what a batch gave is not asked for again"
-
-
-@pytest.mark.parametrize("values", [{0: 1.0, 1: 0.5}, {2.0, 1.0}])
-def test_a_batch_s_answers_must_have_an_order_that_was_meant(values):
-    assert score((NamedReward("bad", 1.0, half, lambda _: values),), SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
 
 
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):
@@ -72,20 +68,14 @@ def test_program_time_must_fit_into_the_sample_time():
         build_rewards(config)
 
 
-def test_format_matches_the_whole_completion_over_lines():
+def test_a_format_matches_over_lines_an_overlong_answer_costs_up_to_one_and_a_preference_has_two_answers():
     check = build_reward(FormatCheckReward(pattern=r"<a>.*</a>"))
     texts = ("<a>x\ny</a>", "<a>x</a> ", "x<a></a>", "")
     assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in texts] == [1.0, 0.0, 0.0, 0.0]
     with pytest.raises(ConfigError, match="not a regular expression"):
         build_reward(FormatCheckReward(pattern="("))
-
-
-def test_overlong_falls_linearly_to_minus_one():
     penalty = build_reward(OverlongPenalty(max_tokens=100, buffer_tokens=20))
     assert [penalty(RewardInput(Prompt("p"), "", "stop", n)) for n in (0, 80, 90, 100, 150)] == [0.0, 0.0, -0.5, -1.0, -1.0]
-
-
-def test_preference_knows_two_answers():
     with pytest.raises(RewardError, match="member 2"):
         build_reward(PreferenceReward())(RewardInput(Prompt("p"), "", "stop", 1, 2))
 

@@ -22,7 +22,7 @@ def sweep(tmp_path):
     return load
 
 
-def test_cells_are_runs_of_the_base_config_seed_by_seed(sweep, tmp_path):
+def test_cells_are_runs_of_the_base_config_seed_by_seed_in_an_order_that_the_seed_decides(sweep, tmp_path):
     found = sweep(f'seeds = 3\nset = {{ num_steps = 7, "learner.learning_rate" = 0.1 }}\n{ETA}')
     assert [cell.seed for cell in found.cells] == [0, 0, 1, 1, 2, 2]
     assert {cell.config.buffer.max_staleness for cell in found.cells[:2]} == {0, 2}
@@ -35,9 +35,6 @@ def test_cells_are_runs_of_the_base_config_seed_by_seed(sweep, tmp_path):
     assert (found.results.name, other.cells_folder.name, other.cells[0].settings) == (
         "results.jsonl", "cells-again", found.cells[0].settings,
     )  # fmt: skip
-
-
-def test_arms_within_a_seed_are_in_an_order_that_the_seed_decides(sweep):
     text = f'seeds = 20\n{ETA}[[axes]]\nfield = "algorithm.group_size"\nvalues = [4, 8]\n'
     found = sweep(text)
     orders = {tuple(cell.arm for cell in found.cells[first : first + 4]) for first in range(0, 80, 4)}

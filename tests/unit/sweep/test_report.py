@@ -38,16 +38,13 @@ def row(text: str, *begins: str) -> str:
     return next(found for found in text.splitlines() if found.startswith("| " + " | ".join(begins)))
 
 
-def test_what_differs_is_told_apart_and_what_does_not_is_not(tmp_path):
+def test_what_differs_is_told_apart_what_does_not_is_not_and_two_seeds_tell_nothing(tmp_path):
     text = write_report(results(tmp_path, lines()))
     assert "16 cells, 8 seeds; code 0.1.0 abc; a machine; 2026-11-23." in text
     assert "| -19.6 [-19.8, -19.5] | 0.0078 | 0.0156 | lower |" in row(text, "eta=2", "seconds to 0.8", "8")
     assert row(text, "eta=2", "held-out accuracy", "8").endswith("| 1.0000 | 1.0000 | not told apart |")
     assert row(text, "eta=0", "8").startswith("| eta=0 | 8 | 53.5 [")
     assert row(text, "eta=0", "8").endswith("| 0.8 | 25% | 50% | 1.00 (2) |")
-
-
-def test_two_seeds_tell_nothing_and_the_report_says_so(tmp_path):
     text = write_report(results(tmp_path, [one for one in lines() if one.seed < 2]))
     assert "**12 cells are missing**" in text
     assert "not told apart" in row(text, "eta=2", "seconds to 0.8", "2")

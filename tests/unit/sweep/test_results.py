@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.steps import EvalReport, JsonLines, StepReport
+from asyncrl.observe.steps import EvalReport, StepReport
 from asyncrl.sweep.grid import Plan
 from asyncrl.sweep.results import measure_external, measure_run
 from tests.builders import write_rows
@@ -25,7 +25,21 @@ def write_run(folder, ends_s, rewards, evals=((0, 100.0, 0.3),)):
     return folder
 
 
-def test_a_run_is_measured_from_when_version_0_was_evaluated(tmp_path):
+def test_a_metric_of_steps_is_the_mean_of_the_last_that_have_it(tmp_path):
+    name, steps = "bias/length_ratio", enumerate([{"bias/length_ratio": value} for value in (9.0, 1.0, 2.0)] + [{}])
+    made = (StepReport(step=at, version=at + 1, time_s=float(at), reward_mean=0.0, metrics=metrics) for at, metrics in steps)
+    write_rows(tmp_path / "steps.jsonl", *made)
+    plan = msgspec.structs.replace(PLAN, metrics=("accuracy", name, "bias/reward_gap"))
+    assert measure_run(tmp_path, CONFIG, plan, [0.0]).values == {name: 1.5}
+
+
+def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
+    run = write_run(tmp_path, [102.0, 104.0, 1006.0, 1008.0], [0.1, 0.3, 0.7, 0.9])
+    for starts_s in ([90.0, 1000.0], [90.0, 1000.0, 1009.0]):  # the last only evaluated
+        assert measure_run(run, CONFIG, PLAN, starts_s).train_s == 8.0
+
+
+def test_a_run_is_measured_from_when_version_0_was_evaluated_and_a_step_whose_line_was_lost_with_its_controller_counts(tmp_path):
     run = write_run(tmp_path, [102.0, 104.0, 106.0, 110.0], [0.1, 0.3, 0.7, 0.9], [(0, 100.0, 0.3), (4, 111.0, 0.8)])
     made = measure_run(run, CONFIG, PLAN, [90.0])
     assert (made.train_s, made.seconds_to_bar, made.samples_to_bar, made.samples) == (10.0, 6.0, 3 * 256.0, 4 * 256)
@@ -33,26 +47,6 @@ def test_a_run_is_measured_from_when_version_0_was_evaluated(tmp_path):
     assert made.evals == ((0.0, 0, 0.3), (10.0, 1024, 0.8))
     assert made.learner_idle == pytest.approx((0 * 2 + 0.1 * 2 + 0.2 * 2 + 0.3 * 4) / 10)
     assert made.curve[-1] == (10.0, 1024, 0.9)
-
-
-def test_a_metric_of_steps_is_the_mean_of_the_last_that_have_it(tmp_path):
-    file, name = JsonLines[StepReport](tmp_path / "steps.jsonl"), "bias/length_ratio"
-    for step, value in enumerate([9.0, 1.0, 2.0, None]):
-        metrics = {} if value is None else {name: value}
-        file.write(StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=0.0, metrics=metrics))
-    file.close()
-    plan = msgspec.structs.replace(PLAN, metrics=("accuracy", name, "bias/reward_gap"))
-    assert measure_run(tmp_path, CONFIG, plan, [0.0]).values == {name: 1.5}
-
-
-def test_the_time_in_which_an_interrupted_run_did_not_run_is_left_out(tmp_path):
-    run = write_run(tmp_path, [102.0, 104.0, 1006.0, 1008.0], [0.1, 0.3, 0.7, 0.9])
-    assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0]).train_s == 8.0
-    assert measure_run(run, CONFIG, PLAN, [90.0, 1000.0, 1009.0]).train_s == 8.0  # the last only evaluated
-
-
-def test_a_step_whose_line_was_lost_with_its_controller_counts(tmp_path):
-    run = write_run(tmp_path, [102.0, 104.0, 106.0, 110.0], [0.1, 0.3, 0.7, 0.9], [(0, 100.0, 0.3), (4, 111.0, 0.8)])
     first, _lost, *rest = (run / "steps.jsonl").read_text().splitlines(keepends=True)
     (run / "steps.jsonl").write_text("".join((first, *rest)))
     made = measure_run(run, CONFIG, PLAN, [90.0])
@@ -62,6 +56,8 @@ def test_a_step_whose_line_was_lost_with_its_controller_counts(tmp_path):
 
 def test_what_an_external_command_wrote(tmp_path):
     path = tmp_path / "result.json"
+    with pytest.raises(ConfigError, match="says what an external arm writes"):
+        measure_external(path, CONFIG, PLAN)
     path.write_bytes(msgspec.json.encode({"seconds": [1.0, 2.0, 3.0], "rewards": [0.2, 0.6, 0.8], "accuracy": [0.1, 0.7]}))
     made = measure_external(path, CONFIG, PLAN)
     assert (made.seconds_to_bar, made.accuracy_before, made.accuracy, made.samples) == (3.0, 0.1, 0.7, 768)
@@ -70,6 +66,3 @@ def test_what_an_external_command_wrote(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=said):
             measure_external(path, CONFIG, PLAN)
-    path.unlink()
-    with pytest.raises(ConfigError, match="says what an external arm writes"):
-        measure_external(path, CONFIG, PLAN)

@@ -9,16 +9,16 @@ def test_what_is_taken_or_released_is_forgotten_with_its_tokens_and_what_is_not_
     asked, both = AskedPrompts(), GroupsAsked("s", tuple(GroupAsked(number, Prompt("p"), is_followed=True) for number in (0, 1)))
     asked.enter(both)
     for group_id in (7, 8):
-        asked.issued(asked.next(), group_id, 0)
+        asked.issued(asked.queue.popleft(), group_id, 0)
         asked.progress(Progress(group_id, 0, 0, 0, b"", b""))
-    assert [len(asked.of(group_id).pieces) for group_id in (7, 8)] == [1, 1]
-    assert (asked.num_queued, asked.settled(both)) == (0, [])
+    assert [len(asked.by_group[group_id].pieces) for group_id in (7, 8)] == [1, 1]
+    assert (len(asked.queue), asked.settled(both)) == (0, [])
     asked.forget([7])
-    assert asked.of(7) is not None
+    assert 7 in asked.by_group
     asked.ready(7, 0)
-    assert asked.settled(both) == [asked.of(7)] == [asked.first(both)]
+    assert asked.settled(both) == [asked.by_group[7]] == asked.enter(both)[:1]
     asked.forget([7, 99])
-    assert asked.of(7) is None
+    assert 7 not in asked.by_group
     assert asked.close("s") == [8]
     asked.progress(Progress(8, 0, 0, 0, b"", b""))
-    assert asked.of(8) is None
+    assert 8 not in asked.by_group

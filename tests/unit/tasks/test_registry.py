@@ -16,11 +16,6 @@ def test_the_splits_are_disjoint_and_together_are_all_pairs_and_no_held_out_pair
     assert list(task.worked_examples) == [(prompt.text, prompt.answer) for prompt in task.train]
 
 
-def test_holding_everything_out_is_refused_with_the_limit():
-    with pytest.raises(ConfigError, match=r"under 100.*got 512"):
-        build_task(AdditionTask(digits=1), 0)
-
-
 MODULE = """
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.task import TaskData
@@ -42,13 +37,14 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed(module):
     assert build_task(PythonTask(path="my_colours:colours"), 7).train[0].prompt_id == "c7"
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("my_colours:number", "no function 'number'"), ("my_colours:wrong", "must return .*TaskData, got list"),
-    ("my_colours:nothing", "no prompts"),
+@pytest.mark.parametrize(("task", "message"), [
+    (AdditionTask(digits=1), "under 100.*got 512"), (PythonTask(path="my_colours:number"), "no function 'number'"),
+    (PythonTask(path="my_colours:wrong"), "must return .*TaskData, got list"),
+    (PythonTask(path="my_colours:nothing"), "no prompts"),
 ])  # fmt: skip
-def test_what_is_not_a_task_is_refused(module, path, message):
+def test_what_is_not_a_task_or_holds_everything_out_is_refused(module, task, message):
     with pytest.raises(ConfigError, match=message):
-        build_task(PythonTask(path=path), 0)
+        build_task(task, 0)
 
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

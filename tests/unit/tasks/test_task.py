@@ -1,7 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.tasks.task import permuted
+from asyncrl.tasks.task import ComputedSequence, permuted
 
 
 @given(size=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
@@ -13,3 +14,11 @@ def test_a_hundred_million_prompts_are_ordered_without_memory():
     places = {permuted(position, 81_000_000, seed=5) for position in range(2000)}
     assert len(places) == 2000
     assert 38_000_000 < sum(places) / len(places) < 43_000_000
+
+
+def test_a_computed_sequence_has_no_item_outside_of_it_and_says_so():
+    squares = ComputedSequence(10, lambda index: index * index)
+    assert (squares[9], squares[-10], squares[8:20]) == (81, 0, [64, 81])
+    for index in (12, 10, -11):
+        with pytest.raises(IndexError, match=f"^index {index} is outside a sequence of 10$"):
+            squares[index]

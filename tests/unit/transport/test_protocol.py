@@ -1,6 +1,7 @@
 """A session over a wire that loses any suffix of what is in flight."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,21 +14,13 @@ HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["send", "ack", "cut", "mend", "forget"]), st.integers(0, 20)), max_size=200)
 
 
-async def no_goodbye(session: Connection, reason: str) -> None:
-    pass
-
-
-def make_session(window: int) -> Connection:
-    return Connection(HELLO, window, 1 << 20, no_goodbye, Refused())
-
-
 @given(st.integers(1, 8), ACTIONS)
 def test_every_message_is_taken_once_in_order_whatever_is_lost(window, actions):
     asyncio.run(lossy_story(window, actions))
 
 
 async def lossy_story(window: int, actions) -> None:
-    near, far = make_session(window), make_session(window)
+    near, far = (Connection(HELLO, window, 1 << 20, AsyncMock(), Refused()) for _ in range(2))
     taken, waiting, num_sent, is_whole = [], [], 0, True
 
     def wire_to(other: Connection):

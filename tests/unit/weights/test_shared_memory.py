@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,8 @@ MANIFEST = make_manifest({"w": torch.zeros(1_000_000)})
 
 @pytest.fixture
 def writer(tmp_path):
-    writer = SharedMemoryWriter(tmp_path)
-    yield writer
-    writer.close()
+    with closing(SharedMemoryWriter(tmp_path)) as writer:
+        yield writer
 
 
 def announcement(version, location):
@@ -45,7 +45,12 @@ def test_a_segment_whose_learner_lives_stays_though_a_reader_has_closed_it_and_a
     writer.overwrite(0)
     location = Path(writer.commit(0, 1, ""))
     into = memoryview(bytearray(MANIFEST.total_bytes))
-    SharedMemoryReader(tmp_path).fetch(announcement(1, str(location)), into, threading.Event())
+    num_mapped = [Path("/proc/self/maps").read_text().count(str(location))]
+    with closing(SharedMemoryReader(tmp_path)) as reader:
+        reader.fetch(announcement(1, str(location)), into, threading.Event())
+        num_mapped.append(Path("/proc/self/maps").read_text().count(str(location)))
+    num_mapped.append(Path("/proc/self/maps").read_text().count(str(location)))
+    assert num_mapped[0] == num_mapped[2] < num_mapped[1], "a closed reader has nothing mapped"
     location.read_bytes()
     sweep = (
         "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load_config, parse_config
 from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch
 from asyncrl.control.launch.processes import plan_processes
@@ -44,20 +44,15 @@ WORKER_FIELDS = {
 # -- what KubeRay takes --------------------------------------------------------------------------------------------------
 
 
-def test_fields_are_kuberay_s():
+def test_fields_are_kuberay_s_and_nothing_is_said_that_it_refuses():
     assert (JOB["apiVersion"], JOB["kind"]) == ("ray.io/v1", "RayJob")
     assert set(SPEC) <= {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
     assert set(CLUSTER) <= {"rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs"}
     assert CLUSTER["autoscalerOptions"] == {"version": "v2"}
-    assert set(GROUPS[0]) <= HEAD_FIELDS
-    for group in GROUPS[1:]:
-        assert set(group) <= WORKER_FIELDS
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-
-
-def test_nothing_is_said_that_kuberay_refuses():
     assert len(JOB["metadata"]["name"]) <= 47
     for group in GROUPS:
+        assert set(group) <= (HEAD_FIELDS if group is GROUPS[0] else WORKER_FIELDS)
+        assert group.get("minReplicas", 0) <= group.get("replicas", 0) <= group.get("maxReplicas", 0)
         parameters = group["rayStartParams"]
         assert "labels" not in parameters, "KubeRay refuses labels there: they are the group's own field"
         assert not ({"num-cpus", "num-gpus", "memory", "resources"} & set(parameters) and group.get("resources"))
@@ -107,3 +102,11 @@ def test_the_nodes_that_would_be_started_are_those_the_run_asks_for():
     joining = [gang(["generator"])] * (CONFIG.launch.elastic.max_generators - CONFIG.generate.num_workers)
     assert launched([begins_with]) == {"rewards": 1, "engine": 2, "trainer": 1}
     assert launched([begins_with, *joining]) == {"rewards": 1, "engine": 16, "trainer": 1}, "one GPU each, up to the bound"
+
+
+def test_gpus_follow_from_devices_unless_they_are_said() -> None:
+    on_gpus = {"learner": {"device": "cuda", "ranks": 4}, "generate": {"engine": {"kind": "vllm", "tensor_parallel": 2}}}
+    config = parse_config({"launch": {"kind": "ray"}, **on_gpus})
+    assert [needs_of(config, kind).num_gpus for kind in ("learner", "generator", "reward")] == [4, 2, 0]
+    said = parse_config({"launch": {"kind": "ray", "generator": {"num_gpus": 0.5}}})
+    assert needs_of(said, "generator").num_gpus == 0.5

@@ -4,15 +4,7 @@ import json
 
 import pytest
 
-from asyncrl.control.lifecycle.failure_watch import (
-    FIRST_SAMPLES,
-    WINDOW_GROUPS,
-    WINDOW_SAMPLES,
-    FailureWatch,
-    StallDetector,
-    Wait,
-    wait_chain,
-)
+from asyncrl.control.lifecycle.failure_watch import WINDOW_GROUPS, WINDOW_SAMPLES, FailureWatch, StallDetector, Wait, wait_chain
 from asyncrl.errors import kind_of
 
 KIND = "TypeError at rewards.py:3"
@@ -35,7 +27,7 @@ HANGS = "reward slow ran past reward.timeout_s (30 s)"
 def test_a_limit_is_told_once_and_the_first_samples_end_a_run_where_all_ran_over_one_or_failed():
     watch = FailureWatch(0.5)
     watch.sample_failed("reward", KIND, "no")
-    assert [watch.sample_scored(HANGS) for _ in range(FIRST_SAMPLES - 2)] == [True] + [False] * (FIRST_SAMPLES - 3)
+    assert [watch.sample_scored(HANGS) for _ in range(14)] == [True] + [False] * 13
     assert watch.verdict == ""
     watch.sample_scored(HANGS)
     assert watch.verdict == f"all of the first 16 samples failed or ran over a limit; the last: {HANGS}"

@@ -69,13 +69,9 @@ def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
     assert [fault.partition(" ")[0] for fault in found] == fields
 
 
-def lines(path, count, prompt="1+1="):
-    records = [{"question": f"{prompt}{number}", "answer": "2"} for number in range(count)]
-    return {"kind": "jsonl", "path": write_jsonl(path, records), "chat": False}
-
-
 def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
-    task = lines(tmp_path / "d.jsonl", 30, prompt="x" * 20) | {"held_out": 10}
+    records = [{"question": f"{'x' * 20}{number}", "answer": "2"} for number in range(30)]
+    task = {"kind": "jsonl", "path": write_jsonl(tmp_path / "d.jsonl", records), "chat": False, "held_out": 10}
     generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
     (fault,) = describe(parse_config({"task": task, "generate": generate}))[1]
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")

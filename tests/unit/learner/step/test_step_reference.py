@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInputs
 from asyncrl.config.algorithm import CriticConfig, KLConfig, TruncatedToken
-from asyncrl.learner.model.critic import ValueHead
 from asyncrl.learner.step.train_step import train_step
 
 PACKINGS = [45, 10_000]
@@ -132,7 +131,7 @@ def test_grpo_with_decoupled_ppo(kit, minibatches, epochs, temperature, referenc
 
 def slow_ppo(kit, model, critic, samples, epochs, frozen):
     """PPO with GAE and a clipped value loss; of `frozen`, the reference's log-probabilities, k1 is taken from token rewards."""
-    body = model.base_model if isinstance(critic, ValueHead) else critic.body
+    body = model.base_model if critic.body is None else critic.body
     optimizers = adamw(model, 1e-2), adamw(critic, 2e-2)
 
     def values_now():
@@ -156,7 +155,7 @@ def slow_ppo(kit, model, critic, samples, epochs, frozen):
             return value_term(values[number][token], old[number][token], returns[number][token])
 
         policy_loss, value_loss = (mean_over_tokens(samples, range(len(samples)), term) for term in (policy, value))
-        scale = 0.5 if isinstance(critic, ValueHead) else 1.0
+        scale = 0.5 if critic.body is None else 1.0
         (policy_loss + scale * value_loss).backward()
         for optimizer, module in zip(optimizers, (model, critic), strict=True):
             apply(optimizer, module)

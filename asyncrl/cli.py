@@ -262,7 +262,9 @@ def replay(
         list[str],
         typer.Option("--with", metavar="A.B=VALUE", help="Of the batch of STEP: its gradient, had the config been so."),
     ] = [],  # noqa: B006 - typer copies it
-    samples: Annotated[int, typer.Option(help="Draw so many samples, and generate them again.", metavar="N", min=0)] = 0,
+    samples: Annotated[
+        int, typer.Option(help="Draw so many samples, and generate them again.", metavar="N", min=0, max=1_000_000)
+    ] = 0,
 ) -> None:
     """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps and samples."""
     from asyncrl.replay.decisions import replay_run

@@ -252,7 +252,8 @@ class RecordedStep(msgspec.Struct, frozen=True):
         path = self.path(folder, self.step)
         try:
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, zstandard.compress(msgspec.msgpack.encode(self), 3), onto_disk=False)
+            compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+            write_whole(path, compressor.compress(msgspec.msgpack.encode(self)), onto_disk=False)
         except OSError as error:
             log.error("step %d is not recorded, and the run goes on: %s", self.step, error)  # noqa: TRY400
 

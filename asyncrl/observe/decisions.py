@@ -148,9 +148,10 @@ class Recorder:
         self._write(step, entries, is_last=is_last)
 
     def close(self) -> None:
-        """Write what is left, and that it is all. Safe to repeat."""
+        """Write what is left, and that it is all; nothing where the run did not begin. Safe to repeat."""
         if not self._file.closed:
-            self.end_chunk(-1, is_last=True)
+            if self._begun:
+                self.end_chunk(-1, is_last=True)
             self._file.close()
 
     def _write(self, step: int, content: bytes, *, is_last: bool) -> None:
@@ -159,8 +160,10 @@ class Recorder:
         data = self._compressor.compress(content)
         self._chain = chained(self._chain, step, is_last, data)
         chunk = self._encoder.encode(Chunk(step, is_last, self._chain, data))
+        rest = memoryview(len(chunk).to_bytes(LENGTH_BYTES, "little") + chunk)
         try:
-            self._file.write(len(chunk).to_bytes(LENGTH_BYTES, "little") + chunk)
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             log.error("%s cannot be written, and the run goes on without: %s", self._file.name, error)  # noqa: TRY400
             self._file.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zstandard
 
 from asyncrl.buffer.buffer import Untrained
 from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
@@ -80,15 +81,27 @@ def replay_run(
         num_samples: How many samples to draw and generate again.
 
     Raises:
-        ConfigError: There is no recording, or not what is asked for.
+        ConfigError: There is no recording, or not what is asked for, or it is damaged.
     """
+    try:
+        return _replay_run(run_folder, until, instead, say, num_samples)
+    except (LookupError, ValueError, TypeError, MemoryError, msgspec.MsgspecError, zstandard.ZstdError) as error:
+        what = f"{run_folder / RECORD_FOLDER} cannot be replayed ({type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]})"
+        raise ConfigError(f"{what}: it is damaged, not all of one run, or of another version of asyncrl") from error
+
+
+def _replay_run(
+    run_folder: Path, until: int | None, instead: Sequence[str], say: Callable[[str], None], num_samples: int
+) -> bool:
     steps = sorted((run_folder / RECORD_FOLDER / STEPS_FOLDER).glob("step-*.bin"))
     if instead and (until is None or not steps):
         raise ConfigError(
             "--with asks of one recorded batch: give --until STEP, of a run with observe.record = 'batches' or 'all'"
         )
     if num_samples and (instead or not steps):
-        raise ConfigError("--samples is for a run with observe.record = 'batches' or 'all', and without --with")
+        raise ConfigError(
+            "--samples is for a run with observe.record = 'batches' or 'all' and a learner of its own, and without --with"
+        )
     lives = replay_decisions(run_folder, until)
     for life in lives:
         say(life.text)
@@ -114,6 +127,8 @@ def replay_run(
             say(f"  the first that differs: {again.difference}")
             return False
     if instead:
+        if replay.version != until:
+            raise ConfigError(f"step {until} was not trained; the last that was is {replay.version - 1}")
         found = replay.whatif({field: value for field, value, _ in pairs_of(instead)})
         ess = " -> ".join("none" if value is None else f"{value:.3f}" for value in found.ess)
         say(

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.live import with_settings
+from asyncrl.config.load import resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.batch_feeder import RecordedStep, pack_taken
 from asyncrl.control.evaluation import sampling_of
@@ -75,14 +76,14 @@ class LearnerReplay:
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder, self._folder = run_folder, run_folder / RECORD_FOLDER
-        self._configs: dict[int, RunConfig] = {}
+        self.configs: dict[int, RunConfig] = {}
         """By number of the controller's life."""
         for path in sorted(self._folder.glob("decisions-*.bin")):
             if (journal := read_journal(path)) is not None:
-                self._configs[int(path.stem.rpartition("-")[2])] = journal.beginning.config
-        if not self._configs:
+                self.configs[int(path.stem.rpartition("-")[2])] = journal.beginning.config
+        if not self.configs:
             raise ConfigError(f"{self._folder} has no recording that begins whole")
-        self.config: RunConfig = self._configs[min(self._configs)]
+        self.config: RunConfig = self.configs[min(self.configs)]
         """That the run began with."""
         config = self.config
         if config.learner.ranks > 1:
@@ -93,6 +94,8 @@ class LearnerReplay:
         if config.learner.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"{run_folder} was trained on {config.learner.device}, which this machine has not")
         self._recorded = {row.version: row for row in read_lines(self._folder / VERSIONS_FILE, VersionRecord)}
+        if not self._recorded:
+            raise ConfigError(f"{self._folder / VERSIONS_FILE} is missing or empty: it has the versions to compare with")
         resolve_functions(config.algorithm)
         torch.set_num_threads(config.learner.num_threads)
         self.model_folder = run_folder / "model"
@@ -129,7 +132,7 @@ class LearnerReplay:
             ConfigError: A field or its value is wrong, or there is no such step.
         """
         batch, config = self._step(self.version)
-        other = with_settings(config, overrides)
+        other = resolve_config(config, overrides)
         resolve_functions(other.algorithm)
         was, figures = OpenStep(self.state, batch, config).gradient()
         would_be, others = OpenStep(self.state, batch, other).gradient()
@@ -150,17 +153,19 @@ class LearnerReplay:
         """
         path = RecordedStep.path(self._folder, step)
         if not path.exists():
-            raise ConfigError(f"the batch of step {step} is not in {path.parent}")
+            raise ConfigError(f"the batch of step {step} is not in {path.parent}: it was not recorded, or is gone")
         try:
             content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
             return msgspec.msgpack.decode(content, type=RecordedStep)
-        except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, MemoryError) as error:
             before = f"; the steps before it replay with --until {step - 1}" if step else ""
             raise ConfigError(f"{path} is damaged: {error}{before}") from error
 
     def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
         recorded = self.recorded(step)
-        config = with_settings(self._configs[recorded.life], recorded.params.settings)
+        if recorded.life not in self.configs:
+            raise ConfigError(f"step {step} is of life {recorded.life} of the controller, whose recording is missing or damaged")
+        config = with_settings(self.configs[recorded.life], recorded.params.settings)
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
 
 
@@ -181,6 +186,8 @@ class SamplesReplayed:
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     sample: Sample
+    config: RunConfig
+    """Of the life of the controller in which it was trained or lost."""
     sampling: SamplingParams
     versions: list[int]
 
@@ -208,10 +215,10 @@ class SampleReplay:
         self._engine = engine
         steps = learner.steps(until)
         wanted = Counter(random.Random(self._config.seed).choices(steps or [0], k=num_samples))
-        lost: dict[int, list[tuple[Sample, StepParams]]] = {step: [] for step in wanted}
-        for step, one in untrained(learner.run_folder, until):  # a controller that was killed may have known later versions
+        lost: dict[int, list[tuple[Sample, StepParams, int]]] = {step: [] for step in wanted}
+        for life, step, one in untrained(learner.run_folder, until):  # a controller that was killed may have known later versions
             made = [sample for sample in one.samples if step in lost and ids_from_bytes(sample.versions).max() <= len(steps)]
-            lost.get(step, []).extend((sample, one.params) for sample in made)
+            lost.get(step, []).extend((sample, one.params, life) for sample in made)
         self._drawn = [one for step in sorted(wanted) for one in self._draw(learner.recorded(step), lost[step], wanted[step])]
         self._needed = {version for drawn in self._drawn for version in drawn.versions}
         self._scratch = tempfile.TemporaryDirectory(prefix="asyncrl-replay-")
@@ -245,26 +252,26 @@ class SampleReplay:
                 num_swapped += len(set(drawn.versions)) > 1
         return SamplesReplayed(num_equal, num_tokens, num_swapped, "")
 
-    def _draw(self, recorded: RecordedStep, lost: list[tuple[Sample, StepParams]], count: int) -> list[_Drawn]:
-        members = [(member.sample, recorded.params) for group in recorded.groups for member in group.members]
+    def _draw(self, recorded: RecordedStep, lost: list[tuple[Sample, StepParams, int]], count: int) -> list[_Drawn]:
+        members = [(member.sample, recorded.params, recorded.life) for group in recorded.groups for member in group.members]
         members += lost
         drawn = []
-        for sample, params in random.Random(recorded.step).sample(members, min(count, len(members))):
-            temperature = 0.0 if sample.index == params.screen.greedy_index else params.temperature
-            sampling = sampling_of(self._config, temperature)
-            drawn.append(_Drawn(sample, sampling, ids_from_bytes(sample.versions).tolist()))
+        for sample, params, life in random.Random(recorded.step).sample(members, min(count, len(members))):
+            config, temperature = self._learner.configs[life], params.temperature
+            sampling = sampling_of(config, 0.0 if sample.index == params.screen.greedy_index else temperature)
+            drawn.append(_Drawn(sample, config, sampling, ids_from_bytes(sample.versions).tolist()))
         return drawn
 
     def _differs(self, decoder: SlotDecoder, rules: RequestRules, drawn: _Drawn) -> str:
         """Generate one sample again; return how it differs from the run's, or nothing."""
         sample, versions = drawn.sample, drawn.versions
-        seed = derive_seed(self._config.seed, sample.group_id, sample.index)
+        seed = derive_seed(drawn.config.seed, sample.group_id, sample.index)
         prompt_ids = tuple(int(token) for token in ids_from_bytes(sample.prompt_ids))
         request = EngineRequest(f"g{sample.group_id}.{sample.index}", prompt_ids, drawn.sampling, seed)
         token_ids, logprobs, reason = list[int](), list[float](), None
         for place, version in enumerate(versions):
             if version != decoder.version:
-                decoder.load_weights(version, load_file(self._path(version)), self._config.generate.kv)
+                decoder.load_weights(version, load_file(self._path(version)), drawn.config.generate.kv)
             if place == 0:
                 decoder.submit(InFlight(request, rules.stop_ids(request)))
             for _, news in [*decoder.step(), *decoder.chunks()]:

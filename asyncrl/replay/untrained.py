@@ -11,8 +11,10 @@ from asyncrl.buffer.buffer import Untrained
 from asyncrl.observe.decisions import RECORD_FOLDER, UNTRAINED, read_journal
 
 
-def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int, Untrained]]:
-    """Yield the samples that no step trained, as they were lost, each with the optimizer step that was done next.
+def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int, int, Untrained]]:
+    """Yield the samples that no step trained, as they were lost.
+
+    Each comes with the number of the controller's life (0: the first) and the optimizer step that was done next.
 
     Args:
         run_folder: Of a run with `observe.record = "all"`; of another nothing is yielded.
@@ -21,7 +23,7 @@ def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int,
     """
     decode = msgspec.msgpack.Decoder(Untrained).decode
     for path in sorted((run_folder / RECORD_FOLDER).glob("decisions-*.bin")):
-        waiting = list[Untrained]()
+        waiting, life = list[Untrained](), int(path.stem.rpartition("-")[2])
         if (journal := read_journal(path)) is None:
             continue
         for chunk in journal.chunks:
@@ -29,7 +31,7 @@ def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int,
                 break
             waiting += [decode(event) for name, _, event, _ in journal.entries(chunk) if name == UNTRAINED]
             if chunk.step >= 0:
-                yield from ((chunk.step, one) for one in waiting)
+                yield from ((life, chunk.step, one) for one in waiting)
                 waiting.clear()
         if until is None:
-            yield from ((-1, one) for one in waiting)
+            yield from ((life, -1, one) for one in waiting)

@@ -10,6 +10,7 @@ import zstandard
 
 import asyncrl
 from asyncrl.control.batch_feeder import RecordedStep
+from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_events
 from asyncrl.replay.decisions import replay_decisions, replay_run
 from asyncrl.replay.learner import LearnerReplay, SampleReplay, WhatIf
@@ -84,16 +85,24 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
     said.clear()
     assert not await asyncio.to_thread(replay_run, folder, None, (), said.append)
     assert "version 6 has other weights than in the run: step 5 is the first" in said[-1]
+    with pytest.raises(ConfigError, match="nope"):
+        await asyncio.to_thread(replay_run, folder, 3, ("algorithm.nope=1",), said.append)
+    RecordedStep.path(folder / "record", 4).write_bytes(b"(\xb5/\xfd" + bytes(range(64)))
+    with pytest.raises(ConfigError, match=r"step-000004\.bin is damaged: .*; the steps before it replay with --until 3"):
+        await asyncio.to_thread(replay_run, folder, None, (), said.append)
+    (folder / "record" / "versions.jsonl").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"versions\.jsonl is missing or empty"):
+        await asyncio.to_thread(replay_run, folder, None, (), said.append)
 
 
 async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny):
     settings = {**NO_EVALUATION, "buffer__policy": "drop", "algorithm__dynamic_sampling": True}
     async with asyncrl.Run(tiny(num_steps=20, **settings, observe__record="all", generate__kv="keep")) as run:
         status = await run.wait()
-    lost = Counter(one.reason for _, one in untrained(run.run_folder))
+    lost = Counter(one.reason for _, _, one in untrained(run.run_folder))
     assert lost
     assert lost == status.dropped
-    early = [step for step, _ in untrained(run.run_folder, 9)]
+    early = [step for _, step, _ in untrained(run.run_folder, 9)]
     assert early == sorted(early)
     assert {*early} <= {*range(10)}
     (life,) = replay_decisions(run.run_folder)
@@ -106,7 +115,7 @@ async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_wei
     assert again.num_swapped > 0
     assert any(drawn.sample.group_id not in trained_groups(run.run_folder) for drawn in samples._drawn)
     learner = LearnerReplay(run.run_folder)
-    learner.config = msgspec.structs.replace(learner.config, seed=1)
+    learner.configs[0] = msgspec.structs.replace(learner.config, seed=1)
     other = SampleReplay(learner, 3, 0)
     assert "its tokens were" in (await asyncio.to_thread(other.run)).difference
 

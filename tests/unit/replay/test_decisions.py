@@ -16,7 +16,7 @@ from asyncrl.control.lifecycle.state import IllegalTransitionError
 from asyncrl.control.placement import state as ps
 from asyncrl.errors import ConfigError
 from asyncrl.observe.decisions import Beginning, Recorder, Watch
-from asyncrl.replay.decisions import machines_of, replay_decisions
+from asyncrl.replay.decisions import machines_of, replay_decisions, replay_run
 
 NUM_STEPS = 6
 BEGINNING = Beginning(
@@ -108,3 +108,16 @@ def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
 def test_a_run_without_a_recording_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"observe\.record=decisions"):
         replay_decisions(tmp_path)
+
+
+def test_a_start_that_failed_leaves_no_life_and_what_is_of_another_version_is_refused(tmp_path):
+    recorder = Recorder(tmp_path)
+    live(recorder)
+    recorder.close()
+    Recorder(tmp_path).close()
+    assert [life.path.name for life in replay_decisions(tmp_path)] == ["decisions-0000.bin"]
+    other = Recorder(tmp_path)
+    live(other, lambda _, event, now, instructions: other.note("oracle", event, now, instructions))
+    other.close()
+    with pytest.raises(ConfigError, match="of another version"):
+        replay_run(tmp_path, None, (), print)

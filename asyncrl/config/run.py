@@ -330,8 +330,8 @@ class ObserveConfig(_Stage, frozen=True):
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
     """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
     record: Literal["off", "decisions", "batches", "all"] = "off"
-    """Keep in RUN/record what `asyncrl replay` needs: every event that the controller decided by; also every step's batch; also
-    the samples that no step trained."""
+    """Keep in RUN/record what `asyncrl replay` needs. `decisions`: every event that the controller decided by; `batches`: also
+    every step's batch; `all`: also the samples that no step trained."""
     webhook: Annotated[str, Meta(pattern=r"^(https?://[^\s/?#]+\S*)?$")] = ""
     """URL to which every alarm is posted as JSON, as it is raised and as it is over; empty: none."""
     samples: NonNegativeInt = 32

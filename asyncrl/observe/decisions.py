@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 import zstandard
 
 from asyncrl.config.run import RunConfig
+from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ Entry = tuple[str, float, msgspec.Raw, msgspec.Raw]
 """Machine, clock seconds, event, and its instructions or the error."""
 Event = TypeVar("Event")
 Instruction = TypeVar("Instruction")
+T = TypeVar("T")
 Watch = Callable[[str, Any, float, "Sequence[Any] | str"], None]
 """(machine, event, now, instructions); in place of instructions the error, where the event could not come."""
 
@@ -119,7 +122,7 @@ class Recorder:
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / RECORD_FOLDER
         self.folder.mkdir(exist_ok=True)
-        self.life = len(list(self.folder.glob("decisions-*.bin")))
+        self.life = max(recordings(self.folder), default=-1) + 1
         self._file = (self.folder / f"decisions-{self.life:04}.bin").open("xb", buffering=0)
         self._encoder = msgspec.msgpack.Encoder()
         self._compressor = zstandard.ZstdCompressor(level=1)
@@ -180,15 +183,27 @@ class Journal:
     fault: str
     """Why there is no more, in words; empty where the controller closed the file."""
 
-    @staticmethod
-    def entries(chunk: Chunk) -> list[Entry]:
-        """Return the events of a chunk."""
-        content = zstandard.ZstdDecompressor().decompress(chunk.data)
-        return msgspec.msgpack.decode(content, type=list[Entry])
+    def entries(self, chunk: Chunk) -> list[Entry]:
+        """Return the events of a chunk.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        return _unpacked(self.path, chunk, list[Entry])
+
+
+def recordings(folder: Path) -> dict[int, Path]:
+    """Return the files of a RUN/record, by the number of the controller's life, in order."""
+    named = ((re.fullmatch(r"decisions-(\d{4,})\.bin", path.name), path) for path in folder.glob("decisions-*.bin"))
+    return dict(sorted((int(found[1]), path) for found, path in named if found is not None))
 
 
 def read_journal(path: Path) -> Journal | None:
-    """Read as much of a file as is whole; None where not even its beginning is."""
+    """Read as much of a file as is whole; None where not even its beginning is.
+
+    Raises:
+        ConfigError: It begins with what this version cannot read.
+    """
     content, place, chain, chunks = path.read_bytes(), 0, b"", list[Chunk]()
     fault = "it was cut off: the controller was killed, is still running, or its disk was full"
     while place + LENGTH_BYTES <= len(content):
@@ -209,5 +224,11 @@ def read_journal(path: Path) -> Journal | None:
             fault = ""
     if not chunks:
         return None
-    beginning = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(chunks[0].data), type=Beginning)
-    return Journal(path, beginning, tuple(chunks[1:]), fault)
+    return Journal(path, _unpacked(path, chunks[0], Beginning), tuple(chunks[1:]), fault)
+
+
+def _unpacked(path: Path, chunk: Chunk, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(chunk.data), type=kind)
+    except (zstandard.ZstdError, msgspec.MsgspecError, MemoryError) as error:
+        raise ConfigError(f"{path} is damaged, or of another version of asyncrl: {error}") from error

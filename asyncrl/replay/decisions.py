@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zstandard
 
-from asyncrl.buffer.buffer import Untrained
 from asyncrl.buffer.events import BufferEvent, GroupIssued, GroupPlaced, IssueGroup, ReissueGroup
 from asyncrl.buffer.open import limits_of
 from asyncrl.buffer.state import BufferState
@@ -31,7 +29,18 @@ from asyncrl.control.lifecycle.events import Event
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.placement.state import PhaseEvent, Phases
 from asyncrl.errors import ConfigError
-from asyncrl.observe.decisions import RECORD_FOLDER, STEPS_FOLDER, UNTRAINED, Beginning, Entry, Journal, Machine, read_journal
+from asyncrl.observe.decisions import (
+    RECORD_FOLDER,
+    STEPS_FOLDER,
+    UNTRAINED,
+    Beginning,
+    Entry,
+    Journal,
+    Machine,
+    read_journal,
+    recordings,
+)
+from asyncrl.replay.untrained import decoded
 
 SHOWN_CHARACTERS = 400
 """Of an event or its instructions, in a report."""
@@ -83,16 +92,6 @@ def replay_run(
     Raises:
         ConfigError: There is no recording, or not what is asked for, or it is damaged.
     """
-    try:
-        return _replay_run(run_folder, until, instead, say, num_samples)
-    except (LookupError, ValueError, TypeError, MemoryError, msgspec.MsgspecError, zstandard.ZstdError) as error:
-        what = f"{run_folder / RECORD_FOLDER} cannot be replayed ({type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]})"
-        raise ConfigError(f"{what}: it is damaged, not all of one run, or of another version of asyncrl") from error
-
-
-def _replay_run(
-    run_folder: Path, until: int | None, instead: Sequence[str], say: Callable[[str], None], num_samples: int
-) -> bool:
     steps = sorted((run_folder / RECORD_FOLDER / STEPS_FOLDER).glob("step-*.bin"))
     if instead and (until is None or not steps):
         raise ConfigError(
@@ -149,7 +148,7 @@ def replay_decisions(run_folder: Path, until: int | None = None) -> list[LifeRep
     Raises:
         ConfigError: There is no recording.
     """
-    paths = sorted((run_folder / RECORD_FOLDER).glob("decisions-*.bin"))
+    paths = recordings(run_folder / RECORD_FOLDER).values()
     journals = [journal for path in paths if (journal := read_journal(path)) is not None]
     if not journals:
         raise ConfigError(f"{run_folder} has no recording: run it with --set observe.record=decisions")
@@ -184,14 +183,14 @@ _DECODE: dict[str, Callable[[msgspec.Raw], Any]] = {
 def _replay(journal: Journal, until: int | None) -> LifeReplayed:
     machines, encoder = machines_of(journal.beginning), msgspec.msgpack.Encoder()
     num_events, last_step, times_s, difference, started_s = 0, -1, list[float](), "", time.perf_counter()
-    lost, decode = Counter[str](), msgspec.msgpack.Decoder(Untrained).decode
+    lost, lost_since = Counter[str](), Counter[str]()
     for chunk in journal.chunks:
         if until is not None and chunk.step > until:
             break
         for entry in journal.entries(chunk):
             if entry[0] == UNTRAINED:
-                one = decode(entry[2])
-                lost[one.reason] += len(one.samples)
+                one = decoded(journal, entry)
+                lost_since[one.reason] += len(one.samples)
                 continue
             if difference := _difference(machines, entry, encoder):
                 difference = f"  event {num_events} is the first that differs: {difference}"
@@ -201,6 +200,9 @@ def _replay(journal: Journal, until: int | None) -> LifeReplayed:
         if difference:
             break
         last_step = max(last_step, chunk.step)
+        if chunk.step >= 0 or until is None:
+            lost += lost_since
+            lost_since.clear()
     lived_s = times_s[-1] - times_s[0] if times_s else 0.0
     took_s = time.perf_counter() - started_s
     return LifeReplayed(journal.path, num_events, last_step, lived_s, took_s, difference, journal.fault, lost)
@@ -209,7 +211,10 @@ def _replay(journal: Journal, until: int | None) -> LifeReplayed:
 def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: msgspec.msgpack.Encoder) -> str:
     """Have one event enter its machine; return how what follows differs from the run, or nothing."""
     name, now, raw, recorded = entry
-    event, machine = _DECODE[name](raw), machines[name]
+    try:
+        event, machine = _DECODE[name](raw), machines[name]
+    except (KeyError, msgspec.MsgspecError) as error:
+        return f"{name} at {now:.3f} cannot be read by this version of asyncrl: {type(error).__name__}: {error}"
     is_handed_out = isinstance(event, GroupPlaced) or (isinstance(event, GroupIssued) and not event.external)
     if isinstance(machine, BufferState) and is_handed_out:
         to = (event.generator, event.version)
@@ -221,6 +226,8 @@ def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: m
         instructions: list[Any] | str = machine.handle(event, now)
     except AssertionError as error:
         instructions = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run's machine did not raise it
+        instructions = f"{type(error).__name__}: {error}"
     if (encoded := encoder.encode(instructions)) == bytes(recorded):
         return ""
     was, became = msgspec.msgpack.decode(recorded), msgspec.msgpack.decode(encoded)

@@ -44,7 +44,7 @@ from asyncrl.learner.model.policy import publishable_tensors
 from asyncrl.learner.resume import build_train_state, resolve_functions
 from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.observe.decisions import RECORD_FOLDER, read_journal
+from asyncrl.observe.decisions import RECORD_FOLDER, read_journal, recordings
 from asyncrl.observe.steps import read_lines
 from asyncrl.replay.untrained import untrained
 from asyncrl.schema.batches import StepBatch
@@ -78,9 +78,9 @@ class LearnerReplay:
         self.run_folder, self._folder = run_folder, run_folder / RECORD_FOLDER
         self.configs: dict[int, RunConfig] = {}
         """By number of the controller's life."""
-        for path in sorted(self._folder.glob("decisions-*.bin")):
+        for life, path in recordings(self._folder).items():
             if (journal := read_journal(path)) is not None:
-                self.configs[int(path.stem.rpartition("-")[2])] = journal.beginning.config
+                self.configs[life] = journal.beginning.config
         if not self.configs:
             raise ConfigError(f"{self._folder} has no recording that begins whole")
         self.config: RunConfig = self.configs[min(self.configs)]
@@ -161,11 +161,21 @@ class LearnerReplay:
             before = f"; the steps before it replay with --until {step - 1}" if step else ""
             raise ConfigError(f"{path} is damaged: {error}{before}") from error
 
+    def config_of(self, life: int) -> RunConfig:
+        """Return the config of a life of the controller.
+
+        Raises:
+            ConfigError: Its recording is not there.
+        """
+        if life not in self.configs:
+            raise ConfigError(
+                f"{self._folder / f'decisions-{life:04}.bin'}, with the config of some steps, is missing or damaged"
+            )
+        return self.configs[life]
+
     def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
         recorded = self.recorded(step)
-        if recorded.life not in self.configs:
-            raise ConfigError(f"step {step} is of life {recorded.life} of the controller, whose recording is missing or damaged")
-        config = with_settings(self.configs[recorded.life], recorded.params.settings)
+        config = with_settings(self.config_of(recorded.life), recorded.params.settings)
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
 
 
@@ -257,7 +267,7 @@ class SampleReplay:
         members += lost
         drawn = []
         for sample, params, life in random.Random(recorded.step).sample(members, min(count, len(members))):
-            config, temperature = self._learner.configs[life], params.temperature
+            config, temperature = self._learner.config_of(life), params.temperature
             sampling = sampling_of(config, 0.0 if sample.index == params.screen.greedy_index else temperature)
             drawn.append(_Drawn(sample, config, sampling, ids_from_bytes(sample.versions).tolist()))
         return drawn

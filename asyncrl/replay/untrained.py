@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.buffer.buffer import Untrained
-from asyncrl.observe.decisions import RECORD_FOLDER, UNTRAINED, read_journal
+from asyncrl.errors import ConfigError
+from asyncrl.observe.decisions import RECORD_FOLDER, UNTRAINED, Entry, Journal, read_journal, recordings
 
 
 def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int, int, Untrained]]:
@@ -21,17 +22,28 @@ def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int,
         until: The last such step; None: go to the end, where samples lost after the last step of a life of the controller have
             -1.
     """
-    decode = msgspec.msgpack.Decoder(Untrained).decode
-    for path in sorted((run_folder / RECORD_FOLDER).glob("decisions-*.bin")):
-        waiting, life = list[Untrained](), int(path.stem.rpartition("-")[2])
+    for life, path in recordings(run_folder / RECORD_FOLDER).items():
+        waiting = list[Untrained]()
         if (journal := read_journal(path)) is None:
             continue
         for chunk in journal.chunks:
             if until is not None and chunk.step > until:
                 break
-            waiting += [decode(event) for name, _, event, _ in journal.entries(chunk) if name == UNTRAINED]
+            waiting += [decoded(journal, entry) for entry in journal.entries(chunk) if entry[0] == UNTRAINED]
             if chunk.step >= 0:
                 yield from ((life, chunk.step, one) for one in waiting)
                 waiting.clear()
         if until is None:
             yield from ((life, -1, one) for one in waiting)
+
+
+def decoded(journal: Journal, entry: Entry) -> Untrained:
+    """Return what such an entry of a recording holds.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return msgspec.msgpack.decode(entry[2], type=Untrained)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{journal.path} has samples that this version of asyncrl cannot read: {error}") from error

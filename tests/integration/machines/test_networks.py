@@ -127,6 +127,7 @@ def test_a_partition_between_the_controller_and_another_machine_heals_and_nothin
         before = run.num_steps
         time.sleep(PARTITION_S)  # how long the partition lasts, not a wait for anything
         during = run.num_steps - before
+        assert run.num_steps < NUM_STEPS, "the run was over before the link was down"
         link.set("up")
         run.wait_until(lambda: run.num_steps == NUM_STEPS, "all steps")
         run.wait_until(lambda: "run ended" in run.log, "the end")

@@ -119,5 +119,8 @@ def test_a_start_that_failed_leaves_no_life_and_what_is_of_another_version_is_re
     other = Recorder(tmp_path)
     live(other, lambda _, event, now, instructions: other.note("oracle", event, now, instructions))
     other.close()
-    with pytest.raises(ConfigError, match="of another version"):
-        replay_run(tmp_path, None, (), print)
+    said = list[str]()
+    assert not replay_run(tmp_path, None, (), said.append)
+    assert "event 0 is the first that differs: oracle at 0.000 cannot be read by this version" in said[-1]
+    with pytest.raises(ConfigError, match=r"^--samples is for a run with"):
+        replay_run(tmp_path, None, (), print, num_samples=1)

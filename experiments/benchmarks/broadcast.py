@@ -96,7 +96,9 @@ def measure(rounds: int, names: list[str]) -> BenchResult:
                 # Mappings, buffers and connections are made in the first, which is not counted.
                 for _ in range(1 + (rounds if count == 1 else -(-rounds // 2))):
                     copies_ms.append(seconds_of(partial(target.copy_, source)) * 1e3)
-                    measured.append(_one_round(name, count, hand_over(), copies_ms[-1], bare() if name == "zeromq" else 0.0))
+                    measured.append(
+                        _one_round(name, count, hand_over(), copies_ms[-1], bare() if name == "zeromq" and count == 1 else 0.0)
+                    )
             figures |= medians(measured[1:])
     figures["copy_ms"] = statistics.median(copies_ms)
     if "shared_memory" in names:

@@ -36,6 +36,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
+from asyncrl.errors import RunError
 from asyncrl.packing.tensors import pack_step
 from asyncrl.pipeline import run_controller
 from asyncrl.schema.codec import encode
@@ -58,6 +59,7 @@ def run(rounds: int = 0) -> BenchResult:
     """Measure every size in turn, `rounds` times."""
     measured = [one_round() for _ in range(rounds or ROUNDS)]
     middle = medians(measured) | {"lost": sum(row["lost"] for row in measured)}
+    middle["cpu_growth"] = middle[f"{CPU}_{SIZES[-1]}"] / middle[f"{CPU}_{SIZES[0]}"]
     ratios = {name: ratio(middle.pop(name), goal, at_least=False) for name, goal in GOALS.items()}
     return BenchResult("controller", middle, ratios)
 
@@ -66,7 +68,6 @@ def one_round() -> dict[str, float]:
     """Return the figures of a round."""
     sizes = {size: in_process(measure, size) for size in SIZES}
     row = {f"{name}_{size}": value for size, figures in sizes.items() for name, value in figures.items()}
-    row["cpu_growth"] = sizes[SIZES[-1]][CPU] / sizes[SIZES[0]][CPU]
     for num_tokens in BARE_TOKENS:
         figures, bare = in_process(measure, SIZES[0], num_tokens), [bare_cpu_s(num_tokens) for _ in range(3)]
         cpu_us, bare_us = 1000 * figures[CPU], 1e6 * statistics.mean(bare[1:])
@@ -128,7 +129,8 @@ def measure(num_workers: int, num_tokens: int = NUM_TOKENS, record: str = "off")
         owner = Ownership()
         owner.nobody.set()
         running = run_controller(config, folder, SystemClock(), owner, FakeClusterLauncher(folder))
-        assert asyncio.run(asyncio.wait_for(running, RUN_TIMEOUT_S)), "the run failed"
+        if not asyncio.run(asyncio.wait_for(running, RUN_TIMEOUT_S)):
+            raise RunError(f"the run with {num_workers} generators failed; what it said is on standard error")
         (from_s, from_cpu_s), (to_s, to_cpu_s) = msgspec.json.decode((folder / RESULT_FILE).read_bytes())
         ledger = LedgerReader(folder)
         lost = ledger.issued() - sum(state.groups for state in ledger.counts())

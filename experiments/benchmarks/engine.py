@@ -180,18 +180,22 @@ async def _bare_rate(engine: VLLMEngine, workload: Workload) -> float:
 def workloads() -> dict[str, Workload]:
     """Return the requests by name: those of the comparison with a plain counterpart, and a step's 256 in each mix of lengths."""
     rng = np.random.default_rng(0)
-    kinds: dict[str, tuple[int, int, NDArray[Any]]] = {
-        "plain": (8, 32, np.clip(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 1, 200)),
-        "short": (5, 8, np.full(STEP_REQUESTS, 4)),
-        "mixed": (5, 8, rng.integers(4, 29, STEP_REQUESTS)),
-        "long_tail": (5, 8, np.clip(rng.lognormal(np.log(12) - 0.5, 1, STEP_REQUESTS), 1, 120)),
-    }
-    made = {}
-    for name, (shortest, longest, lengths) in kinds.items():
-        sizes = rng.integers(shortest, longest, len(lengths), endpoint=True)
-        prompts = tuple(tuple(rng.integers(2, VOCABULARY, size).tolist()) for size in sizes)
-        made[name] = Workload(prompts, tuple(lengths.astype(int).tolist()))
+    prompts = _prompts(rng, rng.integers(8, 33, NUM_REQUESTS))
+    made = {"plain": Workload(prompts, _lengths(rng.lognormal(np.log(60) - 0.5, 1, NUM_REQUESTS), 200))}
+    rng = np.random.default_rng(0)
+    prompts = _prompts(rng, rng.integers(5, 9, STEP_REQUESTS))
+    made["short"] = Workload(prompts, (4,) * STEP_REQUESTS)
+    made["mixed"] = Workload(prompts, _lengths(rng.integers(4, 29, STEP_REQUESTS), 28))
+    made["long_tail"] = Workload(prompts, _lengths(rng.lognormal(np.log(12) - 0.5, 1, STEP_REQUESTS), 120))
     return made
+
+
+def _prompts(rng: np.random.Generator, sizes: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(rng.integers(2, VOCABULARY, size).tolist()) for size in sizes)
+
+
+def _lengths(drawn: NDArray[Any], longest: int) -> tuple[int, ...]:
+    return tuple(np.clip(drawn, 1, longest).astype(int).tolist())
 
 
 def engine_model() -> LlamaForCausalLM:

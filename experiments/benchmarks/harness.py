@@ -28,6 +28,8 @@ BENCHMARKS = (
     "transport", "ledger", "broadcast", "engine", "pipeline", "packing", "learner", "residency", "controller", "rewards",
 )  # fmt: skip
 SPAWN = multiprocessing.get_context("spawn")
+LIMIT_S = 1200.0
+"""For what is measured in a process of its own."""
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -102,12 +104,16 @@ def in_process(work: Callable[..., T], *arguments: object) -> T:
 
     Raises:
         EOFError: It raised; its standard error has the traceback.
+        TimeoutError: It took longer than LIMIT_S.
     """
     ours, theirs = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=_work, args=(theirs, work, *arguments))
     process.start()
     theirs.close()
     try:
+        if not ours.poll(LIMIT_S):
+            process.kill()
+            raise TimeoutError(f"{work.__name__} was not done after {LIMIT_S:.0f} s")
         result: T = ours.recv()
     finally:
         process.join()

@@ -43,8 +43,8 @@ def _long() -> dict[str, float]:
         Samples.of([msgspec.structs.replace(sample, group_id=group_id, index=index) for index in range(8)])
         for group_id in range(NUM_LONG // 8)
     ]
-    written, started_s = _written_bytes(), time.perf_counter()
     with TemporaryDirectory(prefix="asyncrl-") as folder, closing(SqliteLedger(Path(folder, "ledger.sqlite"))) as ledger:
+        written, started_s = _written_bytes(), time.perf_counter()
         for each in groups:
             ledger.write((rec.IssuedRecord(each.group_id, Prompt(f"p{each.group_id}"), "g", 0, 8, 0.0),))
             ledger.write((rec.SamplesRecord(each, (((0, LONG_TOKENS),),) * 8, 0.0),))

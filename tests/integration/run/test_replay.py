@@ -96,7 +96,10 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
 
 
 async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_weights(tiny):
-    settings = {**NO_EVALUATION, "buffer__policy": "drop", "algorithm__dynamic_sampling": True}
+    settings = {
+        **NO_EVALUATION, "buffer__policy": "drop", "algorithm__dynamic_sampling": True,
+        "buffer__ahead": "as_allowed",
+    }  # fmt: skip
     async with asyncrl.Run(tiny(num_steps=20, **settings, observe__record="all", generate__kv="keep")) as run:
         status = await run.wait()
     lost = Counter(one.reason for _, _, one in untrained(run.run_folder))
@@ -108,10 +111,11 @@ async def test_drawn_samples_are_generated_again_bit_for_bit_over_changes_of_wei
     (life,) = replay_decisions(run.run_folder)
     assert (life.difference, life.lost.keys()) == ("", lost.keys())
     learner = LearnerReplay(run.run_folder)
-    samples = SampleReplay(learner, 120, None)
+    samples = SampleReplay(learner, 2000, None)
     learner.run(on_version=samples.keep)
     again = await asyncio.to_thread(samples.run)
-    assert (again.num_equal, again.difference) == (120, "")
+    assert again.difference == ""
+    assert again.num_equal > 320, "all that 20 steps trained, and more that was lost"
     assert again.num_swapped > 0
     assert any(drawn.sample.group_id not in trained_groups(run.run_folder) for drawn in samples._drawn)
     learner = LearnerReplay(run.run_folder)

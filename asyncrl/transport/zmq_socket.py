@@ -133,7 +133,11 @@ class SocketWatch:
         self._socket = LoopSocket(watched.get_monitor_socket(events), on_message)
 
     def close(self) -> None:
-        """Stop watching; safe to repeat."""
+        """Stop watching; safe to repeat.
+
+        The reader is closed last: ZeroMQ's own thread holds a lock while it hands an event over, and without a reader it would do
+        so for ever, and this call with it.
+        """
         if not self._watched.closed:
-            self._socket.close(0)
             self._watched.disable_monitor()
+            self._socket.close(0)

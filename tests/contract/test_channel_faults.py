@@ -7,6 +7,8 @@ import os
 import random
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -302,6 +304,32 @@ async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
             connector, far = await connect(listener.address)
             async with closing(connector):
                 await works(listener, far)
+
+
+CLOSINGS = """
+import asyncio, socket, zmq
+from asyncrl.transport.zmq_socket import SocketWatch
+
+async def close_while_strangers_come():
+    context = zmq.Context()
+    for number in range(3000):
+        listening = context.socket(zmq.ROUTER)
+        port = listening.bind_to_random_port("tcp://127.0.0.1")
+        watch = SocketWatch(listening, zmq.EVENT_ALL, lambda event: None)
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+        await asyncio.sleep(0.0005 * (number % 4))
+        for stranger in strangers:
+            stranger.close()
+        watch.close()
+        listening.close(0)
+
+asyncio.run(close_while_strangers_come())
+"""
+
+
+def test_a_socket_that_is_closed_while_strangers_come_and_go_does_not_hang():
+    # In a process of its own: what would hang holds the interpreter's lock.
+    subprocess.run([sys.executable, "-c", CLOSINGS], check=True, timeout=300)
 
 
 async def test_keys_and_sockets_are_private_and_gone_after_close(tmp_path):

@@ -70,6 +70,14 @@ async def measure(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def measure_all(arms: list[str], seed: int) -> list[dict[str, Any]]:
+    """Run the arms beside each other: without models one takes a fifth of a core."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-faulty-", ignore_cleanup_errors=True) as folder:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(measure(arm, seed, Path(folder))) for arm in arms]
+    return [task.result() for task in tasks]
+
+
 async def follow(run: asyncrl.Run, arm: str) -> list[asyncrl.StepReport]:
     """Return the reports of NUM_STEPS steps behind the one at which the fourth generator was there."""
     reports: list[asyncrl.StepReport] = []
@@ -144,21 +152,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is not there yet, arm by arm within a seed, and write table and picture."""
+    """Run what is not there yet, seed by seed, and write table and picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--report", action="store_true", help="only write RESULTS.md and results.png from results.jsonl")
     path, told = HERE / "results.jsonl", parser.parse_args()
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     for seed in range(0 if told.report else told.seeds):
-        for arm in ARMS:
-            if any((row["arm"], row["seed"]) == (arm, seed) for row in rows):
-                continue
-            with tempfile.TemporaryDirectory(prefix="asyncrl-faulty-", ignore_cleanup_errors=True) as folder:
-                rows.append(asyncio.run(measure(arm, seed, Path(folder))))
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            print(rows[-1], flush=True)
+        done = {row["arm"] for row in rows if row["seed"] == seed}
+        made = asyncio.run(measure_all([arm for arm in ARMS if arm not in done], seed))
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in made)
+        print(*made, sep="\n", flush=True)
+        rows += made
     (HERE / "RESULTS.md").write_text(report(rows), encoding="utf-8")
     draw(rows, HERE / "results.png")
     print(report(rows))

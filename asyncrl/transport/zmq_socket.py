@@ -9,6 +9,7 @@ flight of whoever keeps to them; a listener bounds its queues besides, as not ev
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -130,7 +131,11 @@ class SocketWatch:
             on_event(int(zmq.utils.monitor.parse_monitor_message([frame.bytes for frame in frames])["event"]))
 
         self._watched = watched
-        self._socket = LoopSocket(watched.get_monitor_socket(events), on_message)
+        reader, address = watched.context.socket(zmq.PAIR), f"inproc://watch-{uuid.uuid4().hex}"
+        reader.rcvhwm = 0  # events are never waited with: a loop that stands still would hold up ZeroMQ's own thread, then itself
+        watched.monitor(address, events)
+        reader.connect(address)
+        self._socket = LoopSocket(reader, on_message)
 
     def close(self) -> None:
         """Stop watching; safe to repeat.
@@ -139,5 +144,5 @@ class SocketWatch:
         so for ever, and this call with it.
         """
         if not self._watched.closed:
-            self._watched.disable_monitor()
+            self._watched.monitor(None, 0)
             self._socket.close(0)

@@ -20,7 +20,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.load import dump_config, load_config, resolve_config
+from asyncrl.config.load import load_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import sampling_of
 from asyncrl.errors import LearnerError
@@ -83,8 +83,10 @@ def config_of(cell: Cell, algorithm: dict[str, object]) -> RunConfig:
 
 
 def settings_of(cell: Cell, algorithm: dict[str, object]) -> str:
-    """Return a digest of all that a cell is told."""
-    return xxhash.xxh3_64(dump_config(config_of(cell, algorithm)).encode()).hexdigest()
+    """Return a digest of all that a cell reads; defaults of what it does not read may change."""
+    config = config_of(cell, algorithm)
+    read = config.task, config.model, config.generate.engine, config.generate.sampling, config.algorithm, config.learner
+    return xxhash.xxh3_64(msgspec.json.encode((cell, config.packing.tokens_per_row, *read))).hexdigest()
 
 
 @dataclass(slots=True)

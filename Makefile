@@ -55,7 +55,7 @@ tools:
 	$(MAKE) browser
 
 # First, over PYTEST_JOBS processes (tests/conftest.py says how), all tests but those marked `timed`; then those, which are in these
-# folders and mostly wait, over two. `make test PYTEST_ARGS="-k name"` passes on to both.
+# folders and mostly wait, over three. `make test PYTEST_ARGS="-k name"` passes on to both.
 PYTEST_JOBS ?= 4
 PYTEST_ARGS ?=
 # Several hundred processes start: compiled once, and not by each of them, whatever the environment says.
@@ -63,7 +63,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: tools
 	@failed=0; \
 	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder -m "not timed" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m timed tests/contract tests/integration tests/gpu $(PYTEST_ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 # For whoever changes code: what needs no processes.

@@ -3,7 +3,8 @@ check of how long it takes to draw) and does not draw anew on each (`pytest --hy
 
 `make test` runs first, over four processes (real runs wait a lot) and file by file, whatever is not marked `timed`. A file stays
 in one process, and so do all that start vLLM: they share engines, and two at a time would only wait for each other. Files of long
-tests begin first, so that no process is left with one at the end. Then those that are, over two: they wait most of the time.
+tests begin first, so that no process is left with one at the end. Then those that are, one by one over three: they wait most of
+the time.
 
 Torch has one thread in a process of tests: what is computed is tiny, and threads that wait for a core that another has cost ten
 times what they save.
@@ -55,6 +56,8 @@ class ByFile(LoadFileScheduling):
         file = super()._split_scope(nodeid)
         if "tests/gpu/" in file:
             return "gpu"
+        if self.config.getvalue("markexpr") == "timed":
+            return nodeid
         return "vllm" if file.endswith(WITH_VLLM) else file
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.buffer import events as ev
+from asyncrl.schema.status import SCREENED
 
 WINDOW_COHORTS, WINDOW_MEMBERS = 20, 4096
 """Newest closed cohorts that figures are of: so many, and no more members than that."""
@@ -36,7 +37,6 @@ PACES = 256
 """Newest members whose pace is remembered."""
 LENGTH_BOUND, REWARD_BOUND = 0.05, 0.25
 """Flagged: length off by more than this share, or reward by more than this part of the spread within groups."""
-INTENDED = frozenset({"no spread", "no pair", "truncated"})
 STALE = "stale"
 
 Floats = NDArray[np.float64]
@@ -141,7 +141,7 @@ class SelectionBias:
         closed = [group for cohort in self._closed for group in cohort]
         outcomes = Counter("" if group.outcome is None else group.outcome for group in closed)
         lost = {reason: count / len(closed) for reason, count in outcomes.items() if reason}
-        known = {reason: share for reason, share in lost.items() if reason in INTENDED or reason == STALE}
+        known = {reason: share for reason, share in lost.items() if reason in SCREENED or reason == STALE}
         other = sum(lost.values()) - sum(known.values())
         figures = {f"bias/lost/{reason.replace(' ', '_')}": share for reason, share in known.items()}
         figures |= {"bias/lost/failed": other} if other else {}
@@ -150,7 +150,7 @@ class SelectionBias:
             if group.outcome is None:
                 group.censored = dict.fromkeys(group.pending, pace * (now - group.started_s))
         figures |= _named("length", mean_length(*_members([*closed, *open_ones])[:3]))
-        unscreened = [group for group in closed if group.outcome not in INTENDED]
+        unscreened = [group for group in closed if group.outcome not in SCREENED]
         figures |= compared(unscreened)
         if len(unscreened) < len(closed):
             kept = [length for group in unscreened for length in group.lengths.values()]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.load import dump_config, resolve_config, value_in
+from asyncrl.config.load import ALARMS, dump_config, names_of, resolve_config, value_in
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.folders import write_whole
@@ -51,8 +51,6 @@ NOT_OF_THE_RUN = {
     "external": {*OF_STEPS} - {"num_steps"},
 }
 """By kind of a learner that is not the run's own: what that learner reads by itself, or nobody."""
-ALARMS = "observe.alarms."
-"""And the action of any alarm."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -76,16 +74,11 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 def value_at(config: object, field: str) -> Any:  # noqa: ANN401 - a value of the config
     """Return `a.b` of a config; None where `a` is not there."""
-    for name in _steps(field):
+    for name in names_of(field):
         if config is None:
             return None
         config = config.get(name) if isinstance(config, dict) else getattr(config, name)
     return config
-
-
-def _steps(field: str) -> list[str]:
-    """Return the names that lead to a field; that of an alarm has a dot of its own."""
-    return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
 
 
 def settings_of(config: RunConfig) -> Settings:
@@ -133,7 +126,7 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
         )
     raw = msgspec.to_builtins(config)
     for field, value in values.items():
-        *parents, last = _steps(field)
+        *parents, last = names_of(field)
         value_in(raw, parents)[last] = value
     new = resolve_config(raw, source="the change")
     pairs = [(field, value_at(config, field), value_at(new, field)) for field in values]

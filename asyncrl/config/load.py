@@ -37,6 +37,10 @@ ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 """A config, nested dicts, or the path of a TOML file or name of a shipped one."""
 
 
+ALARMS = "observe.alarms."
+"""Before the name of an alarm, whose action it sets."""
+
+
 def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[Path] = ()) -> RunConfig:
     """Read a TOML file, lay `presets` and `overrides` over it, check everything.
 
@@ -190,13 +194,18 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
     return pairs
 
 
+def names_of(field: str) -> list[str]:
+    """Return the names that lead to a field; that of an alarm has a dot of its own."""
+    return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
+
+
 def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value
     """Set `a.b` in nested tables.
 
     Raises:
         ConfigError: `a` is no table; `given` names the option.
     """
-    *parents, last = key.split(".")
+    *parents, last = names_of(key)
     for name in parents:
         raw = raw.setdefault(name, {})
         if not isinstance(raw, dict):

@@ -19,7 +19,7 @@ from statistics import fmean
 
 import msgspec
 
-from asyncrl.buffer.bias import INTENDED, SelectionBias
+from asyncrl.buffer.bias import SelectionBias
 from asyncrl.buffer.buffer import TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
@@ -37,7 +37,7 @@ from asyncrl.observe.sinks import MetricSinks, Webhook
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import CheckpointDone, Heartbeat
 from asyncrl.schema.samples import InferResult, Scores
-from asyncrl.schema.status import Alarm
+from asyncrl.schema.status import SCREENED, Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
@@ -301,7 +301,7 @@ class Reporter:
         self._seconds_file.write(st.SecondReport(now, finite(values)))
         # Tell of a second that lost as many groups as a step has, where the second before did not.
         counts = dispatcher.buffer.counts()
-        lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in INTENDED})
+        lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in SCREENED})
         new, self._lost = lost - (lost if self._lost is None else self._lost), lost
         was_burst, self._in_burst = self._in_burst, new.total() >= self._config.algorithm.groups_per_step
         if self._in_burst and not was_burst:

@@ -19,11 +19,14 @@ from asyncrl.endpoint.openai_schema import MOST_REWARD
 from asyncrl.errors import ConfigError, LearnerError, RunError
 from asyncrl.groups import with_rewards
 from asyncrl.schema.samples import ScoredGroup
+from asyncrl.schema.status import ENDED
 from asyncrl.session import Session
 
 MOST_FORGOTTEN = 4096
 """Answers that can no more be rewarded, of which the reason is remembered."""
 LOOK_AGAIN_S = 0.2
+LOOKS_A_STATUS = 10
+"""Every so many looks in vain the run is asked whether it goes on."""
 log = logging.getLogger(__name__)
 
 
@@ -89,7 +92,7 @@ class Answers:
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
         """Yield the groups of each step, as `Endpoint.batches`."""
-        size = self._session.config.algorithm.groups_per_step
+        size, looks = self._session.config.algorithm.groups_per_step, 0
         while self._session.version < self._session.config.num_steps:
             await self._forget_too_old()
             names = [name for name, one in self._held.items() if one.is_sent and one.rewards is not None][:size]
@@ -98,6 +101,9 @@ class Answers:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S):
                         await self._rewarded.wait()
+                looks += 1
+                if looks % LOOKS_A_STATUS == 0 and (status := await self._session.run.status()).phase in ENDED:
+                    raise RunError(f"the run is over ({status.reason}), and no more answers come")
                 continue
             answers = [self._held.pop(name) for name in names]
             self._over += [(name, "was given to a step") for name in names]

@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.observe.steps import RunEvent, StepReport
-from asyncrl.schema.status import Alarm, AlarmLevel
+from asyncrl.schema.status import SCREENED, Alarm, AlarmLevel
 
 REMEMBERED = 50
 """Steps that a rule may look back on."""
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
          "Miles, advisory: 0.5",
          "easier prompts, higher generate.sampling.temperature, larger groups, algorithm.dynamic_sampling"),
     Rule("reward.collapse", "error", 10, 10, "gain kept", lt, 0.5,
-         "the median reward of 10 steps lost half of what was gained, or held-out accuracy half of its best",
+         "the median reward of 10 steps, or held-out accuracy, fell to half of its best: rewards from the least of a sample on",
          "experiments/off_policy: what counts as collapsed",
          "begin a run from the checkpoint before the fall (`model.path`, or fork it at a daemon) with a lower "
          "learner.learning_rate or buffer.max_staleness"),
@@ -119,7 +119,8 @@ RULES: tuple[Rule, ...] = (
          "`data/response_tokens_mean` doubled within 50 steps",
          "own: longer answers are cut off, and older as they are trained, soon",
          "add an overlong penalty, use a length-normalised loss, or lower generate.sampling.max_new_tokens"),
-    Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05, "dropped or failed > 5 % of the groups of 20 steps",
+    Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05,
+         "dropped or failed > 5 % of the groups of 20 steps, without those that the config screens out",
          "prime-rl, docs on training: sustained above 5 %",
          "buffer.policy = \"wait\", a higher buffer.max_staleness, more generators, or mend the reward "
          "(`asyncrl status` has the reasons)"),
@@ -282,7 +283,10 @@ class Alarms:
         if len(self._probes) == 5 and now.get("weights/probe_error", 0.0) > 0.05:
             found["probe over first"] = now["weights/probe_error"] / max(median(self._probes), 1e-9)
         if len(steps) >= FIRST:
-            lost = sum(last.dropped.values()) - sum(steps[-FIRST].dropped.values())
+            now_lost, lost_before = (
+                sum(num for reason, num in one.dropped.items() if reason not in SCREENED) for one in (last, steps[-FIRST])
+            )
+            lost = now_lost - lost_before
             found["groups lost"] = lost / max(lost + self._groups_per_step * (last.step - steps[-FIRST].step), 1)
         if now.get("idle/learner", 1.0) < 0.1:
             found["idle beside a busy learner"] = last.generators_idle

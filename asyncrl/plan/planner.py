@@ -214,6 +214,10 @@ def plan(question: Question) -> Plan:
         elif total % size == 0:
             plans.append(_plan_with(question, size, total, total))
     if not plans:
+        if total > 1 and (question.tensor_parallel or chosen):
+            fields = f"tensor_parallel = {question.tensor_parallel or 'as fits'} and num_generation_gpus = {chosen or 'as fits'}"
+            wants = "some must be left to train" if question.placement == "disaggregated" else "all must be in whole engines"
+            raise ConfigError(f"{total} GPUs cannot be divided with {fields}: {wants}; change them, or set them to 0")
         raise ConfigError(f"{question.placement} needs at least 2 GPUs, one to generate and one to train; got {total}")
     return min(plans, key=lambda made: (made.overflow_bytes, made.step_s, made.tensor_parallel))
 

@@ -10,6 +10,9 @@ from asyncrl.schema.samples import Member, Prompt, Sample, ScoredGroup, Scores
 
 Phase = Literal["starting", "warming", "evaluating", "running", "paused", "draining", "stopped", "failed"]
 
+SCREENED: frozenset[str] = frozenset({"no spread", "no pair", "truncated"})
+"""Reasons to drop a group that the config asks for."""
+
 ENDED: frozenset[str] = frozenset({"stopped", "failed"})
 """Phases after which nothing happens any more."""
 

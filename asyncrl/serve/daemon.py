@@ -72,7 +72,7 @@ async def serve(options: ServeOptions) -> None:
     """
     context, clock = _check(options), SystemClock()
     with own_records(options.folder) as records, contextlib.ExitStack() as undo:
-        if not records.tokens:
+        if not any(token.role == "admin" for token in records.tokens.values()):
             write_whole(options.folder / TOKEN_FILE, new_token(records, "admin", "admin", clock) + "\n", private=True)
         if not (key := options.folder / SESSION_KEY_FILE).exists():  # it outlives the daemon, and so do the cookies it signs
             write_whole(key, secrets.token_hex(32), private=True)

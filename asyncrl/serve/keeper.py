@@ -385,7 +385,8 @@ class Keeper:
                     del self._clients[run]  # before it is closed
         except AsyncRLError as error:
             lost = str(error)
-        await until_gone(folder, CONTROLLER_END_S)
+        if not await until_gone(folder, CONTROLLER_END_S):  # it lives and does not answer: two would share the run
+            kill_controllers(folder)
         await self._pass_on(run, events)
         if status is not None and not lost:
             return status.phase, status.reason
@@ -397,8 +398,10 @@ class Keeper:
         record = self.records.runs[run]
         newer = replace(
             record, version=status.version, accuracy_before=status.accuracy_before, accuracy_after=status.accuracy_after,
+            num_steps=status.num_steps,  # it may have been changed
         )  # fmt: skip
-        if (newer.version // 50, newer.accuracy_after) != (record.version // 50, record.accuracy_after):
+        told, before = ((one.version // 50, one.accuracy_after, one.num_steps) for one in (newer, record))
+        if told != before:
             self.records.put_run(newer)
         else:
             self.records.runs[run] = newer

@@ -24,8 +24,8 @@ from aiohttp import web
 
 from asyncrl.buffer.events import GroupState
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.config.live import ALARMS, OF_CONTROLLER, settings_of, value_at
-from asyncrl.config.load import load_config
+from asyncrl.config.live import OF_CONTROLLER, settings_of, value_at
+from asyncrl.config.load import ALARMS, load_config
 from asyncrl.config.run import AlarmRule
 from asyncrl.control.api import read_body
 from asyncrl.errors import LedgerError
@@ -37,7 +37,7 @@ from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_row, number_of, stream
+from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_rows, number_of, stream
 from asyncrl.serve.records import Records, RunRecord
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class Pages:
         """Return the newest step of each; it is read again once the run's version or state is another."""
         for run in runs:
             if self._newest.get(run.id, ())[:2] != (run.version, run.state):
-                step = newest_row(self._records.run_folder(run.id) / STEPS_FILE, StepSeen)
+                step = next(newest_rows(self._records.run_folder(run.id) / STEPS_FILE, StepSeen), None)
                 self._newest[run.id] = (run.version, run.state, step)
         return [self._newest[run.id][2] for run in runs]
 

@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -209,8 +209,10 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     newest: dict[str, dict[str, float]] = {}
     for run in runs:
         if run.state == "live":
-            row = newest_row(records.run_folder(run.id) / "metrics.jsonl", MetricsRow)
-            values = sorted(row.metrics.items()) if row else []
+            seen: dict[str, float] = {}
+            for row in newest_rows(records.run_folder(run.id) / "metrics.jsonl", MetricsRow):
+                seen = row.metrics | seen  # an evaluation's row has nothing else
+            values = sorted(seen.items())
             own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
             newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
     return "\n".join(lines) + "\n" + render_prometheus(newest, OWN_METRICS)
@@ -238,18 +240,16 @@ def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
     return [{**row, "config": {key: value for key, value in row["config"].items() if key not in same}} for row in rows]
 
 
-def newest_row(path: Path, kind: type[T]) -> T | None:
-    """Return the last row of a file of JSON lines; None: there is none."""
+def newest_rows(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the rows at the end of a file of JSON lines, the last one first; none where there is no file."""
     if not path.exists():
-        return None
+        return
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - MOST_LINE_BYTES))
-        end = file.read()
-    while end:
-        end, _, line = end.rpartition(b"\n")
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(line, type=kind)
-    return None
+            yield msgspec.json.decode(line, type=kind)
 
 
 def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -161,7 +161,7 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
     commands = {one.name: one.command for one in file.external}
     labels = (*arms, *commands)
     ids = {label: re.sub(r"[^A-Za-z0-9.=_]+", "-", label).strip("-") for label in labels}
-    twice = [text for text, count in (Counter(seeds) + Counter(ids.values()) + Counter(file.metrics)).items() if count > 1]
+    twice = [text for names in (seeds, ids.values(), file.metrics) for text, count in Counter(names).items() if count > 1]
     if twice or set(arms) & set(commands):
         raise ConfigError(f"{path}: {', '.join(map(str, twice)) or 'an external arm'} is there twice: every cell is run once")
     if file.baseline and file.baseline not in labels:

@@ -377,7 +377,8 @@ async def test_queued_runs_keep_their_order_over_two_killed_daemons_and_one_that
         async with server._http.patch(f"{server._url}/v1/runs/first/config", json=wrong) as answer:
             assert (answer.status, [fault["field"] for fault in (await answer.json())["faults"]]) == (422, [*wrong["values"]][:2])
         async with server.connect("first") as client:
-            assert (await client.change({"learner.learning_rate": 1e-4}, who="somebody else")).revision == 1
+            changes = {"learner.learning_rate": 1e-4, "num_steps": 99_999}
+            assert (await client.change(changes, who="somebody else")).revision == 1
         assert "revision 1 by " in (daemon.folder / "runs" / "first" / "config.toml").read_text()
         await daemon.kill()
     async with await daemon.start() as server:
@@ -386,6 +387,7 @@ async def test_queued_runs_keep_their_order_over_two_killed_daemons_and_one_that
             status = await client.drain()
         assert status.phase == "stopped"
         await ended_as(server, "first", "stopped", 1)
+        assert (await server.show("first")).num_steps == 99_999
         await until(server, "second", lambda record: record.state != "queued")
         await daemon.kill()
     others.remove("third")

@@ -5,7 +5,8 @@ import pytest
 
 from asyncrl.algorithms import screening
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.bias import INTENDED, LOOK_S, SelectionBias, mean_length
+from asyncrl.buffer.bias import LOOK_S, SelectionBias, mean_length
+from asyncrl.schema.status import SCREENED
 
 
 def test_a_cohort_with_known_censoring_gives_its_true_mean_length_within_the_interval():
@@ -74,7 +75,7 @@ def test_what_a_screen_drops_is_shown_apart():
     assert figures["bias/flagged"] == 0.0
     assert figures["bias/screened_length_ratio"] < 0.95
     assert figures["bias/lost/no_spread"] > 0.1
-    assert {screening.NO_SPREAD, screening.NO_PAIR, screening.TRUNCATED} == INTENDED
+    assert {screening.NO_SPREAD, screening.NO_PAIR, screening.TRUNCATED} == SCREENED
 
 
 def test_a_cohort_counts_once_every_group_of_it_has_ended():

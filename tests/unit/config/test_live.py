@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings
-from asyncrl.config.load import parse_config
+from asyncrl.config.load import load_config, parse_config
 from asyncrl.errors import ConfigError
 
 CONFIG = parse_config({"algorithm": {"kl": {"coefficient": 0.01}}})
@@ -43,3 +43,4 @@ def test_what_cannot_change_or_is_not_allowed_is_refused(settings, values, said)
 def test_an_alarm_is_switched_by_its_name():
     new, _ = changed(CONFIG, {"observe.alarms.reward.dead": "off"})
     assert new.observe.alarms == {"reward.dead": "off"}
+    assert load_config("quickstart", ["observe.alarms.reward.dead=stop"]).observe.alarms == {"reward.dead": "stop"}

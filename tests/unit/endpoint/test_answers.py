@@ -17,6 +17,7 @@ class Session:
     def __init__(self):
         self.config = SimpleNamespace(num_steps=3, algorithm=SimpleNamespace(groups_per_step=2))
         self.version, self.oldest, self.without_place, self.released = 0, 0, 0, []
+        self.phase, self.reason = "running", ""
         self.run = self
 
     async def status(self):
@@ -62,6 +63,9 @@ async def test_only_what_was_sent_whole_and_rewarded_is_given_to_a_step(answers,
     assert session.released == [1, 3, 2]  # what no step has taken, and what is too old
     with pytest.raises(RunError, match="too old"):
         answers.reward("a2", [1.0])
+    session.phase, session.reason = "stopped", "asked to"
+    with pytest.raises(RunError, match=r"the run is over \(asked to\)"):
+        await anext(answers.batches())
     session.version = 3
     assert [batch async for batch in answers.batches()] == []
 

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true(
     ("8xH100", "dollars_per_hour=nan", "takes a finite number"), ("8xH100", "optimizer=sgd", "adamw_8bit"),
     ("8xH100", "rank=2", "lora_rank"), ("8xH100", "lora_rank=many", "takes int"),
     ("8xH100", "max_sequence_tokens=100", "max_sequence_tokens"), ("8xH100", "tokens_per_row=4096", "tokens_per_row"),
-    ("8xH100", "num_generation_gpus=8", "under 8"),
+    ("8xH100", "num_generation_gpus=8", "under 8"), ("8xH100", "tensor_parallel=8", "cannot be divided with tensor_parallel = 8"),
 ])  # fmt: skip
 def test_what_cannot_be_is_answered_with_what_can(cluster, override, said):
     with pytest.raises(ConfigError, match=said):

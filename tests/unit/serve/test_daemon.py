@@ -71,6 +71,8 @@ async def test_over_tls_by_its_names_alone_and_ready_once_a_run_of_before_has_it
     tmp_path, certificate, earlier_run, systemd
 ):
     folder, (cert, key) = tmp_path / "served", certificate
+    with own_records(folder) as records:
+        new_token(records, "ann", "submitter", SystemClock())  # a daemon without an admin makes one, whoever is known
     options = ServeOptions(folder, port=0, tls_cert=cert, tls_key=key, allow_hosts=("runs.example",))
     trusted = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=cert))
     async with asyncio.TaskGroup() as group, aiohttp.ClientSession(connector=trusted) as http:

@@ -474,7 +474,8 @@ def complaints(text):
 async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     values = {"reward/mean": 0.5, "reward_mean": 2.0, 'a"b\nc{}': 1.0, "staleness/max": 1e300}
     torn = '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'
-    for number, (run, last) in enumerate((("live", ""), ("torn", torn))):
+    evaluated = '{"step": 6, "time_s": 1.0, "metrics": {"eval/accuracy": 0.25, "staleness/max": 3.0}}'
+    for number, (run, last) in enumerate((("live", evaluated), ("torn", torn))):
         service.records.put_run(RunRecord(id=run, number=2 + number, state="live", project='a"b\\c', version=7))
         (service.records.run_folder(run) / "metrics.jsonl").write_text(
             json.dumps({"step": 6, "time_s": 1.0, "metrics": values}) + "\n" + last
@@ -487,7 +488,8 @@ async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     assert len(every) < MOST_SERIES
     (service.records.run_folder("all") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": every}))
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
-    assert 'asyncrl_reward_mean{run="live",project="a\\"b\\\\c"} 0.5' in text
+    for name, value in (("reward_mean", 0.5), ("eval_accuracy", 0.25), ("staleness_max", 3.0)):  # of both rows, the newer value
+        assert f'asyncrl_{name}{{run="live",project="a\\"b\\\\c"}} {value}' in text
     assert 'asyncrl_serve_runs{state="live"} 4' in text
     assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 7.0' in text
     families = [line.split()[2] for line in text.split("\n") if line.startswith("# TYPE")]

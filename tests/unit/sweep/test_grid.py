@@ -35,6 +35,8 @@ def test_cells_are_runs_of_the_base_config_seed_by_seed_in_an_order_that_the_see
     assert (found.results.name, other.cells_folder.name, other.cells[0].settings) == (
         "results.jsonl", "cells-again", found.cells[0].settings,
     )  # fmt: skip
+    named = sweep('metrics = ["reward"]\nsame_settings = true\n[[axes]]\nname = "x"\nchoices = { reward = {}, other = {} }\n')
+    assert named.plan.arms == ("reward", "other")
     text = f'seeds = 20\n{ETA}[[axes]]\nfield = "algorithm.group_size"\nvalues = [4, 8]\n'
     found = sweep(text)
     orders = {tuple(cell.arm for cell in found.cells[first : first + 4]) for first in range(0, 80, 4)}

@@ -111,7 +111,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Generators that are slow, or die", "",
         f"Made by `python experiments/faulty_generators/run.py`; {len(rows)} runs, means over seeds [95 % interval].", "",
-        "| arm | seeds | steps/s | over `even`, same seed | staleness | deaths | restart, s |",
+        "| arm | seeds | steps/s | over `even`, same seed | staleness | deaths | wait before a restart, s |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     even = {row["seed"]: row["steps_per_s"] for row in rows if row["arm"] == "even"}

@@ -167,9 +167,12 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
     lengths = np.array([sample.response_tokens for sample in samples])
     pieces = {(sample.group_id, sample.row): sample.prompt_tokens for sample in samples}
     prompts = {sample.group_id: sample.prompt_tokens for sample in samples}
-    _, groups, counts = np.unique([sample.group_id for sample in samples], return_inverse=True, return_counts=True)
-    means = np.bincount(groups, rewards) / counts
-    spreads = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
+    group_ids = [sample.group_id for sample in samples]
+    _, first, groups, counts = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
+    # From the group's first member: where all are equal, rounding of their mean would make a spread.
+    distances = rewards - rewards[first][groups]
+    means = np.bincount(groups, distances) / counts
+    spreads = np.sqrt(np.bincount(groups, (distances - means[groups]) ** 2) / counts)
     of_samples = {"reward": rewards} | ({} if advantages is None else {"advantage": advantages[drawn]})
     kinds = ("mean", "std", "max", "min")
     return {

@@ -124,10 +124,12 @@ class ReferenceModel:
             trust_remote_code: Whether code in the folder may run.
 
         Raises:
-            ConfigError: The folder is missing something, or the model cannot run on packed rows.
+            ConfigError: The folder is missing something, a weight say, or the model cannot run on packed rows.
         """
-        way, options = AutoModelForCausalLM, {"attn_implementation": PACKED_ATTENTION, "trust_remote_code": trust_remote_code}
-        model, _ = open_folder("algorithm.reference.path", folder, way, dtype, **options)
+        model = open_folder(
+            "algorithm.reference.path", folder, AutoModelForCausalLM, dtype,
+            attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         if fp32_head:
             use_float32_head(self.model)
@@ -180,12 +182,9 @@ class RewardScorer:
                 weights are not in the folder.
         """
         folder, field = Path(config.path), f"inference.reward_models {config.name!r}"
-        model, loading = open_folder(field, folder, AutoModelForSequenceClassification, config.dtype)
+        model = open_folder(field, folder, AutoModelForSequenceClassification, config.dtype)
         if model.config.num_labels != 1:
             raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")
-        if loading["missing_keys"]:
-            names = ", ".join(sorted(loading["missing_keys"])[:4])
-            raise ConfigError(f"{field}: {folder} has no weights for {names}: it is not a trained reward model")
         model = model.to(device).eval().requires_grad_(False)
         # Without a padding id transformers reads the last token, not the last one that is not the padding id.
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = None

@@ -1,7 +1,8 @@
 """The folders of a learner's checkpoints as files: whole or not there, sealed, found, removed. checkpoint.py fills them.
 
 Invariants: a folder of the final name is complete (it is written, and removed, under another name); what is half written or was
-found damaged is ignored and, once a newer one is complete, removed; nothing is loaded that its manifest does not confirm.
+found damaged is ignored and, once a newer one is complete, removed; one that is replaced is whole, under its own name or aside,
+until the new one has its place on the disk; nothing is loaded that its manifest does not confirm.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 PREFIX = "step-"
 PARTIAL, DAMAGED = ".partial-", "damaged-"
+REPLACED = f"{PARTIAL}replaced-"
+"""Before the name of a folder that makes room for a new one: complete, and removed once that is there."""
 STATE_FORMAT = 2
 STATE, MANIFEST = Path("trainer/state.json"), Path("trainer/manifest.json")
 
@@ -88,9 +91,14 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint under `RUN/checkpoints` that is as it was written, or None where there is none at all.
 
+    One whose replacement was killed before the new one had its place gets its name back.
+
     Raises:
         LearnerError: All are damaged, or the newest is of another format.
     """
+    for aside in folder.glob(f"{REPLACED}{PREFIX}*"):
+        if not (replaced := folder / aside.name.removeprefix(REPLACED)).exists():
+            aside.rename(replaced)
     faults: list[str] = []
     for checkpoint in reversed(_complete(folder)):
         fault = damage_of(checkpoint)
@@ -145,7 +153,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     """Make a folder whole or not at all: fill one of another name, sync its files, rename it.
 
     Args:
-        target: The final name; a folder already there is replaced.
+        target: The final name; a folder already there is replaced, and is kept aside until the new one has its place.
         fill: Writes into the folder it is given.
 
     Returns:
@@ -168,10 +176,13 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
             raise
         shutil.rmtree(partial, ignore_errors=True)
         raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error
+    replaced = target.with_name(f"{REPLACED}{target.name}")
     if target.exists():
-        _remove(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
     partial.rename(target)
     sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     return target
 
 

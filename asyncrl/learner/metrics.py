@@ -30,7 +30,7 @@ from asyncrl.algorithms.diagnostics import (
 )
 from asyncrl.algorithms.returns import FloatArray
 from asyncrl.algorithms.types import LossInputs, LossOutputs
-from asyncrl.config.algorithm import CorrectionConfig, TruncatedSequence, TruncatedToken
+from asyncrl.config.algorithm import CorrectionConfig, Truncated, TruncatedGeometric, TruncatedToken
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.observe.samples import CLIPPED, KEPT, MOST_ROW_TOKENS, TRAINED, TokenRow, kept_members
 from asyncrl.schema.batches import StepBatch
@@ -191,14 +191,18 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
     """Return all figures; both token sets have at least one token, and `first` is part of `every`."""
     learner, behaviour, proximal = first["learner"], first["behaviour"], first["proximal"]
     sequence_ids = first["sequence_ids"].astype(np.int64)
-    truncation = next((item for item in corrections if isinstance(item, TruncatedToken | TruncatedSequence)), None)
+    truncation = next((item for item in corrections if isinstance(item, Truncated)), None)
+    is_of_sequences = truncation is not None and not isinstance(truncation, TruncatedToken)
     cap = (truncation or TruncatedToken()).cap  # without truncation it only says what counts as a high ratio
     log_ratios = proximal - behaviour
-    if isinstance(truncation, TruncatedSequence):
-        log_ratios = np.bincount(sequence_ids, log_ratios).astype(np.float64)[sequence_ids]
+    if is_of_sequences:
+        of_S = np.bincount(sequence_ids, log_ratios).astype(np.float64)
+        if isinstance(truncation, TruncatedGeometric):
+            of_S /= np.maximum(np.bincount(sequence_ids), 1)
+        log_ratios = of_S[sequence_ids]
     ratios = bounded_exp(log_ratios)
     first["capped"] = ((ratios >= cap) & (truncation is not None)).astype(np.float64)
-    if isinstance(truncation, TruncatedSequence):  # the same all over a sequence: one for each that has a token
+    if is_of_sequences:  # the same all over a sequence: one for each that has a token
         ratios = ratios[np.unique(sequence_ids, return_index=True)[1]]
     figures = token_figures(learner, behaviour)
     figures |= sequence_figures(learner, behaviour, sequence_ids)

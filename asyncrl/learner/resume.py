@@ -161,7 +161,7 @@ def build_train_state(
             critic = Critic(model.config.get_text_config().hidden_size).to(model.device)
         else:
             folder = Path(algorithm.critic.path or model_folder)
-            body = open_model(folder, opened, trust_remote_code=config.trusts_code).base_model
+            body = open_model(folder, opened, trust_remote_code=config.trusts_code, needs_head=False).base_model
             critic = Critic(body.config.get_text_config().hidden_size, body)
         state.critic = divider.critic(critic)
         state.critic_optimizer = build_critic_optimizer(

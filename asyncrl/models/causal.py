@@ -55,28 +55,36 @@ def missing_weights(folder: Path) -> list[str]:
     return missing
 
 
-def open_folder(field: str, folder: Path, way: Any, dtype: str, **options: object) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-    """Return a folder's model, by transformers' class for such, and which weights it lacked.
+def open_folder(field: str, folder: Path, way: Any, dtype: str, *, needs_head: bool = True, **options: object) -> Any:  # noqa: ANN401
+    """Return a folder's model, by transformers' class for such.
 
     Args:
         field: Of the config, named in errors.
         folder: With config and safetensors.
         way: The class.
         dtype: Of the weights.
+        needs_head: Whether more is used of it than `base_model`; the folder may lack the weights of what is not.
         options: Further arguments of its `from_pretrained`.
 
     Raises:
-        ConfigError: The folder is missing something, or is not of that class.
+        ConfigError: The folder is missing something, a weight say, or is not of that class.
     """
     if missing := missing_weights(folder):
         raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
     try:
-        opened: tuple[Any, dict[str, Any]] = way.from_pretrained(
+        model, loading = way.from_pretrained(
             folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True, **options
         )
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{field}: {way.__name__} cannot open the model in {folder}: {error}") from error
-    return opened
+    # Transformers makes random ones of what is missing. Parameters alone: checkpoints of several ranks have no buffers.
+    missing = [name for name, _ in model.named_parameters() if name in loading["missing_keys"]]
+    if not needs_head:
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
+    if missing:
+        names = f"{', '.join(missing[:4])} ({len(missing)} in all)"
+        raise ConfigError(f"{field}: {folder} has no weights for {names}: it holds no whole model for {way.__name__}")
+    return model
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -82,7 +82,11 @@ _ROWS = (
     ("ratio/p99", "1", "99th percentile"),
     ("ratio/ess", "fraction", "effective sample size of the ratios (Kish), as a fraction of the tokens"),
     ("ratio/capped_fraction", "fraction", "trained tokens whose off-policy correction met its cap"),
-    ("ratio/high_fraction", "fraction", "ratios proximal / behaviour over the cap (2 without one); tis_sequence: of sequences"),
+    (
+        "ratio/high_fraction",
+        "fraction",
+        "ratios proximal / behaviour over the cap (2 without one), of a sequence where the cap is",
+    ),
     ("ratio/low_fraction", "fraction", "the same under 1 / cap"),
     ("ratio/correction_mean", "1", "mean off-policy correction weight after capping"),
     ("ratio/correction_std", "1", "standard deviation of the correction weights over trained tokens"),

@@ -61,10 +61,8 @@ class ResidencyManager:
         self._host_bytes, self._offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
         self.phase: Phase | None = None
         """That was reached last; None before the first."""
-        self._moved: list[ComponentMove] = []
-        """Since the controller was last told."""
         self._peak_bytes = 0
-        """Since then, besides what the device measures."""
+        """Since the controller was last told, besides what the device measures."""
         device.reset_peak()
 
     def close(self) -> None:
@@ -84,7 +82,7 @@ class ResidencyManager:
             number: Of the controller's switch; the process's own switches, within a phase, have none.
 
         Returns:
-            The answer to the controller: all moves since its last switch, what is resident, and the peak of what ended.
+            The answer to the controller: the moves, what is resident, and the peak since its last switch.
 
         Raises:
             ResidencyError: It cannot be done; everything is whole, some of it moved.
@@ -105,7 +103,6 @@ class ResidencyManager:
             held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
             raise type(error)(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error
         finally:
-            self._moved += done
             self._peak_bytes = max(self._peak_bytes, peak_bytes)
             if done or number != OWN_SWITCH:
                 line = MemoryLine(
@@ -116,11 +113,9 @@ class ResidencyManager:
                 self._device.reset_peak()
                 log.info("phase %s: %s", phase, describe(line))
         self.phase = phase
-        reached = PhaseReached(
-            self._process, phase, number, tuple(self._moved), self.resident, self._peak_bytes, self._clock.now()
-        )
+        reached = PhaseReached(self._process, phase, number, tuple(done), self.resident, self._peak_bytes, self._clock.now())
         if number != OWN_SWITCH:
-            self._moved, self._peak_bytes = [], 0
+            self._peak_bytes = 0
         return reached
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTr
 
 
 def open_model(
-    folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False, fp32_head: bool = False
+    folder: Path, config: LearnerConfig, *, trust_remote_code: bool = False, fp32_head: bool = False, needs_head: bool = True
 ) -> PreTrainedModel:
     """Open a Hugging Face folder with packed attention, on the learner's device and in its dtype, ready to train.
 
@@ -123,13 +123,16 @@ def open_model(
         config: Device, dtype and gradient checkpointing are read.
         trust_remote_code: Of `model` in the run's config.
         fp32_head: As well.
+        needs_head: As `open_folder` takes it.
 
     Raises:
-        ConfigError: The folder is missing something, or the model cannot be trained on packed rows.
+        ConfigError: The folder is missing something, a weight say, or the model cannot be trained on packed rows.
     """
     check_folder(folder)
-    way, options = AutoModelForCausalLM, {"attn_implementation": PACKED_ATTENTION, "trust_remote_code": trust_remote_code}
-    model, _ = open_folder("model.path", folder, way, config.dtype, **options)
+    model = open_folder(
+        "model.path", folder, AutoModelForCausalLM, config.dtype,
+        needs_head=needs_head, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     return made_ready(model, config, fp32_head=fp32_head)
 
 

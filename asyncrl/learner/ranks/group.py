@@ -11,9 +11,10 @@ Every rank calls the same methods of `Ranks` in the same order with the same sha
 There are two groups: one for computing, whose collectives all ranks reach within `timeout_s` of each other or fail, and one for
 commands, in which the others may wait for as long as there is nothing to train.
 
-Invariants: nothing is pickled; everything listens on the loopback interface; a rank that dies closes its connections, which
-fails its peers' collectives at once, and one that hangs fails them after `timeout_s`; with one rank there is no process and no
-group, and nothing is sent.
+Invariants: nothing is pickled; everything listens on the loopback interface, unless the user's environment names another or NCCL
+also takes the weights to other machines (`keeps_nccl_on_loopback`); a rank that dies closes its connections, which fails its
+peers' collectives at once, and one that hangs fails them after `timeout_s`; with one rank there is no process and no group,
+and nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from asyncrl.config.broadcast import NCCLMedium
+from asyncrl.config.places import is_loopback
 from asyncrl.config.run import RunConfig
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.control import Phase
@@ -114,8 +117,22 @@ class Ranks:
         return parts
 
 
+def keeps_nccl_on_loopback(config: RunConfig) -> bool:
+    """Return whether NCCL may be held to the loopback interface: it takes no weights to other machines.
+
+    NCCL chooses its interface once a process, for the ranks and for the weights.
+
+    Args:
+        config: As a process of the run reads it, without `auto`; `broadcast.medium` is read.
+    """
+    medium = config.broadcast.medium
+    return not isinstance(medium, NCCLMedium) or is_loopback(medium.host)
+
+
 @contextlib.contextmanager
-def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: float) -> Iterator[Ranks]:
+def joined_ranks(
+    rank: int, size: int, store: Store, device: str, timeout_s: float, *, nccl_on_loopback: bool = True
+) -> Iterator[Ranks]:
     """Join the group, and leave it at the end; blocks until all have joined.
 
     Args:
@@ -124,12 +141,14 @@ def joined_ranks(rank: int, size: int, store: Store, device: str, timeout_s: flo
         store: Where they find each other: from `open_store` or `join_store`.
         device: `cpu`, or a CUDA device, which this process then uses by default.
         timeout_s: Most seconds between the first and the last rank's arrival at a collective; rank 0 is waited for.
+        nccl_on_loopback: From `keeps_nccl_on_loopback`; what the user's environment says goes first.
 
     Raises:
         torch.distributed.DistError: Not all came within `timeout_s`.
     """
     names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == LOOPBACK for one in found)]
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = names[0] if names else "lo"
+    for library in ("GLOO", "NCCL") if nccl_on_loopback else ("GLOO",):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", names[0] if names else "lo")
     timeout = timedelta(seconds=timeout_s)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
@@ -217,7 +236,8 @@ class RankLauncher:
         if not self._processes:
             return self._ranks
         size, device = self._config.learner.ranks, rank_device(self._config, 0)
-        joining = joined_ranks(0, size, self._store, device, self._config.supervision.start_timeout_s)
+        timeout_s, on_loopback = self._config.supervision.start_timeout_s, keeps_nccl_on_loopback(self._config)
+        joining = joined_ranks(0, size, self._store, device, timeout_s, nccl_on_loopback=on_loopback)
         self._ranks = self._leaving.enter_context(joining)
         log.info("%d ranks on %s", size, self._config.learner.device)
         return self._ranks

@@ -18,7 +18,15 @@ from asyncrl.config.run import RunConfig
 from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer
 from asyncrl.learner.model.policy import make_probe, publishable_tensors
 from asyncrl.learner.ranks.fsdp import whole
-from asyncrl.learner.ranks.group import Begin, Help, ReachPhase, command_decoder, joined_ranks, rank_device
+from asyncrl.learner.ranks.group import (
+    Begin,
+    Help,
+    ReachPhase,
+    command_decoder,
+    joined_ranks,
+    keeps_nccl_on_loopback,
+    rank_device,
+)
 from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState, open_offload
@@ -40,7 +48,10 @@ def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str
     timeout_s, size = config.supervision.start_timeout_s, config.learner.ranks
     store = join_store(address, timeout_s)
     state: TrainState | None = None
-    with joined_ranks(rank, size, store, rank_device(config, rank), timeout_s) as ranks, contextlib.ExitStack() as leaving:
+    joining = joined_ranks(
+        rank, size, store, rank_device(config, rank), timeout_s, nccl_on_loopback=keeps_nccl_on_loopback(config)
+    )
+    with joining as ranks, contextlib.ExitStack() as leaving:
         while (command := command_decoder.decode(ranks.hear())) != Help("stop"):
             if isinstance(command, Begin):
                 checkpoint = Path(command.checkpoint) if command.checkpoint else None

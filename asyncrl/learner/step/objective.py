@@ -117,6 +117,9 @@ class PolicyObjective:
 
         Returns:
             This rank's shares of policy and value loss, float64 [2].
+
+        Raises:
+            LearnerError: The KL coefficient is to follow an estimate that the loss does not give.
         """
         state, plan, update, critic = self._state, self._plan, self._updates[number], self._state.critic
         place += update.first_row
@@ -180,7 +183,13 @@ class PolicyObjective:
             weights = row.part_of(whole.weights.numpy()).to(row.behaviour_logprobs.dtype)
             planned = replace(whole, weights=weights, kept=row.part_of(whole.kept.numpy()))
             inputs = replace(inputs, corrections=combined(planned, correct(inputs, plan.corrections_of_rows)))
-        return inputs, self._loss(inputs, plan.loss_config)
+        computed, kl = self._loss(inputs, plan.loss_config), plan.loss_config.kl
+        if kl is not None and kl.target is not None and computed.reference_kl is None:
+            raise LearnerError(
+                "algorithm.kl.target adapts the coefficient to the loss's own estimate of the KL, and this loss gives none: "
+                "return LossOutputs.reference_kl, as `finish` of asyncrl/algorithms/loss_terms.py does, or leave the target out"
+            )
+        return inputs, computed
 
     def _value_loss(self, row: Row, place: int, update: Update, values: torch.Tensor) -> torch.Tensor:
         algorithm = self._plan.algorithm

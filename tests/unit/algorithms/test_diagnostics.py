@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms import diagnostics
+from asyncrl.schema.batches import PackedSample, StepBatch
 
 
 def test_policies_far_apart_stay_finite_and_sequences_without_tokens_do_not_count():
@@ -22,3 +23,15 @@ def test_explained_variance_is_one_minus_the_share_of_variance_left():
     assert diagnostics.explained_variance(returns + 3.0, returns) == pytest.approx(1.0)
     values = np.linspace(-3, 3, 4)
     assert diagnostics.explained_variance(values, values + (0.7 - values)) == 0.0
+
+
+def test_a_group_has_spread_only_where_rewards_differ_and_not_by_rounding():
+    rewards_G = [[0.1] * 3, [-1e9 + 0.1] * 7, [0.25, 0.25, 1.0]]
+    samples = tuple(
+        PackedSample(group_id, index, 0, 0, prompt_tokens=1, response_tokens=1, reward=reward, oldest_version=0)
+        for group_id, rewards in enumerate(rewards_G)
+        for index, reward in enumerate(rewards)
+    )
+    metrics = diagnostics.batch_metrics(StepBatch(0, samples, (), len(samples), temperature=1.0), None)
+    assert metrics["reward/zero_spread_fraction"] == pytest.approx(2 / 3)
+    assert metrics["reward/group_std_mean"] == pytest.approx(np.std(rewards_G[-1]) / 3)

@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_model_s_own_forward_read_at_the_last_token(kit,
 
 @pytest.mark.parametrize(("kind", "expected"), [
     ("two outputs", r"'judge': .* has 2 outputs; a reward model has 1"),
-    ("a policy", r"no weights for score\.weight: it is not a trained reward model"),
+    ("a policy", r"no weights for score\.weight \(1 in all\): it holds no whole model for AutoModelForSequenceClassification"),
     ("nothing", r"has no config\.json, no \*\.safetensors"),
 ])  # fmt: skip
 def test_what_is_no_reward_model_is_refused(kit, tmp_path, kind, expected):

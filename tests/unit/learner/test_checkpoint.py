@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, kept and removed, and gone on from to the same bits."""
 
 import copy
+import itertools
 import shutil
 import sys
 
@@ -79,6 +80,34 @@ def test_a_checkpoint_that_is_removed_or_replaced_is_never_seen_in_part(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
     assert len(seen) >= 2 * sum(path.suffix != "" for path in whole)
     assert all(seen)
+
+
+def test_a_checkpoint_that_is_killed_while_it_replaces_one_leaves_a_whole_one(tmp_path):
+    """At any moment at which a name in the folder changes: the old one or the new one is found, and what is left is removed."""
+    events_left = 0
+
+    def die(event, _):
+        nonlocal events_left
+        if events_left and event in {"os.rename", "os.remove", "os.rmdir"}:
+            events_left -= 1
+            if not events_left:
+                raise KeyboardInterrupt
+
+    sys.addaudithook(die)
+    for moment in itertools.count(1):
+        folder = tmp_path / str(moment)
+        written(folder, 4)
+        events_left = moment
+        try:
+            written(folder, 4)
+        except KeyboardInterrupt:
+            assert newest_checkpoint(folder).name == "step-000004", moment
+            written(folder, 5)
+            assert sorted(path.name for path in folder.iterdir()) == ["step-000004", "step-000005"], moment
+        else:
+            break
+    events_left = 0
+    assert moment > 5
 
 
 def test_a_half_written_checkpoint_is_ignored_and_then_removed(tmp_path):

@@ -1,17 +1,32 @@
 """The policy as it is made and opened, its adapters, and its reference: apart from it, or the policy without its adapters."""
 
+import contextlib
 import os
 
 import msgspec
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CohereConfig,
+    CohereForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from asyncrl.config.algorithm import AlgorithmConfig, KLConfig, ReferenceConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, ReferenceConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel, WarmStart
 from asyncrl.config.run import AdditionTask, RunConfig
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.inference.models import ReferenceModel
+from asyncrl.learner.checkpoint import save_shards
 from asyncrl.learner.model.policy import (
     build_scratch,
     made_ready,
@@ -33,6 +48,14 @@ from asyncrl.tasks.registry import build_task
 
 SMALL = ScratchModel(hidden_size=32, num_layers=1, num_heads=2, max_positions=32)
 ALPHABET = "0123456789+="
+TINY = {
+    "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 16,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def test_a_saved_scratch_model_opens_with_plain_transformers(kit, tmp_path):
@@ -64,6 +87,45 @@ def test_a_pretrained_folder_becomes_the_run_s_model(kit, tmp_path):
     assert open_tokenizer(tmp_path / "run" / "model")("1+2=")["input_ids"] == tokenizer("1+2=")["input_ids"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_symlink()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("lost", ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_policy_or_reference_without_all_its_weights_is_refused_and_a_critic_needs_no_head(tmp_path, lost):
+    """Transformers fills in random ones."""
+    model, tokenizer = build_scratch(msgspec.structs.replace(SMALL, tie_embeddings=False), ALPHABET, seed=0)
+    for name in ("whole", "part"):
+        (tmp_path / name).mkdir()
+        save_model(model, tokenizer, tmp_path / name)
+    weights = load_file(tmp_path / "part" / "model.safetensors")
+    weights.pop(lost)
+    save_file(weights, tmp_path / "part" / "model.safetensors", metadata={"format": "pt"})
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    reference = AlgorithmConfig(kl=KLConfig(), reference=ReferenceConfig(path=str(part)))
+    critic = AlgorithmConfig(advantage="gae", critic=CriticConfig(path=str(part)))
+    refusal = f"{part} has no weights for {lost}"
+    with pytest.raises(ConfigError, match=rf"run/model has no weights for {lost} \(1 in all\)"):
+        load_or_make(RunConfig(model=PretrainedModel(path=str(part))), tmp_path / "run", list, "")
+    with pytest.raises(ConfigError, match=refusal):
+        build_train_state(RunConfig(algorithm=reference), whole)
+    with pytest.raises(ConfigError, match=refusal):
+        ReferenceModel(part, dtype="float32", device="cpu", fp32_head=False, trust_remote_code=False)
+    with contextlib.nullcontext() if lost == "lm_head.weight" else pytest.raises(ConfigError, match=refusal):
+        build_train_state(RunConfig(algorithm=critic), whole)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)),
+    lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
+    lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, **EXPERTS)),
+])  # fmt: skip
+def test_parameters_alone_are_a_whole_model(kit, tmp_path, make):
+    """As checkpoints of several ranks have them: tied weights once, and no buffers."""
+    model = made_ready(make(), LearnerConfig())
+    build_scratch(SMALL, ALPHABET, seed=0)[1].save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    parameters = dict(model.named_parameters())
+    save_shards(((name, tensor.detach()) for name, tensor in parameters.items()), parameters, tmp_path)
+    assert kit.same(open_model(tmp_path, LearnerConfig()).parameters(), parameters.values())
 
 
 def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path):

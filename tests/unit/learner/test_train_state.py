@@ -65,6 +65,9 @@ def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_st
         for step in range(3):
             train_step(train_state, kit.batch(kit.samples(groups=1, seed=step), tokens_per_row=1, step=step), config)
     assert "reference" in [move.component for line in read_memory(tmp_path) for move in line.moves]
+    told = [move.component for move in train_state.offload.reach("rollout", 0).moves]
+    assert len(told) == len(set(told)), "the controller is told the moves of its own switch, not those within steps"
+    train_state.offload.reach("train", 1)
     kit.assert_near(*models, atol=1e-6)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from asyncrl.algorithms.diagnostics import sequence_figures, token_figures
+from asyncrl.algorithms.types import LossOutputs
 from asyncrl.config import algorithm as kinds
 from asyncrl.config.live import OF_STEPS, changed, settings_of, with_settings
 from asyncrl.config.run import ObserveConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.step.microbatch import prepare
-from asyncrl.learner.step.train_step import train_step
+from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED
 from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
@@ -90,6 +91,17 @@ def test_what_is_kept_of_the_tokens_adds_up_to_the_figures_of_the_step(kit, toke
     assert advantages.std() > 0.1
 
 
+@pytest.mark.parametrize("kind", [kinds.TruncatedSequence, kinds.TruncatedGeometric])
+def test_a_cap_on_whole_sequences_counts_the_tokens_it_holds_and_the_sequences_over_it(kit, kind):
+    config = kit.config({"corrections": (kind(cap=1.05),)}, observe=ObserveConfig(samples=100))
+    result = train_step(kit.train_state(kit.model(), config), kit.batch(kit.samples(groups=6)), config)
+    weights_S = [logprobs_from_bytes(row.weights) for row in result.tokens]
+    capped_S = [weights[~np.isnan(weights)] >= 1.05 - 1e-6 for weights in weights_S]
+    assert result.metrics["ratio/capped_fraction"] == pytest.approx(np.concatenate(capped_S).mean())
+    assert result.metrics["ratio/high_fraction"] == pytest.approx(np.mean([capped.any() for capped in capped_S]))
+    assert 0.0 < result.metrics["ratio/high_fraction"] < 1.0
+
+
 def test_a_step_without_a_trained_token_is_refused(kit):
     samples = kit.samples()
     for sample in samples:
@@ -126,6 +138,26 @@ def test_the_coefficient_follows_the_penalty_s_own_estimate(kit, where, share, e
     assert metrics["kl/penalty_mean"] == pytest.approx(measured, rel=1e-4)
     assert metrics["kl/reference_mean"] != pytest.approx(measured, rel=1e-2)
     assert train_state.memory.kl_coefficient == pytest.approx(0.5 * (1.0 + error * 12 / 100), rel=1e-5)
+
+
+@pytest.mark.parametrize("target", [None, 0.01])
+def test_an_adaptive_coefficient_is_refused_where_the_loss_gives_no_estimate_to_follow(kit, target):
+    def own_loss(inputs, _):
+        nowhere = torch.zeros_like(inputs.mask)
+        return LossOutputs(-inputs.logprobs[inputs.mask].sum(), inputs.mask.to(torch.float32), nowhere, nowhere)
+
+    config, model = kit.config({"kl": kinds.KLConfig(target=target)}), kit.model()
+    before, state = kit.bits(model), kit.train_state(model, config, reference=kit.model(seed=2))
+    step = OpenStep(state, kit.batch(kit.samples(), 45), config, loss=own_loss)
+    if target is None:
+        step.backward(0)
+        step.update()
+        assert "kl/penalty_mean" not in step.result().metrics
+        return
+    with pytest.raises(LearnerError, match=r"algorithm\.kl\.target.*reference_kl"):
+        step.backward(0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert kit.same(before, model.parameters())
 
 
 def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):

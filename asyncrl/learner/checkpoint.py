@@ -57,7 +57,9 @@ def save_checkpoint(
             save_adapters(model, partial)
         elif not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
             model.save_pretrained(partial)
-        else:  # divided over ranks: gathered tensor by tensor and written shard by shard
+        else:  # divided over ranks: gathered tensor by tensor and written shard by shard; every rank has whole buffers
+            kept = model.state_dict().keys()
+            tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
             save_shards(whole_tensors(tensors.items()), tensors, partial)
             model.config.save_pretrained(partial)
             if model.can_generate():

@@ -68,6 +68,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(found, folder):
     saved = folder / "checkpoints" / "step-000001"
     resumed = dict(rank_cases.resumed(saved, config, Ranks(), rank_cases.CASES["tied"]["rows"]))
     _assert_agree(resumed, _part(found, "checkpoint/resumed/"))
+    assert load_file(saved / "model.safetensors")["kept"].tolist() == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("name", rank_cases.MOVED)

@@ -75,7 +75,7 @@ class GeneratorWorker:
         self._phase: msg.Phase = "rollout"
         self._is_asleep = False
         self._lacks_weights = False
-        """The engine gave its weights up, and has not been given new ones since."""
+        """The engine gave its weights up, or took new ones only in part, and has not been given whole ones since."""
         self._shared: LentTensors | None = None
         """The weights that it samples with, where they are the learner's own."""
         self._taking = asyncio.Lock()
@@ -249,6 +249,7 @@ class GeneratorWorker:
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
                 async with self._gate.swap():
+                    self._lacks_weights = True  # until the load succeeds: one that breaks off leaves no whole version
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
             finally:
                 if isinstance(tensors, LentTensors):
@@ -295,7 +296,8 @@ class GeneratorWorker:
 class WeightsGate:
     """Many groups at once, or one swap: keeps them apart where `in_flight_updates` is off; else (`is_off`) it holds nobody up.
 
-    A waiting swap goes before groups that have not started.
+    A waiting swap goes before groups that have not started. After a swap that failed they wait for one that succeeds: the engine
+    may have no whole weights, and the next swap would wait for groups that it samples nothing for.
     """
 
     def __init__(self, *, is_off: bool) -> None:
@@ -306,7 +308,7 @@ class WeightsGate:
 
     @asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
-        """Hold off swaps; wait for one that is wanted or under way."""
+        """Hold off swaps; wait for one that is wanted, under way, or to be tried again."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_off or not self._swap_wanted)
             self._num_groups += 1
@@ -321,11 +323,9 @@ class WeightsGate:
     async def swap(self) -> AsyncIterator[None]:
         """Hold off new groups and wait until those that run are done."""
         self._swap_wanted = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
-            yield
-        finally:
-            self._swap_wanted = False
-            async with self._changed:
-                self._changed.notify_all()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
+        yield
+        self._swap_wanted = False
+        async with self._changed:
+            self._changed.notify_all()

@@ -242,6 +242,7 @@ class Scorer:
                     rewards[at][name] = reward
                 for at in raw.keys() - finite:
                     errors[at] = errors[at] or f"reward model {name} gave {raw[at]}"
+        rewards = [{} if error else reward for error, reward in zip(errors, rewards, strict=True)]
         return [
             InferResult(asked.group_id, asked.index, asked.attempt, logprobs[at], rewards[at], errors[at], purpose=asked.purpose)
             for at, asked in enumerate(requests)

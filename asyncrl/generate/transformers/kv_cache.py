@@ -113,6 +113,13 @@ class SlotCache:
                 places = storage[:blocks, :, :, :tokens]
                 places.index_copy_(1, targets_N, places.index_select(1, sources_N))
 
+    @torch.inference_mode()
+    def clear_rows(self, rows: list[int]) -> None:
+        """Set all places of rows to zero."""
+        rows_N = torch.tensor(rows, device=self.device)
+        for storage in (storage for layer in self.layers.values() for storage in layer):
+            storage.index_fill_(1, rows_N, 0)
+
 
 @dataclass(slots=True)
 class DecodePlan:

@@ -210,7 +210,7 @@ class SlotDecoder:
     def step(self) -> list[News]:
         """Refill the slots and generate one token in each; return the requests that ended.
 
-        A logprob that is not finite ends its request without the token.
+        A logprob that is not finite ends its request without the token; its keys and values are cleared.
         """
         self._refill()
         rows_R, model = self._rows_R, self.model
@@ -243,6 +243,12 @@ class SlotDecoder:
                 ended.append(self._finish(flight, self._take_chunk(flight, "stop")))
             elif is_full[place]:
                 ended.append(self._finish(flight, self._take_chunk(flight, "length")))
+        if is_broken.any():
+            # Attention weighs a hidden place by 0, and 0 times NaN is NaN. Idle rows ran with the same weights.
+            free = np.flatnonzero(rows_R["position"] < 0).tolist()
+            for row in free:
+                self._forget_prompt(row)
+            model.cache.clear_rows(free)
         return ended
 
     def chunks(self, least_tokens: int = 1) -> list[News]:
@@ -368,6 +374,8 @@ class SlotDecoder:
             self._rows_R[source] = _FREE
             if source in self._prompts:
                 self._note_prompt(target, self._prompts[source])
+            else:
+                self._forget_prompt(target)
         self.model.cache.copy_rows(copies)
 
     def _take_chunk(self, flight: InFlight, finish_reason: FinishReason | None = None) -> TokenChunk:
@@ -391,13 +399,18 @@ class SlotDecoder:
 
     def _note_prompt(self, row: int, prompt: _Prompt) -> None:
         """Note whose keys and values a row holds from now on."""
-        before = self._prompts.get(row)
-        if before is not None:
-            if self._donors.get(before) == row:
-                del self._donors[before]
-            self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}
+        self._forget_prompt(row)
         self._prompts[row] = prompt
         self._donors.setdefault(prompt, row)
         for digest in self._digests(prompt[1]):
             if self._prefixes.get(digest, -1) not in self._occupants:
                 self._prefixes[digest] = row
+
+    def _forget_prompt(self, row: int) -> None:
+        """Note that a row's keys and values may not be shared."""
+        prompt = self._prompts.pop(row, None)
+        if prompt is None:
+            return
+        if self._donors.get(prompt) == row:
+            del self._donors[prompt]
+        self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}

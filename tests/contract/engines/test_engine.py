@@ -291,9 +291,10 @@ async def test_non_finite_logits_fail_the_request_and_not_the_engine(model_engin
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(make_model(0)).items()}
     await model_engine.load_weights(1, broken, "keep")
     with pytest.raises(GenerationError, match="non-finite logits under version 1"):
-        await collect(model_engine.submit(make_request("a")))
+        await collect(model_engine.submit(make_request("a", prompt=(3,) * 100)))
     new = make_model(1)
     await model_engine.load_weights(2, dict(new.state_dict()), "keep")  # a tied head may come under both of its names
+    await collect_all(model_engine, [make_request("in its place"), make_request("long", prompt=(3,) * 200)])
     await assert_holds(model_engine, new)
 
 

@@ -25,12 +25,16 @@ class CountingModel(SlotModel):
         super().prefill(sequences)
 
 
+def make_decoder(folder: Path, num_slots: int) -> SlotDecoder:
+    make_model(0).save_pretrained(folder)
+    model = CountingModel.load(folder, TransformersEngineConfig(num_slots=num_slots, max_sequence_tokens=256))
+    model.prefilled = {}
+    return SlotDecoder(model, num_slots)
+
+
 @pytest.fixture
 def decoder(tmp_path: Path) -> SlotDecoder:
-    make_model(0).save_pretrained(tmp_path)
-    model = CountingModel.load(tmp_path, TransformersEngineConfig(num_slots=SLOTS, max_sequence_tokens=256))
-    model.prefilled = {}
-    return SlotDecoder(model, SLOTS)
+    return make_decoder(tmp_path, SLOTS)
 
 
 def step(decoder: SlotDecoder) -> dict[int, int]:
@@ -80,3 +84,21 @@ def test_prompts_take_the_whole_pieces_they_begin_with_from_a_running_request_of
     decoder.load_weights(1, tensors_of(make_model(1)), "keep")
     submit(decoder, "f", group_key="other weights", prompt=(*system, 8))
     assert step(decoder) == {3: 2 * piece}
+
+
+def test_a_row_that_a_request_was_moved_to_lends_nothing_of_the_one_that_had_it_before(tmp_path: Path) -> None:
+    decoder = make_decoder(tmp_path, 64)
+    decoder.model.row_counts = (32, 64)
+    system = tuple(2 + i % 50 for i in range(2 * decoder.model.piece_tokens))
+    for row in range(41):
+        submit(decoder, f"r{row}", most=1 if row == 3 else 50 if row in (0, 1, 2, 40) else 3)
+    decoder.step()
+    decoder.load_weights(1, tensors_of(make_model(1)), "keep")
+    submit(decoder, "before", group_key="before", prompt=(*system, 3, 4), most=1)
+    assert step(decoder) == {3: len(system) + 1}
+    decoder.step()
+    decoder.step()
+    assert set(decoder._occupants) == {0, 1, 2, 3}
+    submit(decoder, "after", group_key="after", prompt=(*system, 5))
+    submit(decoder, "same", group_key="before", prompt=(*system, 3, 4))
+    assert step(decoder) == {4: len(system), 5: 1}

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,9 +18,9 @@ from asyncrl.models.layout import make_manifest
 from asyncrl.schema import samples
 from asyncrl.schema.control import AbortGroup, EngineReady, EngineRoom, Heartbeat, LoadModel, PhaseReached, SetPhase
 from asyncrl.schema.weights import Probe, VersionLive, WeightsAvailable, WeightsManifest
-from asyncrl.weights.tensors import SharedTensors
+from asyncrl.weights.tensors import MappedTensors, SharedTensors
 from tests.builders import Controller, until, working
-from tests.contract.engine_cases import make_model, reference_logprobs
+from tests.contract.engine_cases import make_model, reference_logprobs, tensors_of
 
 FAKE = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=0.0, length_distribution="fixed", mean_tokens=5)
 ENDLESS = FakeEngineConfig(num_slots=8, max_sequence_tokens=64, token_latency_s=1000.0)
@@ -133,6 +134,33 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         await controller.connection.send(work(2))
         results = await controller.results(6)
         assert [set(samples.ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
+
+
+async def test_without_in_flight_updates_no_group_begins_after_a_load_that_broke_off_until_one_succeeds(folder) -> None:
+    """The next one may have a lower number: of a learner back from a checkpoint."""
+
+    def check(version) -> None:
+        loaded.append(version)
+        if version == 6:
+            raise BroadcastError("overwritten")
+
+    async def fetch(announced):
+        flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+        return MappedTensors(manifest, flat, check=partial(check, announced.version))
+
+    loaded = []
+    manifest = make_manifest(tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1)))
+    prompt = samples.Prompt("p", token_ids=samples.ids_to_bytes([2, 3, 4]))
+    async with asyncio.timeout(30), generator(REAL, fetch, folder, in_flight_updates=False) as controller:
+        await controller.order(available(5))
+        await controller.report(VersionLive)
+        await controller.order(available(6))
+        await until(lambda: 6 in loaded)
+        await controller.connection.send(work(1, prompt))
+        await controller.report(Heartbeat, lambda beat: beat.waiting_for == "a weight swap to end")
+        await controller.order(available(3))
+        assert (await controller.report(VersionLive)).version == 3
+        await controller.results(3)
 
 
 async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:

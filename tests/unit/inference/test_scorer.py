@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import RewardModel
+from asyncrl.control.scoring import ScoreDispatcher
 from asyncrl.inference.worker import ScoreNormaliser, Scorer
 
 
-def opened(folder, **reward_model):
-    models = {"reward_models": [{"name": "judge", "path": str(folder / "judge"), **reward_model}]}
+def opened(folder, *more, **reward_model):
+    models = {"reward_models": [{"name": "judge", "path": str(folder / "judge"), **reward_model}, *more]}
     config = parse_config({"inference": models, "algorithm": {"kl": {}, "reference": {"where": "worker"}}})
     return Scorer(config, folder / "model")
 
@@ -42,11 +43,16 @@ def test_a_sample_that_cannot_be_scored_fails_alone_with_the_reason(kit, folder,
 
 
 def test_a_score_that_is_no_number_fails_its_sample_and_is_not_remembered(kit, folder):
+    kit.save_model(folder / "other")
     weights = load_file(folder / "judge" / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = math.nan
     save_file(weights, folder / "judge" / "model.safetensors", metadata={"format": "pt"})
-    scorer = opened(folder, normalise="running")
-    sick, well = scorer.score([kit.request([3], [7]), kit.request([4], [5])])
+    scorer = opened(folder, {"name": "other", "path": str(folder / "other")}, normalise="running")
+    requests = [kit.request([3], [7], index=0), kit.request([4], [5], index=1)]
+    dispatcher = ScoreDispatcher({"judge": 1.0, "other": 1.0})
+    dispatcher.ask(*requests, now=0.0)
+    sick, well = answers = scorer.score(requests)
+    assert [dispatcher.refusal(answer, worker="") for answer in answers] == ["", ""]
     assert sick.error == "reward model judge gave nan"
     assert well.error == ""
     assert math.isfinite(well.rewards["judge"])

@@ -59,6 +59,8 @@ class TakenStep(msgspec.Struct, frozen=True):
     staleness: StalenessFigures
     instructions: Sequence[BufferInstruction] = ()
     """Groups dropped on the way."""
+    is_repeat: bool = False
+    """It was taken before, trained or not."""
 
 
 class Untrained(msgspec.Struct, frozen=True):
@@ -381,7 +383,7 @@ class Buffer:
             trained = trained_members(members_of(group), params.screen)
             counts += [version_counts(scored.sample) for scored in group.members if scored.sample.index in trained]
         figures = staleness_figures(step, counts, mask_below=decision.mask_below)
-        return TakenStep(step, groups, params, decision.replay, figures)
+        return TakenStep(step, groups, params, decision.replay, figures, is_repeat=True)
 
     def mark_trained(self, step: int, now: float) -> Sequence[BufferInstruction]:
         """Note that the optimizer step is done; harmless when repeated."""
@@ -442,7 +444,7 @@ class Buffer:
         return groups
 
     def forget(self, before_step: int, now: float) -> None:
-        """Let go of payloads of steps before this one: call with the version of the OLDEST checkpoint kept."""
+        """Let go of payloads of steps before this one, all trained: no learner may go back to before it any more."""
         self.state.handle(ev.StepsForgotten(before_step), now)
         self._step_params = {step: params for step, params in self._step_params.items() if step >= before_step}
         self.ledger.write((rec.ForgetRecord(before_step),))

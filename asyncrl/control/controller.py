@@ -73,6 +73,9 @@ SHUTDOWN_S = 10.0
 """For processes to end by themselves once they are told to."""
 LINGER_S = 30.0
 """How long an ended run still answers questions when its owner does not hang up."""
+KEPT_STEPS = 16
+"""Newest steps that are kept at least where an outside learner trains, for people to read their samples; no repeat asks for them.
+Older ones are forgotten once in so many steps, since each time the ledger looks through all its samples."""
 
 
 @dataclass(eq=False)
@@ -540,6 +543,9 @@ class Controller:
         self.stall_detector.moved("trained", self._step_open_s)
         fresh = self.feeder.step_done(done)
         self.buffer.version_published(done.version)
+        if self.config.learner.kind != "builtin" and done.version % KEPT_STEPS == 0:
+            # An outside learner never goes back, and tells of no checkpoint of its own.
+            self.buffer.forget(done.version - KEPT_STEPS, self.clock.now())
         if fresh:
             if self.recorder is not None:
                 self.recorder.end_chunk(done.step)
@@ -550,7 +556,8 @@ class Controller:
         evaluate = self.config.eval.every_steps
         if self._reach_goal():
             return
-        if evaluate and done.version % evaluate == 0:
+        # A learner that has gone back to a checkpoint makes versions again that were judged before.
+        if evaluate and done.version % evaluate == 0 and all(each.version < done.version for each in self.reporter.evaluations):
             self._start_evaluation(done.version)
 
     def change(self, values: Mapping[str, Any], who: str) -> ChangeResult:
@@ -558,11 +565,16 @@ class Controller:
 
         Raises:
             ConfigError: A field cannot change now, or its value is not allowed; nothing has changed then.
-            RunError: The run is over, or cannot write its folder.
+            RunError: The run is over, takes no more steps and a later goal is asked for, or cannot write its folder.
         """
         if self.lifecycle.over:
             raise RunError("the run is over")
         config, changes = changed(self.config, values)
+        if config.num_steps > self.config.num_steps and (self.lifecycle.goal_reached or self.lifecycle.phase == "draining"):
+            raise RunError(
+                f"num_steps cannot be raised any more: this run is {self.lifecycle.phase} and takes no more steps; once it has "
+                f"ended, `asyncrl resume {self.run_folder} --set num_steps={config.num_steps}` takes it further"
+            )
         step = self.buffer.state.next_step
         if config.num_steps < step:
             raise ConfigError(f"num_steps must be at least {step}, as many steps are taken; got {config.num_steps}")
@@ -578,7 +590,8 @@ class Controller:
         self.feeder.config = config
         self.dispatcher.change(config, f"{what} (by {who})")
         self.reporter.follow(config)
-        self.autoscaler.want(config.generate.num_workers, self.clock.now())
+        if any(one.field == "generate.num_workers" for one in changes):  # else elastic scaling has its own number
+            self.autoscaler.want(config.generate.num_workers, self.clock.now())
         self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
         log.info("changed by %s from step %d on: %s", who, step, what)
         self._reach_goal()
@@ -697,15 +710,16 @@ class Controller:
         counts = self.buffer.counts()
         return counts.ready + counts.taken > 0 and not counts.running + counts.scoring
 
-    def _on_dead(self, name: str, kind: msg.ProcessKind) -> None:
+    def _on_dead(self, dead: ev.AnnounceDead) -> None:
+        name, kind = dead.name, dead.kind
         if (peer := self.peers.get(name)) is not None:
             self.peers.remove(peer)
         self.reporter.forget(name)
-        if self.lifecycle.processes[name].state == "left":
+        if dead.was_leaving:
             self.autoscaler.leaving.pop(name, None)
         else:
             self.reporter.deaths[kind] += 1
-            self.reporter.note_event("death", name, self.lifecycle.processes[name].reason, self.feeder.version)
+            self.reporter.note_event("death", name, dead.reason, self.feeder.version)
         if kind == "generator":
             self.dispatcher.generator_dead(name)
         elif kind in {"reward", "inference"}:

@@ -138,7 +138,7 @@ class Reporter:
         }
         for step in sorted(self._staleness)[:-REMEMBERED_STEPS]:
             del self._staleness[step]
-        if self._config.observe.samples and not taken.replay:
+        if self._config.observe.samples and not taken.is_repeat:
             rows = rows_of(taken.step, taken.groups, self._config.observe.samples)
             self.sinks.write_samples(taken.step, self._clock.now(), rows)
 

@@ -2,8 +2,8 @@
 
 A caller numbers what it asks for within streams of its own, so asking for the same again changes nothing. Groups are issued in
 the order in which they were asked for. Invariant: what is asked for is queued, issued, ready or over (with the reason), until its
-group is trained or its stream is closed; nothing of a closed stream is taken in any more, so a request that was cancelled and
-comes late leaves nothing behind.
+group is trained, its caller was told that it never comes, or its stream is closed; nothing of a closed stream is taken in any
+more, so a request that was cancelled and comes late leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AskedPrompts:
         self._closed: deque[str] = deque(maxlen=MOST_CLOSED)
 
     def enter(self, asked: GroupsAsked) -> list[Asked]:
-        """Queue what is not known yet; return all of these.
+        """Queue what is not known yet; return all of these. Groups before the first of them that are over were given: let go.
 
         Raises:
             RunError: The stream is closed, too much is queued, or a prompt that is not known is left out.
@@ -71,6 +71,10 @@ class AskedPrompts:
         if asked.stream in self._closed:
             raise RunError("this stream is closed; open another")
         stream = self._streams.get(asked.stream, {})
+        first = min((one.number for one in asked.groups), default=0)
+        # One that was ready stays: its caller may still try to train it, and is told why that cannot be.
+        for given in [one for number, one in stream.items() if number < first and one.why_over and not one.is_ready]:
+            del stream[given.number], self.by_group[given.group_id]
         for one in asked.groups:
             if one.number in stream:
                 continue

@@ -30,6 +30,8 @@ EVENTS: st.SearchStrategy[ev.Event] = st.one_of(
     NAMES.flatmap(lambda name: st.builds(ev.ProcessExited, st.just(name), st.integers(-15, 3), st.integers(0, 4))),
     st.just(ev.Tick()),
     st.builds(ev.ProcessFault, NAMES, st.just("broken"), st.just(False)),
+    NAMES.map(lambda name: ev.ProcessWanted(name, KINDS[name])),
+    st.builds(ev.ProcessUnwanted, NAMES),
     st.sampled_from([ev.EvaluationDone(), ev.StepsDone(), ev.PauseRequested(), ev.ResumeRequested(), ev.Drained()]),
 )
 ENDINGS: st.SearchStrategy[ev.Event] = st.sampled_from([
@@ -79,15 +81,16 @@ def test_a_run_ends_once_by_the_arrows_of_the_drawing_restarts_follow_announced_
     assert entered[0] == "starting"
     assert all(after in NEXT_PHASES[before] for before, after in itertools.pairwise(entered)), entered
     started, announced = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-    killed: set[tuple[str, int]] = set()
+    has_died, killed = dict.fromkeys(KINDS, False), set[tuple[str, int]]()
     for item in flat:
         if isinstance(item, ev.AnnounceDead):
             announced[item.name] += 1
+            has_died[item.name] = not item.was_leaving
         if isinstance(item, ev.StartProcess):
             started[item.name] += 1
             assert item.incarnation == started[item.name]
             assert announced[item.name] == started[item.name] - 1
-            assert (item.delay_s > 0) == (item.incarnation > 1)
+            assert (item.delay_s > 0) == has_died[item.name]
         if isinstance(item, ev.KillProcess):
             assert (item.name, started[item.name]) not in killed
             killed.add((item.name, started[item.name]))

@@ -67,7 +67,7 @@ class ProcessFault(Value, frozen=True):
 
 
 class ProcessWanted(Value, frozen=True):
-    """The run could use one process more; one of that name that left comes back, one that is there stays."""
+    """The run could use one process more: one of that name that left, or is about to, comes back; one that is there stays."""
 
     name: str
     kind: ProcessKind
@@ -154,6 +154,8 @@ class AnnounceDead(Value, frozen=True):
     name: str
     kind: ProcessKind
     reason: str
+    was_leaving: bool = False
+    """It was not wanted, and that it is gone is no death."""
 
 
 class EnterPhase(Value, frozen=True):

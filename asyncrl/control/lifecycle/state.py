@@ -3,7 +3,8 @@
 Invariants (check_invariants, after every event in tests):
 - A process has at most one incarnation that is starting, up, ready, dying or leaving; incarnation numbers only grow.
 - Every process that is not up in a live run has a restart on its way; none is started once the run is over.
-- A process that left because it is not wanted is down, and nobody starts it until it is wanted again. That is no death.
+- A process that left because it is not wanted is down, and nobody starts it until it is wanted again. That is no death. One
+  that is wanted again while it leaves is started once it is gone.
 - Every death is announced exactly once, when the process is really gone, before its restart is asked for.
 - `stopped` and `failed` are final: an `EndRun` is given exactly once, and nothing but exits is expected after it.
 - Time during which the controller itself stood still is not counted as silence of a process.
@@ -56,6 +57,8 @@ class ProcessRecord:
     """Incarnations that left because the run could do without them."""
     reason: str = ""
     """Why it was killed or said it would die; empty where nobody knows."""
+    returns: bool = False
+    """It is leaving, and was wanted again since."""
 
 
 @dataclass(eq=False)
@@ -182,6 +185,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         assert not (self.phase == "failed" and not self.reason), "a failed run has no reason"
         for record in self.processes.values():
             assert (record.state == "planned") == (record.incarnation == 0), record
+            assert not record.returns or record.state == "leaving" or self.over, record
             if not self.over and self._begun:
                 assert record.state not in {"planned", "gone"}, f"{record.name} is down and nobody starts it: {record}"
             if self.over:
@@ -285,10 +289,12 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                     self._kill(self.processes[name], f"{name}: {reason}")
             case ev.ProcessWanted(name, kind):
                 record = self.processes.setdefault(name, ProcessRecord(name, kind))
+                record.returns = record.state == "leaving"
                 if record.state in {"planned", "left"}:
                     self._start(record, delay_s=0.0)
             case ev.ProcessUnwanted(name):
                 record = self.processes[name]
+                record.returns = False
                 if record.state not in {"leaving", "left"}:
                     is_going_anyway = record.state == "dying"
                     record.state = "leaving"
@@ -301,8 +307,10 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         self._out.append(ev.StartProcess(record.name, record.kind, record.incarnation, delay_s))
 
     def _kill(self, record: ProcessRecord, reason: str) -> None:
-        if record.state in {"starting", "up", "ready"}:
-            record.state = "dying"
+        """End a process, once; the end of one that is leaving is still no death."""
+        if record.state in {"starting", "up", "ready", "leaving"} and not record.reason:
+            if record.state != "leaving":
+                record.state = "dying"
             record.reason = reason
             self._out.append(ev.KillProcess(record.name, reason))
 
@@ -317,7 +325,11 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         if record.state == "leaving":
             record.state = "left"
             record.departures += 1
-            self._out.append(ev.AnnounceDead(record.name, record.kind, "it was not needed any more"))
+            why = record.reason or "it was not needed any more"
+            self._out.append(ev.AnnounceDead(record.name, record.kind, why, was_leaving=True))
+            if record.returns:
+                record.returns = False
+                self._start(record, delay_s=0.0)
             return
         record.exit_codes.append(event.code)
         record.deaths_s.append(self._now)

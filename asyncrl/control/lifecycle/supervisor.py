@@ -90,8 +90,8 @@ class Supervisor:
     config: SupervisionConfig
     clock: Clock
     run_folder: Path
-    on_dead: Callable[[str, ProcessKind], None]
-    """A process is gone and will come back: issue its groups again, or replay its steps."""
+    on_dead: Callable[[ev.AnnounceDead], None]
+    """A process is gone: issue its groups again, or replay its steps."""
     on_phase: Callable[[Phase], None]
     on_end: Callable[[bool, str], None]
     """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
@@ -189,10 +189,9 @@ class Supervisor:
                 if (owner := self._owners.get(name)) is not None:
                     owner.cancel()
                 self.post(ev.ProcessExited(name, 0, incarnation))
-            case ev.AnnounceDead(name, kind, reason):
-                was_wanted = self.lifecycle.processes[name].state != "left"
-                log.log(logging.WARNING if was_wanted else logging.INFO, "%s is gone: %s", name, reason)
-                self.on_dead(name, kind)
+            case ev.AnnounceDead(name, _, reason, was_leaving):
+                log.log(logging.INFO if was_leaving else logging.WARNING, "%s is gone: %s", name, reason)
+                self.on_dead(instruction)
             case ev.EnterPhase(phase):
                 log.info("phase %s", phase)
                 self.on_phase(phase)

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import parse_config
-from asyncrl.control.controller import Controller
+from asyncrl.config.load import dump_config, parse_config
+from asyncrl.control.api import ExternalStep, RunApi
+from asyncrl.control.controller import KEPT_STEPS, Controller
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
-from asyncrl.errors import ConnectionClosed
+from asyncrl.errors import ConnectionClosed, RunError
+from asyncrl.observe.samples import read_samples
+from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
@@ -45,9 +49,11 @@ class World:
             "supervision": {"backoff_s": 0.01},
             **settings,
         })  # fmt: skip
-        self.launcher = FakeLauncher()
+        self.config, self.launcher = config, FakeLauncher()
         self.buffer = open_buffer(config, folder, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
-        task = TaskData([Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [])
+        task = TaskData(
+            [Prompt(f"p{i}", text=f"{i}=", answer="46") for i in range(50)], [Prompt("held out", text="1=", answer="46")]
+        )
         self.listener = InProcessListener(hello("controller", "controller"), window)
         membership = Membership(plan_processes(config), config=config.supervision)
         self.controller = Controller(config, folder, self.buffer, task, self.listener, self.launcher, membership, SystemClock())
@@ -108,14 +114,14 @@ async def running(folder: Path, **settings: object) -> AsyncIterator[World]:
         world.buffer.close()
 
 
-async def generate(generator: Connection, reward: Connection, count: int) -> list[int]:
+async def generate(generator: Connection, reward: Connection, count: int, version: int = 0) -> list[int]:
     """Answer that many groups and their reward requests; return the groups' ids."""
     group_ids = []
     for _ in range(count):
         work = await receive(generator, GroupWork, Lane.DATA)
         group_ids.append(work.group_id)
         for index in work.indices:
-            await generator.send(answer_to(work, index))
+            await generator.send(answer_to(work, index, versions=version))
             request = await receive(reward, ScoreRequest, Lane.DATA)
             await reward.send(score_of(request.group_id, index, attempt=request.attempt, worker="reward-0"))
     return group_ids
@@ -151,6 +157,10 @@ async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_p
         world.controller.post(DrainRequested())
         again = await world.restart_learner(version=0)
         await train(again, range(2))
+        await until(lambda: world.controller.feeder.version == 2)
+        assert sorted(row.name for row in read_samples(tmp_path)) == [
+            f"g{group}.{index}" for group in range(4) for index in (0, 1)
+        ]
         assert (await receive(again, Checkpoint)).version == 2
         await again.send(CheckpointDone(2, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
@@ -194,3 +204,77 @@ async def test_a_joining_generator_whose_place_was_given_away_before_it_was_take
         with pytest.raises(ConnectionClosed, match="all 1 places for joining generators are taken"):
             await receive(again, JoinTerms)
         assert (membership.counts()["here"], membership.counts()["came"]) == (1, 2)
+
+
+async def test_a_learner_that_makes_a_version_again_has_it_judged_once(tmp_path):
+    async with running(tmp_path, num_steps=3, eval={"at_start": False, "at_end": False, "every_steps": 1}) as world:
+        learner, reward, generator = await world.start(version_is_live=False)
+        world.controller.reporter.note_evaluation(EvalReport(version=1, num_samples=1))
+        await generator.send(VersionLive(0, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        await generate(generator, reward, 2 * B)
+        await train(learner, range(1))
+        await until(lambda: world.controller.feeder.version == 1)
+        assert world.controller.dispatcher.evaluation is None
+        await train(learner, range(1, 2))
+        await until(lambda: world.controller.feeder.version == 2)
+        assert world.controller.dispatcher.evaluation.version == 2
+
+
+# -- changes of a live run
+
+
+async def test_only_a_change_of_the_number_of_generators_undoes_elastic_scaling_and_one_that_is_wanted_again_comes_back(tmp_path):
+    launch = {"kind": "local", "elastic": {"max_generators": 4}}
+    async with running(tmp_path, launch=launch) as world:
+        (tmp_path / "config.toml").write_text(dump_config(world.config), encoding="utf-8")
+        controller, autoscaler = world.controller, world.controller.autoscaler
+        await world.start()
+        autoscaler.want(2, 0.0)
+        second = await world.launcher.started("generator-1")
+        controller.change({"max_run_s": 999.0}, "me")
+        assert autoscaler.scaler.wanted == 2
+        await until(lambda: "generator-1" in controller.supervisor.live)
+        autoscaler.want(1, 0.0)
+        autoscaler.want(2, 0.0)
+        second.exit(0)
+        await asyncio.wait_for(world.launcher.started("generator-1", 2), 30)
+        assert not controller.reporter.deaths
+        controller.change({"generate.num_workers": 3}, "me")
+        assert autoscaler.scaler.wanted == 3
+
+
+async def test_a_later_goal_is_refused_once_no_more_steps_are_taken_with_how_the_run_is_taken_further(tmp_path):
+    async with running(tmp_path, eval={"at_start": False, "at_end": True}) as world:
+        learner, reward, generator = await world.start()
+        await generate(generator, reward, NUM_STEPS * B)
+        await train(learner, range(NUM_STEPS))
+        for phase, then in (("evaluating", PauseRequested()), ("paused", DrainRequested()), ("draining", None)):
+            await world.until(phase)
+            with pytest.raises(RunError, match=f"is {phase} and .* `asyncrl resume {tmp_path} --set num_steps=9`"):
+                world.controller.change({"num_steps": 9}, "me")
+            if then is not None:
+                world.controller.post(then)
+
+
+# -- a learner outside
+
+
+async def test_a_run_that_an_outside_learner_trains_keeps_its_newest_steps_and_goes_on_after_them(tmp_path):
+    num_steps = 2 * KEPT_STEPS
+    async with running(tmp_path, num_steps=num_steps + 1, learner={"kind": "external"}) as world:
+        api = RunApi(world.controller)
+        await world.launcher.started("generator-0")
+        reward, generator = [await world.join(name.partition("-")[0], name) for name in ("reward-0", "generator-0")]
+        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        for step in range(num_steps):
+            await generate(generator, reward, B, version=step)
+            assert (await asyncio.wait_for(api.take(), 30)).step == step
+            api.trained(ExternalStep(step))
+            await generator.send(VersionLive(step + 1, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
+        assert sorted(world.buffer.state.steps) == list(range(KEPT_STEPS, num_steps))
+        world.buffer.check()
+        samples, oldest = LedgerReader(tmp_path).sample, KEPT_STEPS * B
+        assert [samples(group_id, 0).sample is None for group_id in (oldest - 1, oldest)] == [True, False]
+    again = open_buffer(world.config, tmp_path)
+    assert (again.state.next_step, again.state.steps_to_repeat()) == (num_steps, ())
+    again.close()

@@ -6,12 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
+from asyncrl.config.live import changed
 from asyncrl.config.load import parse_config
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
+from asyncrl.errors import ConfigError
 from asyncrl.schema.control import AbortGroup
 from asyncrl.schema.samples import Prompt, SampleFailure, ids_to_bytes
 from asyncrl.tasks.task import PromptSequence
@@ -130,6 +134,8 @@ async def test_the_reference_is_asked_at_the_temperature_that_the_sample_was_dra
     bench.dispatcher.take_samples([sample := answer_to(work)], "generator-0")
     (asked,) = await _received(inference, 1)
     assert (asked.prompt_ids, asked.token_ids, asked.temperature) == (sample.prompt_ids, sample.token_ids, 0.7)
+    with pytest.raises(ConfigError, match=r"^generate\.sampling\.temperature cannot change with .* = 'worker'"):
+        changed(bench.config, {"generate.sampling.temperature": 1.0})
 
 
 async def test_a_group_of_remax_has_one_member_more_which_is_greedy():

@@ -22,3 +22,23 @@ def test_what_is_taken_or_released_is_forgotten_with_its_tokens_and_what_is_not_
     assert asked.close("s") == [8]
     asked.progress(Progress(8, 0, 0, 0, b"", b""))
     assert 8 not in asked.by_group
+
+
+def test_groups_that_never_came_are_forgotten_once_their_caller_asks_for_later_ones_only():
+    def wanting(*numbers: int) -> GroupsAsked:
+        return GroupsAsked("s", tuple(GroupAsked(number, Prompt("p")) for number in numbers))
+
+    asked = AskedPrompts()
+    asked.enter(wanting(0, 1, 2, 3))
+    for group_id in (10, 11, 12, 13):
+        asked.issued(asked.queue.popleft(), group_id, 0)
+    asked.ready(11, 0)
+    for group_id in (10, 11, 12):  # the second was given before it became too old
+        asked.over(group_id, "dropped: stale")
+    asked.enter(wanting(0, 1, 2, 3))
+    assert [one.number for one in asked.settled(wanting(0, 1, 2, 3))] == [0, 1, 2]
+    asked.enter(wanting(2, 3, 4))
+    assert sorted(asked.by_group) == [11, 12, 13]
+    asked.enter(wanting(3, 4))
+    assert sorted(asked.by_group) == [11, 13]
+    assert asked.close("s") == [11, 13]

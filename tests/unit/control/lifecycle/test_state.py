@@ -117,6 +117,27 @@ def test_a_wanted_process_is_started_once_and_its_leaving_is_no_death() -> None:
     assert (gone.state, gone.exit_codes) == ("left", [1])
 
 
+def test_a_process_that_is_wanted_again_while_it_leaves_is_started_once_it_is_gone_unless_it_is_unwanted_since() -> None:
+    told, name = Told().up(), "generator-1"
+    wanted, unwanted = ev.ProcessWanted(name, "generator"), ev.ProcessUnwanted(name)
+    left = ev.AnnounceDead(name, "generator", "it was not needed any more", was_leaving=True)
+    assert told(unwanted, wanted) == [ev.RetireProcess(name, "generator", 1)]
+    assert told(ev.ProcessExited(name, 0, 1)) == [left, ev.StartProcess(name, "generator", 2, 0.0)]
+    told(ev.ProcessStarted(name, 2), unwanted, wanted, unwanted)
+    assert told(ev.ProcessExited(name, 0, 2)) == [left]
+    assert told.life.processes[name].exit_codes == []
+
+
+def test_a_process_that_hangs_while_it_leaves_is_killed_once_and_that_is_no_death() -> None:
+    told, others = Told().up(), ("learner", "generator-0")
+    beating(told, 2, *others, "generator-1")
+    told(ev.ProcessUnwanted("generator-1"))
+    reason = "generator-1 sent no heartbeat for 11 s"
+    assert beating(told, 30, *others) == [ev.KillProcess("generator-1", reason)]
+    assert told(ev.ProcessExited("generator-1", -9, 1)) == [ev.AnnounceDead("generator-1", "generator", reason, was_leaving=True)]
+    assert (told.life.processes["generator-1"].state, told.life.processes["generator-1"].exit_codes) == ("left", [])
+
+
 def test_drain_timeout_and_stall_end_badly() -> None:
     told = Told().up()
     told(ev.DrainRequested())

@@ -35,7 +35,7 @@ class World:
         self.lifecycle = Lifecycle(PLAN, CONFIG)
         self.supervisor = Supervisor(
             self.lifecycle, self.launcher, spec, CONFIG, self.clock, folder,
-            on_dead=lambda name, _: self.dead.append(name), on_phase=on_phase, on_end=lambda *_: None,
+            on_dead=lambda dead: self.dead.append(dead.name), on_phase=on_phase, on_end=lambda *_: None,
         )  # fmt: skip
 
     async def pass_seconds(self, seconds: int, *beating: str) -> None:

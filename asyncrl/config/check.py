@@ -302,7 +302,7 @@ def _shared_weights(config: RunConfig) -> Iterator[str]:
 
 def _joining(config: RunConfig) -> Iterator[str]:
     """Generators join only where they can, and a shared device is one."""
-    placement, engine, device = config.placement, config.generate.engine, config.learner.device
+    placement, engine, device, places = config.placement, config.generate.engine, config.learner.device, places_of(config)
     where, instead = f"placement.kind {placement.kind!r}", "set placement.kind = 'disaggregated'"
     if placement.takes_turns and placement.most_joining_generators:
         others = "set placement.most_joining_generators = 0, or placement.kind = 'async_hybrid' or 'disaggregated'"
@@ -311,10 +311,9 @@ def _joining(config: RunConfig) -> Iterator[str]:
         return
     if engine.is_remote:
         yield f"{where} shares the learner's device, and a vLLM server is elsewhere: {instead}"
-    on = engine.device_name or "auto"
-    if config.learner.kind == "builtin" and on != "auto" and on.partition(":")[0] != device.partition(":")[0]:
-        same = f"make them the same, or {instead}"
-        yield f"{where} is for one device: generate.engine.device is {on!r}, learner.device {device!r}: {same}"
+    elif config.learner.kind == "builtin" and engine.has_model and places.learner_gpu not in (places.engine_gpus or {None}):
+        on = f"generate.engine.device {engine.device_name!r} takes {shown(places.engine_gpus)}"
+        yield f"{where} is for one device: {on}, learner.device is {device!r}: make them the same, or {instead}"
 
 
 def _launch(config: RunConfig) -> Iterator[str]:
@@ -323,8 +322,8 @@ def _launch(config: RunConfig) -> Iterator[str]:
     if elastic is not None and not elastic.min_generators <= workers <= elastic.max_generators:
         bounds = f"min_generators ({elastic.min_generators}) and max_generators ({elastic.max_generators})"
         yield f"generate.num_workers ({workers}) must lie between launch.elastic.{bounds}"
-    if elastic is not None and 1 < len(engine.urls) < elastic.max_generators:
-        most = f"launch.elastic.max_generators is {elastic.max_generators}: name as many, or one"
+    if elastic is not None and engine.is_remote and len(engine.urls) < elastic.max_generators:
+        most = f"launch.elastic.max_generators is {elastic.max_generators}: name as many"
         yield f"generate.engine.url names {len(engine.urls)} servers, one a generator, and {most}"
     if not isinstance(launch, RayLaunch):
         return

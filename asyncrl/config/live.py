@@ -1,11 +1,13 @@
 """What can be changed while a run goes on, and how a step says by which values it is trained.
 
 A change becomes part of the run's config at a named step. What the learner reads travels with every step's batch and is kept in
-the ledger with it, so a step that is repeated after a crash is trained by the values of its first time.
+the ledger with it, so a step that is repeated after a crash is trained by the values of its first time, as far as the config of
+the resumed run can have them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,9 +89,18 @@ def settings_of(config: RunConfig) -> Settings:
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, float | int | None]) -> RunConfig:
-    """Return the config as a step is to read it; the same object where nothing differs."""
-    different = {field: value for field, value in settings.items() if value_at(config, field) != value}
-    return resolve_config(config, different) if different else config
+    """Return the config as a step is to read it, without settings that it cannot have; the same object where nothing differs."""
+    own = settings_of(config)
+    different = {field: value for field, value in settings.items() if field in own and own[field] != value}
+    if not different:
+        return config
+    try:
+        return resolve_config(config, different)
+    except ConfigError:  # the run was resumed with another loss, say: what goes with it is taken
+        for field, value in different.items():
+            with contextlib.suppress(ConfigError):
+                config = resolve_config(config, {field: value})
+        return config
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[Change, ...]]:

@@ -207,7 +207,9 @@ def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  #
     """
     *parents, last = names_of(key)
     for name in parents:
-        raw = raw.setdefault(name, {})
+        if raw.get(name) is None:
+            raw[name] = {}
+        raw = raw[name]
         if not isinstance(raw, dict):
             raise ConfigError(f"{given}: {name} is not a table")
     raw[last] = value

@@ -5,7 +5,7 @@ It changes where learner and generators share a device, or where a device is too
     phase       on the device                                          leaves
     rollout     nothing (hybrid: the policy, which engines read too)   everything else: generation wants the room
     inference   the reference, while a step reads it                   what does not fit beside it, the optimizer first
-    train       policy, critic, their optimizers                       what does not fit beside them
+    train       policy, critic, their optimizers                       all else, where the device's memory is known
 
 Each rank moves its own shards, and a phase is reached when all ranks have reached it. `rollout` and `train` are the controller's
 (SetPhase); its `inference`, in which inference workers have the device, is `rollout` here. The learner's own `inference` is
@@ -33,6 +33,7 @@ from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import part_here
 from asyncrl.learner.ranks.group import Ranks, rank_device
+from asyncrl.models.memory import BYTES, forward_row, shape_of_json
 from asyncrl.residency.components import TensorComponent
 from asyncrl.residency.device import Device, SimulatedDevice, device_at
 from asyncrl.residency.manager import ResidencyManager
@@ -163,8 +164,12 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
         components.append(TensorComponent.of_module(CRITIC, state.critic, device, swap))
         if not config.learner.offload_optimizer:
             components.append(TensorComponent(CRITIC_OPTIMIZER, device, state.critic_optimizer.state_tensors, swap))
+    forward = 0
     if state.reference is not None and state.reference.is_own_model:
         components.append(TensorComponent.of_module(REFERENCE, state.reference.model, device, swap, is_frozen=True))
+        if device.budget_bytes is not None:
+            shape, learner = shape_of_json(state.reference.model.config.to_dict(), "the reference"), config.learner
+            forward = int(forward_row(shape, config.packing.tokens_per_row, BYTES[learner.dtype], learner.logprob_chunk_tokens))
     trained = (POLICY, CRITIC, POLICY_OPTIMIZER, CRITIC_OPTIMIZER)
     stays = (POLICY,) if config.placement.kind == "hybrid" else ()
     gradients = 0
@@ -172,8 +177,9 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
         gradients += _SUM_BYTES * part_here(parameter).numel()
     phases = [
         PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
-        PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained),
-        PhaseNeeds("train", now=trained, soon=(REFERENCE,), working_bytes=gradients),
+        PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained, working_bytes=forward),
+        # A backward fills what the budget leaves, and the optimizer makes its moments in the first step.
+        PhaseNeeds("train", now=trained, working_bytes=gradients, gives_back=device.budget_bytes is not None),
     ]
     manager = ResidencyManager(config.placement, run_folder, process, components, phases, device, clock)
     state.offload = Offload(manager, device, state)

@@ -15,6 +15,8 @@ from asyncrl.errors import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = BYTES["float32"]
+LEAST_ROWS = 32
+"""Of the transformers engine's KV cache, where it has slots for as many; it then has a multiple of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,21 @@ def training_row(
 def forward_row(model: ModelShape, tokens: int, bytes_per_value: int, chunk_tokens: int) -> float:
     """Return what a forward that keeps nothing needs: two layers' worth of the row, and one chunk's logits in float32."""
     return 2 * tokens * _layer_bytes(model, bytes_per_value) + chunk_tokens * model.vocabulary * FLOAT32
+
+
+def cache_rows(slots: int) -> int:
+    """Return how many rows the transformers engine's KV cache has.
+
+    Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such a row
+    count there is no remainder, and all rows are treated alike.
+    """
+    return -(-slots // LEAST_ROWS) * LEAST_ROWS if slots >= LEAST_ROWS else max(8, 1 << (slots - 1).bit_length())
+
+
+def cache_tokens(max_sequence_tokens: int) -> int:
+    """Return how many tokens each of these rows has room for: whole blocks (generate/transformers/kv_cache.py)."""
+    block = min(64, -(-max_sequence_tokens // 16) * 16)
+    return -(-max_sequence_tokens // block) * block
 
 
 def _layer_bytes(model: ModelShape, bytes_per_value: int) -> float:

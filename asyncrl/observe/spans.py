@@ -161,14 +161,17 @@ class Track(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """The spans of one run in memory, read on as their file grows. Any thread may ask.
+    """The spans of one run that are kept, in memory, read on as their file grows. Any thread may ask.
 
     Args:
         run_folder: Of the run.
     """
 
     def __init__(self, run_folder: Path) -> None:
+        self._run_folder = run_folder
         self._lines, self._first_s = NewLines(run_folder / SPANS_FILE, from_old=True), math.inf
+        self._first_kept: Span | None = None
+        """The first in the files, of which the older one goes where the newer is full."""
         self._read: dict[tuple[str, str, str], Rows] = {}
         self._lock = threading.Lock()
 
@@ -214,11 +217,20 @@ class Timeline:
             versions = (about.oldest_version, about.newest_version) if about.version is None else (about.version, about.version)
             why = about.why or ("the batch of its next step" if one.name == WAIT else "")
             found.setdefault((one.process, one.name, why), []).append((*times, *versions, about.group, about.samples))
+        self._forget()
         for key, rows in found.items():
             before = self._read.get(key, np.empty((6, 0)))
             self._read[key] = np.concatenate([before, np.array(rows).T], axis=1)
         for process in {key[0] for key in found} - {"admission", "controller"}:  # those tell what they do, not all of it
             self._fill(process)
+
+    def _forget(self) -> None:
+        """Drop what ended before the first span in the files where that is another than before: the others went with a file."""
+        before, self._first_kept = self._first_kept, next(read_spans(self._run_folder), None)
+        if before is not None and self._first_kept is not None and self._first_kept != before:
+            kept_from_s = self._first_kept.end_s - self._first_s
+            left = {key: rows[:, rows[1] >= kept_from_s] for key, rows in self._read.items()}
+            self._read = {key: rows for key, rows in left.items() if rows.size}
 
     def _fill(self, process: str) -> None:
         """Have a wait in every gap between the spans of a process: no time of it is without a word."""

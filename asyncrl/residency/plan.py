@@ -20,10 +20,13 @@ GIB = 1 << 30
 SWAP_FOLDER = "swap"
 """In the run folder: components that are on disk."""
 OffloadTo = Literal["host", "disk"]
+WORKERS_REFERENCE = "workers' reference"
+"""That of inference workers, in the sum of a phase."""
 KNOBS = {
     "optimizer": 'learner.optimizer = "adamw_8bit" (a quarter of it) or learner.offload_optimizer = true (none of it)',
     "policy": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
     "critic": 'algorithm.critic.kind = "head", which sits on the policy',
+    WORKERS_REFERENCE: 'inference workers on a device of their own (inference.device), or inference.dtype = "bfloat16"',
     "reference": 'algorithm.reference.where = "worker"',
     "reward": "reward models on a device of their own (inference.device)",
     "KV cache": "generate.engine.kv_cache_gib, or fewer generate.engine.num_slots",
@@ -56,9 +59,9 @@ class PhaseNeeds:
     soon: tuple[str, ...] = ()
     """Those that come next, soonest first."""
     working_bytes: int = 0
-    """What else it will take on the device: gradients, activations, what other processes of the device hold then."""
+    """What else it will take on the device: gradients, activations of a forward, what other processes of the device hold then."""
     gives_back: bool = False
-    """What it does not need leaves the device, whether or not there would be room: somebody else wants it."""
+    """What it does not need leaves the device, whether or not there would be room: another process wants it, or a backward."""
 
 
 def plan_switch(

@@ -27,9 +27,19 @@ from asyncrl.config.places import inference_shares_device, inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.placement.limits import core_quota, most_generators, on_gpu, own_cores, shares_device, usable_cores
 from asyncrl.errors import ConfigError
-from asyncrl.models.memory import BYTES, ModelShape, Part, forward_row, shape_of_json, trained_parts, training_row
+from asyncrl.models.memory import (
+    BYTES,
+    ModelShape,
+    Part,
+    cache_rows,
+    cache_tokens,
+    forward_row,
+    shape_of_json,
+    trained_parts,
+    training_row,
+)
 from asyncrl.models.number_format import ask_driver
-from asyncrl.residency.plan import GIB, check_phases
+from asyncrl.residency.plan import GIB, WORKERS_REFERENCE, check_phases
 from asyncrl.schema.control import Phase
 
 JUDGING_CHUNK_TOKENS = 1024
@@ -132,7 +142,8 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
     weights = (shape.parameters + shape.adapter_parameters(config.learner.lora)) * held
     if isinstance(engine, TransformersEngineConfig):
-        return Part("weights", weights), Part("KV cache", shape.cached_values * engine.max_sequence_tokens * engine.slots * held)
+        places = cache_rows(engine.slots) * cache_tokens(engine.max_sequence_tokens)
+        return Part("weights", weights), Part("KV cache", shape.cached_values * places * held)
     # On a GPU the KV cache is what room there is, unless the config says how much.
     rest_of_gpu = "" if engine.kv_cache_gib else f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
     whole = Part("weights", weights * engine.data_parallel)
@@ -291,7 +302,8 @@ def check_phase_room(config: RunConfig) -> None:
         sums.append(("inference", stays | reference))
     if inference_takes_turns(config):
         named = {
-            part.name if part.name == "reference" else f"reward {part.name}": part.num_bytes for part in inference_parts(config)
+            WORKERS_REFERENCE if part.name == "reference" else f"reward {part.name}": part.num_bytes
+            for part in inference_parts(config)
         }
         judges = named | {"activations of a batch": judging_forward_bytes(config)}
         sums.append(("inference", stays | {name: size * config.inference.num_workers for name, size in judges.items()}))

@@ -20,7 +20,7 @@ from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import limits, memory
 from asyncrl.control.tools.inputs import beside, examine
 from asyncrl.errors import ConfigError
-from asyncrl.models.memory import BYTES, Part
+from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
 from asyncrl.models.number_format import hardware_format
 
 MIB = 1 << 20
@@ -62,10 +62,13 @@ def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, st
         shape = memory.policy_shape(config.model)
     except ConfigError:  # said where the model is opened
         return wanted, why
-    slot_bytes = shape.cached_values * engine.max_sequence_tokens * BYTES[engine.dtype]
+    row_bytes = shape.cached_values * cache_tokens(engine.max_sequence_tokens) * BYTES[engine.dtype]
     memory_bytes = memory.gpu_memory_bytes(config) if gpu_of(engine.device) is not None else limits.total_memory()
-    most = max(1, int(KV_CACHE_SHARE * memory_bytes / num_workers / slot_bytes)) if memory_bytes else wanted
-    if most >= wanted:
+    if not memory_bytes:
+        return wanted, why
+    most_rows = int(KV_CACHE_SHARE * memory_bytes / num_workers / row_bytes)
+    most = max((slots for slots in range(1, wanted + 1) if cache_rows(slots) <= most_rows), default=1)
+    if most == wanted:
         return wanted, why
     return most, f"{why}, but the KV cache of more would take over {KV_CACHE_SHARE:.0%} of {memory_bytes / (1 << 30):.0f} GiB"
 

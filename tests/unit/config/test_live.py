@@ -23,6 +23,15 @@ def test_settings_of_a_step_make_its_config_from_any_later_one():
     assert with_settings(later, settings_of(later)) is later
 
 
+@pytest.mark.parametrize("algorithm", [{}, {"loss": "reinforce", "corrections": []}, {"kl": {}, "kind": "auto"}])
+def test_settings_that_the_config_of_a_resumed_run_cannot_have_are_not_applied(algorithm):
+    resumed, settings = parse_config({"algorithm": algorithm}), settings_of(CONFIG) | {"algorithm.dual_clip": 4.0, "num_steps": 7}
+    made = with_settings(resumed, settings)
+    assert made.num_steps == 7
+    assert value_at(made, "algorithm.kl.coefficient") == (0.01 if "kl" in algorithm else None)
+    assert made.algorithm.dual_clip == (None if "loss" in algorithm else 4.0)
+
+
 @pytest.mark.parametrize(("settings", "values", "said"), [
     ({}, {"learner.optimizer": "adamw", "algorithm.group_size": 2}, "algorithm.group_size cannot change .*: fork it, or"),
     ({}, {"learner.learning_rate": -1}, "learning_rate"),

@@ -120,6 +120,8 @@ def test_overrides_go_over_every_form_of_config_and_one_built_in_python_is_check
             resolved = resolve_config(config, overrides)
             assert (resolved.seed, resolved.generate.num_workers) == (3, 5)
     assert raw == {"seed": 3, "generate": {"num_workers": 2}}, "what was given is left as it is"
+    resolved = resolve_config(RunConfig(), {"algorithm.kl.coefficient": 0.5, "learner.lora.rank": 4})  # tables that it has not
+    assert (resolved.algorithm.kl.coefficient, resolved.learner.lora.rank) == (0.5, 4)
     with pytest.raises(ConfigError, match="num_steps"):
         resolve_config(RunConfig(num_steps=0))
 

@@ -70,6 +70,8 @@ def test_an_algorithm_at_the_edge_of_a_rule_is_taken(correction):
 
 
 NO_MODEL = {"learner__fake_step_s": 0.0, "generate__engine": FAKE}
+BESIDE = {"placement__kind": "async_hybrid"}
+ON_GPU_1 = {"kind": "transformers", "device": "cuda:1"}
 COLOCATED, HYBRID = ({"placement__kind": kind, "buffer__max_staleness": 1} for kind in ("colocated", "hybrid"))
 RULES: list[tuple[dict[str, Any], str]] = [
     ({"generate__sampling__max_new_tokens": 512}, "max_sequence_tokens"),
@@ -109,6 +111,9 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (HYBRID | {"learner__lora": {}}, "leave out learner.lora"),
     (HYBRID | {"broadcast__medium__kind": "files"}, 'set "shared_storage"'),
     (HYBRID | {"broadcast": {**SHARED, "delta": {}}}, "leave out broadcast.delta"),
+    (BESIDE | {"learner__device": "cuda"}, r"engine.device 'cpu' takes no GPU, learner.device is 'cuda': make them the same"),
+    (BESIDE | {"learner__device": "cuda:0", "generate__engine": ON_GPU_1}, r"'cuda:1' takes GPU 1, learner.device is 'cuda:0'"),
+    (BESIDE | {"learner__device": "cuda:1", "generate__engine": VLLM}, r"'cuda' takes GPU 0, learner.device is 'cuda:1'"),
     # the medium of the weights
     ({"broadcast": {"medium": {"kind": "gloo"}, "delta": {}}}, "needs a copy .* 'gloo' .* take shared_memory, files or zeromq"),
     ({"broadcast__medium": {"kind": "gloo", "host": "0.0.0.0"}}, "is told to every generator and names no machine"),
@@ -152,6 +157,7 @@ WITH_OFFLINE: list[tuple[dict[str, Any], str]] = [
     ({"generate__sampling__temperature": 0.7}, "must be 1 with generate.engine.kind = 'replay'"),
     ({"model__max_positions": 32}, r"must be at most model.max_positions \(32\)"),
 ]  # fmt: skip
+ELASTIC = {"kind": "local", "elastic": {"min_generators": 1, "max_generators": 4}}
 TWO = "http://127.0.0.1:8000, http://localhost:8001"
 
 
@@ -163,6 +169,7 @@ SERVERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, "is empty"), ({"url": "http://gpu-1:8000"}, {}, "shared_folder"),
     *(({"url": wrong}, {}, "no server's address") for wrong in ("127.0.0.1:8000", "http://127.0.0.1:port", "http://127.0.0.1:80/v1")),
     ({"url": "http://127.0.0.1:8000,http://127.0.0.1:8000/"}, {"generate__num_workers": 2}, "1 servers for .* = 2"),
+    *(({"url": url}, {"launch": ELASTIC}, "max_generators is 4: name as many") for url in ("http://127.0.0.1:8000", TWO)),
     ({"url": TWO}, {"learner__lora": {"rank": 4}}, "lora"),
     ({"url": TWO}, {"model": {"kind": "scratch", "fp32_head": True}}, "fp32_head"),
 ]  # fmt: skip
@@ -212,6 +219,13 @@ def test_all_faults_come_at_once_but_those_that_follow_from_another():
 ])  # fmt: skip
 def test_a_vllm_server_that_the_weights_reach_is_taken(server, changes):
     parse_config(laid_over({}, served(server, changes)))
+
+
+@pytest.mark.parametrize(
+    "engine", [VLLM, {**VLLM, "tensor_parallel": 2}, {**VLLM, "device": "auto"}, FAKE, {**ON_GPU_1, "device": "cuda"}]
+)
+def test_generation_on_the_gpu_of_the_learner_may_go_on_beside_training(engine):
+    parse_config(laid_over({}, BESIDE | {"learner__device": "cuda:0", "generate__engine": engine}))
 
 
 @pytest.mark.parametrize(("learner", "engine", "told", "expected"), [

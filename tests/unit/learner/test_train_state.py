@@ -3,10 +3,11 @@
 import contextlib
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import KLConfig
-from asyncrl.config.run import PlacementConfig, RayLaunch
+from asyncrl.config.run import PackingConfig, PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import open_device, open_offload
@@ -31,9 +32,9 @@ def colocated(kit, algorithm=None, learner=None, **placement):
     return kit.config(algorithm, learner, placement=PlacementConfig(**({"kind": "colocated"} | placement)))
 
 
-def room_for(kit):
+def room_for(kit, models=4.9):
     """Policy, its moments, its gradients, and not a reference as well; activations of a small step fit where that was."""
-    return sum(parameter.nbytes for parameter in kit.model().parameters()) * 4.9 / GIB
+    return sum(parameter.nbytes for parameter in kit.model().parameters()) * models / GIB
 
 
 @pytest.mark.parametrize(
@@ -55,16 +56,19 @@ def test_steps_between_which_everything_left_the_device_are_the_same_steps(kit, 
     assert kit.same(*(model.parameters() for model in models))
 
 
-def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened, tmp_path):
+@pytest.mark.parametrize(("room", "tokens_per_row"), [(4.9, 1), (5.1, 40)])
+def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_step(kit, opened, tmp_path, room, tokens_per_row):
+    """Also where the reference had room beside all but activations: of its own forward, and of a backward with larger rows."""
     penalty, models = {"kl": KLConfig(coefficient=0.1)}, []
-    for config in (kit.config(penalty), colocated(kit, penalty, device_memory_gib=room_for(kit))):
+    for config in (kit.config(penalty), colocated(kit, penalty, device_memory_gib=room_for(kit, room))):
+        config = replace(config, packing=PackingConfig(tokens_per_row=40))
         models.append(kit.model())
         train_state = kit.train_state(models[-1], config, reference=kit.model(seed=2))
         if config.placement.kind == "colocated":
             opened(train_state, config)
         for step in range(3):
-            train_step(train_state, kit.batch(kit.samples(groups=1, seed=step), tokens_per_row=1, step=step), config)
-    assert "reference" in [move.component for line in read_memory(tmp_path) for move in line.moves]
+            train_step(train_state, kit.batch(kit.samples(groups=1, seed=step), tokens_per_row, step=step), config)
+    assert {"reference", "policy optimizer"} <= {move.component for line in read_memory(tmp_path) for move in line.moves}
     told = [move.component for move in train_state.offload.reach("rollout", 0).moves]
     assert len(told) == len(set(told)), "the controller is told the moves of its own switch, not those within steps"
     train_state.offload.reach("train", 1)

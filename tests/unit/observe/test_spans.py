@@ -64,3 +64,7 @@ def test_a_window_tells_many_spans_as_bins_that_add_up_to_the_same(tmp_path):
     with (tmp_path / SPANS_FILE).open("ab") as newer:  # a wait that is told later takes the gap's place
         newer.write(b"\n" + msgspec.json.encode(span("wait", first + 201, first + 300, "learner")) + b"\n")
     assert {track.why for track in timeline.window(150.0)["tracks"]} == {"", "the batch of its next step"}
+    (tmp_path / SPANS_FILE).rename(tmp_path / "spans.old.jsonl")  # the file before that goes, and with it what it alone had
+    (tmp_path / SPANS_FILE).write_bytes(msgspec.json.encode(span("step", first + 310, first + 311, "learner", version=5)) + b"\n")
+    kept = {(track.process, track.name): [row[0] for row in track.each] for track in timeline.window()["tracks"]}
+    assert kept == {("learner", "step"): [300.0, 310.0], ("learner", "idle"): [302.0]}

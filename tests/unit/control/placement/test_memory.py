@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.load import parse_config
 from asyncrl.control.placement import limits, memory
+from asyncrl.control.tools.choices import KV_CACHE_SHARE, with_choices
 from asyncrl.errors import ConfigError
+from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.learner.model.policy import DTYPES
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.models.memory import trained_parts
@@ -61,6 +64,16 @@ def test_a_rollout_counts_the_kv_cache_of_every_generator() -> None:
     most = sums(generate={"num_workers": 2, "engine": engine}, launch=elastic)["rollout"]
     assert most["KV cache"] == pytest.approx(3 * rollout["KV cache"], abs=3e-4)
     assert "policy" in sums("hybrid", generate={"num_workers": 2, "engine": engine})["rollout"]
+
+
+def test_a_workers_reference_that_has_no_room_has_an_advice_of_its_own() -> None:
+    learner, worker = ({"algorithm": {"kl": {}, "reference": {"where": where}}} for where in ("learner", "worker"))
+    assert "reference" in sums(**learner)["inference"]
+    assert "workers' reference" in sums(**worker)["inference"]
+    with pytest.raises(ConfigError) as refused:
+        memory.check_phase_room(config("colocated", 1e-6, **worker))
+    assert "where = " not in str(refused.value)
+    assert 'inference.dtype = "bfloat16"' in str(refused.value)
 
 
 def test_a_learners_own_budget_is_held_to_the_same_sum_of_training() -> None:
@@ -126,6 +139,35 @@ def test_inference_workers_on_the_same_device_and_a_rows_activations_are_in_the_
 
 
 # -- against real models and optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "longest"), [(1, 16), (9, 17), (31, 63), (33, 65), (64, 128)])
+def test_the_kv_cache_in_the_sum_is_that_of_the_engine(slots, longest):
+    engine = {"kind": "transformers", "num_slots": slots, "max_sequence_tokens": longest}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
+    made = parse_config({
+        "model": {"kind": "scratch", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_positions": 128},
+        "generate": {"engine": engine, "sampling": {"max_new_tokens": 4}},
+    })  # fmt: skip
+    cache = SlotModel(model, made.generate.engine, adapters_only=False).cache
+    key = torch.zeros(1, 1, 1, 8)
+    cache.write(0, torch.tensor([0]), key, key)
+    assert memory.generator_parts(made)[1].num_bytes == cache.num_bytes
+
+
+def test_slots_are_chosen_by_the_rows_that_the_engine_makes_for_them():
+    row_bytes = KV_CACHE_SHARE * limits.total_memory() / 45  # room for 45 rows: 32 slots have 32, 33 slots 64
+    hidden = int(row_bytes / (2 * 1000 * 16 * 4)) // 4 * 4
+    chosen, _ = with_choices(parse_config({
+        "model": {"kind": "scratch", "hidden_size": hidden, "num_layers": 1000, "num_heads": 4},
+        "algorithm": {"groups_per_step": 64, "group_size": 4},
+        "generate": {
+            "num_workers": 1, "engine": {"kind": "transformers", "max_sequence_tokens": 16}, "sampling": {"max_new_tokens": 4},
+        },
+    }))  # fmt: skip
+    assert chosen.generate.engine.num_slots == 32
+    assert memory.generator_parts(chosen)[1].num_bytes <= KV_CACHE_SHARE * limits.total_memory()
 
 
 @pytest.mark.parametrize(("dtype", "offload", "optimizer"), [

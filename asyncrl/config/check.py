@@ -20,7 +20,7 @@ from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig, gpu_of
 from asyncrl.config.learner import ScratchModel
-from asyncrl.config.places import is_every_interface, is_loopback, needs_of, places_of, shown
+from asyncrl.config.places import generators_share_gpus, is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import CallerReward, OverlongPenalty, PreferenceReward, reward_names
 from asyncrl.config.run import PreferencesTask, RayLaunch, RunConfig
 from asyncrl.schema.control import ProcessKind
@@ -246,6 +246,8 @@ def _medium(config: RunConfig) -> Iterator[str]:
         yield f"{where} needs learner and engine on the same GPU; {gpus}: {instead}"
     if isinstance(medium, NCCLMedium) and places.one_machine and places.learner_gpu in places.engine_gpus:
         yield f"{where} needs learner and engine on different GPUs; {gpus}: {instead}"
+    if isinstance(medium, NCCLMedium) and generators_share_gpus(config):
+        yield f"{where} takes one generator a GPU, and the run's own all take the same: generate.num_workers = 1, or {instead}"
 
 
 def _turns(config: RunConfig) -> Iterator[str]:

@@ -54,6 +54,11 @@ _BY_PLACEMENT: dict[str, tuple[media.MediumConfig, str]] = {
 }
 
 
+def generators_share_gpus(config: RunConfig) -> bool:
+    """Return whether the run's own generators, where there are several, take the same GPUs: Ray alone gives each its own."""
+    return not isinstance(config.launch, RayLaunch) and (config.generate.num_workers > 1 or config.launch.elastic is not None)
+
+
 def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
     """Return how a run's weights best travel, and why; `broadcast.medium` itself is not looked at."""
     if config.placement.kind in _BY_PLACEMENT:
@@ -61,9 +66,9 @@ def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
     places, host, engine = places_of(config), config.transport.host, config.generate.engine
     gpu, on_ray, engine_gpus = places.learner_gpu, isinstance(config.launch, RayLaunch), shown(places.engine_gpus)
     on_gpus = gpu is not None and bool(places.engine_gpus) and engine.receives
-    if on_gpus and config.broadcast.delta is None:
-        if places.one_machine and places.engine_gpus == {gpu}:
-            return media.CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
+    if on_gpus and config.broadcast.delta is None and places.one_machine and places.engine_gpus == {gpu}:
+        return media.CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
+    if on_gpus and config.broadcast.delta is None and not generators_share_gpus(config):
         if on_ray:
             return media.NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node"
         if not places.one_machine and not is_every_interface(host):
@@ -80,6 +85,8 @@ def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
     why = "learner and generators are on this machine"
     if on_gpus and config.broadcast.delta is not None:
         why += ", and broadcast.delta needs the version before in host memory"
+    elif on_gpus and gpu not in places.engine_gpus:
+        why += f"; several generators share {engine_gpus}, and nccl takes one member a GPU"
     elif on_gpus:
         why += f"; the engine is on {engine_gpus}, the learner's among them, so cuda_ipc and nccl reach only a part of it"
     elif engine.is_remote:

@@ -251,13 +251,15 @@ def _bucket(lengths_S: Sequence[int]) -> list[NDArray[np.int64]]:
 def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: float | None, window: int | None) -> torch.Tensor:
     """Run one bucket's query, key and value, [n * T, H, D] each; return [n * T, H, D]."""
     query, key, value = (tensor.view(*shape, *tensor.shape[1:]).transpose(1, 2) for tensor in bucket)
-    repeats = query.shape[1] // key.shape[1]
-    is_grouped = repeats > 1 and query.device.type == "cuda"  # its kernels read a shared head in place
-    if repeats > 1 and not is_grouped:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     mask = None
     if window is not None and shape[1] > window:
         mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    repeats = query.shape[1] // key.shape[1]
+    # Flash attention reads a shared head in place. torch's kernel for all else refuses that, and without a kernel it would hold
+    # all scores, [n, H, T, T].
+    is_grouped = repeats > 1 and mask is None and can_flash(query, key, value)
+    if repeats > 1 and not is_grouped:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if query.device.type == "cpu" and query.dtype == torch.float32 and mask is None and shape[1] <= SMALLEST_BUCKET:
         # So short a sequence is little more than the kernel's overhead for each head.
         scale, future = query.shape[-1] ** -0.5 if scaling is None else scaling, query.new_full((shape[1], shape[1]), -torch.inf)

@@ -1,4 +1,4 @@
-"""Flash attention over a row's runs has the values and gradients of the buckets."""
+"""Flash attention over a row's runs has the values and gradients of the buckets, which never hold all scores."""
 
 from dataclasses import replace
 
@@ -42,3 +42,16 @@ def test_flash_attention_over_runs_is_that_of_the_buckets(size, window):
     exact, rounded, flash = found
     for right, one, other in zip(exact, rounded, flash, strict=True):
         assert (other - right).abs().max() <= 2 * (one - right).abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_that_share_keys_are_not_attended_by_way_of_all_scores(dtype, window):
+    num_tokens = 4096
+    inputs = [torch.randn(1, heads, num_tokens, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (16, 4, 4)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output, _ = packed_attention(torch.nn.Identity(), *inputs, None, sliding_window=window)
+    output.sum().backward()
+    scores_bytes = 16 * num_tokens**2 * output.element_size()
+    assert torch.cuda.max_memory_allocated() - before < scores_bytes / 2

@@ -33,8 +33,9 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
 from transformers import AutoModelForCausalLM
 
-config, folder, model_folder = msgspec.json.decode(sys.argv[1], type=BroadcastConfig), Path(sys.argv[2]), sys.argv[3]
-model = AutoModelForCausalLM.from_pretrained(model_folder).to("cuda:0")
+config, folder = msgspec.json.decode(sys.argv[1], type=BroadcastConfig), Path(sys.argv[2])
+model_folder, device = sys.argv[3:]
+model = AutoModelForCausalLM.from_pretrained(model_folder).to(device)
 announced = queue.SimpleQueue()
 publisher = Publisher(config, folder, announced.put, SystemClock())
 for version, line in enumerate(sys.stdin, start=1):
@@ -43,7 +44,7 @@ for version, line in enumerate(sys.stdin, start=1):
             parameter.add_(0.01)
     publisher.publish(version, dict(model.named_parameters()))
     with torch.no_grad():
-        ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device="cuda:0")
+        ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device=device)
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
     available = announced.get(timeout=60)
     print(msgspec.json.encode({"available": available, "logprobs": logprobs.tolist()}).decode(), flush=True)
@@ -57,10 +58,10 @@ class Published(msgspec.Struct):
 
 
 class Learner:
-    """A publisher in a process of its own, on the first GPU."""
+    """A publisher in a process of its own."""
 
-    def __init__(self, config: BroadcastConfig, run_folder: Path, model_folder: Path) -> None:
-        arguments = [msgspec.json.encode(config).decode(), str(run_folder), str(model_folder)]
+    def __init__(self, config: BroadcastConfig, run_folder: Path, model_folder: Path, device: str) -> None:
+        arguments = [msgspec.json.encode(config).decode(), str(run_folder), str(model_folder), device]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LEARNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
         )
@@ -76,25 +77,22 @@ class Learner:
         self.process.stdout.close()
 
 
+TWO_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason="not run: NCCL wants learner and engine on two GPUs")
 MEDIA = [
-    pytest.param(CUDAIPCMedium(), "cuda:0", id="cuda_ipc"),
-    pytest.param(
-        NCCLMedium(gather_s=0.1),
-        "cuda:1",
-        id="nccl",
-        marks=pytest.mark.skipif(NUM_GPUS < 2, reason="not run: NCCL wants learner and engine on two GPUs"),
-    ),
+    pytest.param(CUDAIPCMedium(), "cuda:0", "cuda:0", id="cuda_ipc"),
+    pytest.param(NCCLMedium(gather_s=0.1), "cuda:0", "cuda:1", id="nccl", marks=TWO_GPUS),
+    pytest.param(NCCLMedium(gather_s=0.1), "cuda:1", "cuda", id="nccl to a GPU without a number", marks=TWO_GPUS),
 ]
 
 
 @pytest.fixture
-def learner(medium: MediumConfig, tmp_path: Path, model_folder: Path) -> Iterator[Learner]:
-    learner = Learner(BroadcastConfig(medium=medium, bucket_bytes=64 << 10), tmp_path, model_folder)
+def learner(medium: MediumConfig, learner_device: str, tmp_path: Path, model_folder: Path) -> Iterator[Learner]:
+    learner = Learner(BroadcastConfig(medium=medium, bucket_bytes=64 << 10), tmp_path, model_folder, learner_device)
     yield learner
     learner.close()
 
 
-@pytest.mark.parametrize(("medium", "device"), MEDIA)
+@pytest.mark.parametrize(("medium", "learner_device", "device"), MEDIA)
 async def test_version_after_version_arrives_on_the_engines_gpu(medium, device, learner, tmp_path, model_folder):
     async with transformers_engine(model_folder, 2, device=device) as engine:
         for version in range(1, 6):

@@ -11,6 +11,7 @@ from asyncrl.models.causal import DTYPES
 from asyncrl.models.logprobs import Float32Head, token_logprobs
 
 DEVICE = "cuda"
+SECOND = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: there is one GPU"))
 NUM_STEPS = 5
 
 
@@ -34,12 +35,12 @@ def test_fused_logprobs_have_the_values_and_gradients_of_chunked_ones(dtype, fp3
         torch.testing.assert_close(one.float(), chunked.float(), rtol=tolerance, atol=tolerance * scale)
 
 
-def weights_after(dtype: str, **learner) -> dict[str, torch.Tensor]:
-    """Parameters after a few steps of gradients that are the same for every optimizer."""
-    config = LearnerConfig(dtype=dtype, device=DEVICE, learning_rate=1e-3, warmup_steps=0, **learner)
+def weights_after(dtype: str, device: str = DEVICE, **learner) -> dict[str, torch.Tensor]:
+    """Parameters after a few steps of gradients that are the same for every optimizer, and that come late."""
+    config = LearnerConfig(dtype=dtype, device=device, learning_rate=1e-3, warmup_steps=0, **learner)
     torch.manual_seed(0)
     parameters = {
-        name: torch.nn.Parameter(torch.randn(shape, device=DEVICE).to(DTYPES[dtype]))
+        name: torch.nn.Parameter(torch.randn(shape, device=device).to(DTYPES[dtype]))
         for name, shape in {"matrix": (512, 1024), "tall": (4096, 64), "norm": (512,)}.items()
     }
     optimizer = PolicyOptimizer(parameters.items(), config, NUM_STEPS)
@@ -48,14 +49,17 @@ def weights_after(dtype: str, **learner) -> dict[str, torch.Tensor]:
             losses = [(parameter * torch.randn_like(parameter)).sum(dtype=torch.float32) for parameter in parameters.values()]
             optimizer.backward(1e-2 * torch.stack(losses).sum())  # small enough that float16's first scale overflows nothing
         assert math.isfinite(optimizer.clip())
+        with torch.cuda.device(device):
+            torch.cuda._sleep(20_000_000)  # cycles, about 10 ms: what does not wait for the gradients' copies reads others
         optimizer.step(step)
     return {name: parameter.detach().float().cpu() for name, parameter in parameters.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_an_offloaded_optimizer_arrives_where_the_device_s_own_does(dtype, optimizer):
-    own, offloaded = (weights_after(dtype, optimizer=optimizer, offload_optimizer=offload) for offload in (False, True))
+@pytest.mark.parametrize("device", [DEVICE, SECOND])
+def test_an_offloaded_optimizer_arrives_where_the_device_s_own_does(dtype, optimizer, device):
+    own, offloaded = (weights_after(dtype, device, optimizer=optimizer, offload_optimizer=offload) for offload in (False, True))
     ulp = torch.finfo(DTYPES[dtype]).eps
     atol = 1e-5 if optimizer == "adamw" else 1e-3
     for name, tensor in own.items():

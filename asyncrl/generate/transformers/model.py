@@ -14,6 +14,7 @@ R rows, V vocabulary, T tokens.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -29,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.errors import ConfigError, GenerationError, first_line
 from asyncrl.generate.transformers.kv_cache import (
     AttentionPlan,
     CacheFilledError,
@@ -41,14 +42,15 @@ from asyncrl.generate.transformers.kv_cache import (
 )
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
 from asyncrl.models.logprobs import use_float32_head
+from asyncrl.models.memory import LEAST_ROWS, cache_rows
 from asyncrl.weights.tensors import ArrivingTensors, SharedTensors
+
+log = logging.getLogger(__name__)
 
 _ATTENTION: Final = "asyncrl_slots"
 _REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
 _ANY_SEED: Final = 0
 """Of adapters' values, all of which the first version replaces."""
-LEAST_ROWS: Final = 32
-"""Fewer are not run where there are more."""
 _PIECE_TOKENS: Final = 64
 """A prompt longer than this is prefilled in several forwards on a CPU: prompts share whole pieces that they begin with."""
 _GPU_PIECE_TOKENS: Final = 256
@@ -93,10 +95,8 @@ class SlotModel:
     def __init__(self, model: Any, config: TransformersEngineConfig, *, adapters_only: bool) -> None:  # noqa: ANN401
         self._model = model
         self.device = torch.device(config.device)
-        # Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such
-        # a row count there is no remainder, and all rows are treated alike.
         slots, self.max_tokens = config.slots, config.max_sequence_tokens
-        self.num_rows = -(-slots // LEAST_ROWS) * LEAST_ROWS if slots >= LEAST_ROWS else max(8, 1 << (slots - 1).bit_length())
+        self.num_rows = cache_rows(slots)
         self.cache = SlotCache(self.num_rows, self.max_tokens, self.device)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         end = getattr(model.generation_config, "eos_token_id", None)
@@ -283,19 +283,26 @@ class DecodeGraphs:
     """A GPU's decode forwards, recorded once for each number of blocks and then replayed: one launch and not a thousand.
 
     Recordings read the weights and the cache where they lay. New weights that are copied in are seen; where the memory itself
-    goes (sleep, another's weights), `clear` comes first. A model whose forward cannot be recorded is run as it is.
+    goes (sleep, another's weights), `clear` comes first. A model whose forward cannot be recorded, or for whose recordings there
+    is no room, is run as it is.
+
+    Invariant: recordings share one pool of memory, and none leaves there what is read after its own replay: the logits are copied
+    out. So they may be replayed in any order.
     """
 
     def __init__(self, model: SlotModel) -> None:
         self._model: SlotModel = weakref.proxy(model)  # a cycle would keep the GPU's memory after the engine has gone
         self._inputs_3R = torch.zeros(3, model.num_rows, dtype=torch.int64, device=model.device)
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._logits_RV: torch.Tensor | None = None
+        self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._cannot = False
 
     def clear(self) -> None:
         """Forget all recordings, and what the matrix products keep for themselves: 32 MB a stream."""
         self._recorded.clear()
+        self._logits_RV, self._pool = None, torch.cuda.graph_pool_handle()  # torch refuses a pool that all recordings have left
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - torch has no public name for it
 
     def decode(self, inputs_3R: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -303,20 +310,31 @@ class DecodeGraphs:
         self._inputs_3R.copy_(inputs_3R)
         if num_blocks not in self._recorded and not self._cannot:
             try:
-                self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
-                with torch.cuda.stream(self._stream):  # kernels that choose their way on first use do so before the recording
-                    self._model.decode_eagerly(self._inputs_3R, num_blocks)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
-                self._recorded[num_blocks] = (graph, logits_RV)
-            except RuntimeError:  # a choice that depends on values, as experts' routing may be
+                self._record(num_blocks)
+            except RuntimeError as error:  # too little memory, or a choice that depends on values, as experts' routing may be
                 self._cannot = True
+                self.clear()
+                told = "decoding goes on without CUDA graphs: %s; where memory is short, set generate.engine.num_slots lower"
+                log.warning(told, first_line(error))
         if self._cannot:
             return self._model.decode_eagerly(self._inputs_3R, num_blocks)
-        graph, logits_RV = self._recorded[num_blocks]
-        graph.replay()
-        return logits_RV
+        self._recorded[num_blocks].replay()
+        assert self._logits_RV is not None
+        return self._logits_RV
+
+    def _record(self, num_blocks: int) -> None:
+        """Record the forward on a stream of its own; what has run there is over when this returns."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        # Around the recording too: it waits for the current device, and leaves the current stream wrong where it fails.
+        with torch.cuda.stream(self._stream):
+            # Kernels that choose their way on first use do so before the recording.
+            logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
+            if self._logits_RV is None:
+                self._logits_RV = logits_RV
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                self._logits_RV.copy_(self._model.decode_eagerly(self._inputs_3R, num_blocks))
+        self._recorded[num_blocks] = graph
 
 
 def _forwards(

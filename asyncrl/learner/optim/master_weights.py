@@ -116,7 +116,8 @@ class HostGradients:
     @torch.no_grad()
     def _send(self, index: int) -> torch.cuda.Event | None:
         """Start the copy of a bucket's gradients; return what says that it is over, None where it is already."""
-        on_cuda = any(master.parameter.is_cuda for master in self._buckets[index])
+        device = self._buckets[index][0].parameter.device
+        on_cuda = device.type == "cuda"
         if not self._staging:
             num_bytes = max(sum(map(_room, bucket)) for bucket in self._buckets)
             self._staging = tuple(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2))
@@ -129,7 +130,7 @@ class HostGradients:
         if not on_cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(device))  # the copies run there, whatever the thread's current device is
         return event
 
 

@@ -1,7 +1,9 @@
 """One process group of learner and members, apart from torch's default group, opened and left without ever holding its owner up.
 
 Opening waits for the others, and an operation that a lost peer never answers only ends with its timeout. Both happen on a thread
-of the group's own, which outlives the owner's interest by the timeout at most: `leave` returns at once.
+of the group's own, which outlives the owner's interest by the timeout at most: `leave` returns at once. The exception is NCCL's
+making of a communicator, which has no timeout: who dies in it may keep that thread of the others for as long as they live. So
+all members meet in the store before it.
 
 Invariants:
 - A tensor handed to `broadcast` is touched by nobody else until the work is completed or, once left, never again.
@@ -64,8 +66,10 @@ class Group:
             host: Address of this machine that the others reach.
             timeout_s: Of opening, and of every operation.
             store: Where the members meet: rank 0's own, or its host:port.
-            device: Where buckets are; None: in host memory.
+            device: Where buckets are; a GPU without a number: this thread's current one; None: in host memory.
         """
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
@@ -131,7 +135,8 @@ class Group:
             options._timeout = self._timeout  # noqa: SLF001
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
             return dist.ProcessGroupGloo(store, rank, size, options)
-        device = device or torch.device("cuda")
+        store.set(f"member {rank}", "")
+        store.wait([f"member {member}" for member in range(size)], self._timeout)
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout  # noqa: SLF001

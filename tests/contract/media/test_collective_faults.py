@@ -11,12 +11,14 @@ from contextlib import closing
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.base import ReceiverArguments
 from asyncrl.weights.media.collective import CollectiveWriter
+from asyncrl.weights.media.collective_group import Group, GroupBrokenError, open_store
 from asyncrl.weights.media.collective_member import CollectiveReceiver
 from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.learners import CPU, SlotLearner
@@ -130,3 +132,33 @@ def test_a_receiver_left_in_the_middle_leaves_and_can_come_back(learner):
     tensors.close()
     assert {float(tensor[0]) for _, tensor in receiver.fetch(available, CPU)} == {1.0}
     receiver.close()
+
+
+def why_not_opened(size: int, device: str) -> str:
+    """What becomes of rank 0's group where nobody else comes."""
+    store, _ = open_store("127.0.0.1", TIMEOUT_S)
+    group = Group("nccl", 0, size, "127.0.0.1", 0.2, store, torch.device(device))
+    give_up_s = time.monotonic() + TIMEOUT_S
+    with pytest.raises(GroupBrokenError) as error:
+        group.wait_open(lambda: time.monotonic() > give_up_s)
+    group.leave()
+    return str(error.value)
+
+
+def test_nobody_begins_nccl_s_own_wait_before_all_have_come():
+    assert "keys: /member 0, /member 1" in why_not_opened(2, "cuda:0")
+
+
+def test_nccl_uses_the_current_gpu_where_the_engine_s_has_no_number(monkeypatch):
+    class NCCL:
+        def __init__(self, *_):
+            raise RuntimeError("as far as NCCL")
+
+        Options = type("Options", (), {})
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    assert "as far as NCCL" in why_not_opened(1, "cuda")
+    assert chosen == [3]

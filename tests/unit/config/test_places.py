@@ -10,6 +10,7 @@ VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}
 SERVERS = {"kind": "vllm_server", "url": "http://10.0.0.7:8000, http://10.0.0.8:8000", "shared_folder": "/mnt/shared"}
 NETWORK = {"kind": "tcp", "host": "10.1.2.3"}
 RAY = {"kind": "ray"}
+ONE = {"generate__num_workers": 1}
 
 
 def config(engine=None, learner="cpu", **settings):
@@ -22,13 +23,15 @@ def config(engine=None, learner="cpu", **settings):
     ({"engine": VLLM}, "shared_memory", "on this machine"),
     ({"engine": VLLM, "learner": "cuda"}, "cuda_ipc", "share GPU 0"),
     ({"engine": VLLM | {"device": "auto"}, "learner": "cuda:0"}, "cuda_ipc", "share GPU 0"),
-    ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"}, "nccl", "learner on GPU 2, engine on GPU 0, 1"),
+    ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda:2"} | ONE, "nccl", "learner on GPU 2, engine on GPU 0, 1"),
+    ({"engine": VLLM, "learner": "cuda:1"}, "shared_memory", "several generators share GPU 0, and nccl takes one"),
     ({"engine": VLLM | {"tensor_parallel": 2}, "learner": "cuda"}, "shared_memory", "reach only a part"),
     ({"engine": VLLM, "learner": "cuda", "broadcast__delta": {}}, "shared_memory", "broadcast.delta needs"),
     ({"engine": {"kind": "fake"}, "learner": "cuda"}, "shared_memory", "on this machine"),
     ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
     ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
-    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "nccl", "open to other machines"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK} | ONE, "nccl", "open to other machines"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "zeromq", "10.1.2.3"),
     ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast__delta": {}}, "zeromq", "10.1.2.3"),
     ({"engine": VLLM, "learner": "cuda", "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "zeromq", "0.0.0.0"),
     ({"launch": RAY}, "zeromq", "Ray may put"),
@@ -49,7 +52,7 @@ def test_auto_is_replaced_once_says_what_and_why_and_addresses_follow_the_host_t
     assert line == "broadcast.medium auto is shared_memory: learner and generators are on this machine"
     assert with_chosen_medium(chosen) == (chosen, "")
     assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
-    assert choose_medium(config(VLLM, "cuda", transport=NETWORK))[0].host == "10.1.2.3"
+    assert choose_medium(config(VLLM, "cuda", transport=NETWORK, **ONE))[0].host == "10.1.2.3"
     assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"
 
 

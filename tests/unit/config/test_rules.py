@@ -123,6 +123,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"broadcast__medium__kind": "nccl", "learner__device": "cuda", "generate__engine": FAKE}, "kind 'fake' has none"),
     ({"broadcast__medium__kind": "cuda_ipc", "learner__device": "cuda:1", "generate__engine": VLLM}, "the same GPU; .* GPU 0"),
     ({"broadcast__medium__kind": "nccl", "learner__device": "cuda", "generate__engine": VLLM}, "different GPUs; .* GPU 0"),
+    ({"broadcast__medium__kind": "nccl", "learner__device": "cuda:1", "generate__engine": VLLM}, "takes one generator a GPU"),
     # Ray
     ({"launch": {"kind": "ray", "address": "ray://head:10001"}}, "Ray's client"),
     (COLOCATED | {"launch__kind": "ray"}, "launch"),

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asyncrl.models import attention
+from asyncrl.models import attention, flash
 from asyncrl.models.attention import build_layout, packed_attention
 from asyncrl.models.flash import flash_runs, flash_runs_gradients
 
@@ -87,6 +88,31 @@ def test_what_goes_into_flash_attention_says_what_the_buckets_say(monkeypatch, w
         found.append([output, *torch.autograd.grad((output * weights).sum(), given)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "window", "is_shared"),
+    [
+        (torch.bfloat16, 64, None, True),
+        (torch.float32, 64, None, False),
+        (torch.float16, 64, 5, False),
+        (torch.bfloat16, 256, None, False),
+    ],
+)
+def test_only_flash_attention_is_given_fewer_heads_of_keys_than_of_queries(monkeypatch, dtype, head_size, window, is_shared):
+    """With any other kernel of a GPU torch would hold all scores."""
+    given = []
+
+    def kernel(query, key, value, *, enable_gqa, **_):
+        given.append((enable_gqa, key.shape[1], value.shape[1]))
+        return query
+
+    monkeypatch.setattr(flash, "_has_flash", lambda _: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        tensors = [torch.empty(40, heads, head_size, dtype=dtype, device="cuda") for heads in (4, 2, 2)]
+        attention._attend(tensors, (1, 40), None, window)
+    assert given == [(True, 2, 2) if is_shared else (False, 4, 4)]
 
 
 def test_a_block_with_flash_attention_is_one_graph_for_rows_of_every_size(monkeypatch):

@@ -50,7 +50,7 @@ _SAME = (
     (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
     (re.compile(r"\s+"), " "),
 )
-_DELIMITED = linear_pattern(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_DELIMITED = linear_pattern(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _INTRODUCING_WORDS = """the a an final answer is so therefore thus hence then we get have which equals equal to of value result
     solution this it and that gives be in simplest form as"""
 _INTRODUCES = frozenset(_INTRODUCING_WORDS.split())
@@ -74,6 +74,8 @@ _MATRIX = re.compile(r"\\begin\{(?P<kind>[pbB]?matrix|array)\}(?:\{[lcr|]*\})?(?
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 _OPENING, _CLOSING = "([{", ")]}"
+_GROUPED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.ASCII)
+"""Digits and commas that are one number, and not a list: `5,125`, but not `5,125,6`."""
 
 
 def same_mathematics(answer: str, reference: str) -> bool:
@@ -186,12 +188,13 @@ def _is_text(text: str) -> bool:
     r"""Whether it is words, not mathematics: `\text{(A)}`, `yes`."""
     words = _TEXT.fullmatch(text)
     if words:
-        return not _folded(words[1]).isdigit()
+        return not _folded(words[1]).replace(".", "", 1).isdigit()
     return re.fullmatch(r"[A-Za-z][A-Za-z '-]*[A-Za-z]", text) is not None and text.casefold() not in _FUNCTIONS
 
 
 def _folded(text: str) -> str:
-    return re.sub(r"[\s.()]+", "", _TEXT.sub(r"\1", text)).casefold()
+    """Return words without blanks, parentheses and full stops; the point of a number stays."""
+    return re.sub(r"[\s()]+|\.(?!\s*\d)", "", _TEXT.sub(r"\1", text)).casefold()
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -218,7 +221,8 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     elif text[:1] in ("(", "[") and text[-1:] in (")", "]") and _item(text, 0)[1] == len(text):
         brackets, inner = text[0] + text[-1], text[1:-1]
     inner = re.sub(r",\s*(?:\\text\{ ?)?(?:or|and) ?\}?(?= |\\|\d)", ",", inner)
-    items = [item.strip() for part in _split(inner, ",") for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
+    parts = _split(inner, ",", keeps_grouped=not brackets)
+    items = [item.strip() for part in parts for item in re.split(r" (?:or|and) |\\text\{ ?(?:or|and) ?\}", part)]
     signs = [("+", "-") if item.count(r"\pm") == 1 else ("",) for item in items]
     items = [
         item.replace(r"\pm", sign).strip() if sign else item for item, both in zip(items, signs, strict=True) for sign in both
@@ -228,8 +232,8 @@ def _items(text: str) -> tuple[str, list[str]] | None:
     return (brackets, items) if brackets in ("{}", "[]") else None
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split where no bracket is open. A comma between a digit and three digits belongs to a number."""
+def _split(text: str, separator: str, *, keeps_grouped: bool = False) -> list[str]:
+    """Split where no bracket is open, and not within a number such as `5,125` where these are kept."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         character = text[position]
@@ -237,14 +241,14 @@ def _split(text: str, separator: str) -> list[str]:
             position += 2
             continue
         depth += _opens(character)
-        if depth == 0 and text.startswith(separator, position):
-            thousands = separator == "," and re.match(r"\d,\d{3}(?!\d)", text[max(position - 1, 0) : position + 5])
-            if not thousands:
-                parts.append(text[start:position].strip())
-                start = position + len(separator)
-            position += len(separator)
-            continue
-        position += 1
+        number = _GROUPED.match(text, position) if keeps_grouped and depth == 0 else None
+        if number is not None:
+            position = number.end()
+        elif depth == 0 and text.startswith(separator, position):
+            parts.append(text[start:position].strip())
+            start = position = position + len(separator)
+        else:
+            position += 1
     return [*parts, text[start:].strip()]
 
 

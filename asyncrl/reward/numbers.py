@@ -24,7 +24,7 @@ _SIGNS = str.maketrans({
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,!]|\u2009|\u202f)(?=\d{3}(?!\d))", re.ASCII)
 _FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
-_UNIT_OUTSIDE = re.compile(r"\A(?:\$([^$]+)\$|\\\((.+)\\\))\s*([A-Za-z%\u00b0\\].*)", re.DOTALL)
+_UNIT_OUTSIDE = re.compile(r"\A(?:\$((?:\\.|[^$\\])+)\$|\\\((.+)\\\))\s*([A-Za-z%\u00b0\\].*)", re.DOTALL)
 _LATEX_NOISE = re.compile(r"\\[!,;: ]|\\(?:left|right|displaystyle)(?![A-Za-z])")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mbox|textbf|textrm|operatorname)\s*\{([^{}]*)\}")
 _LATEX_FRACTION = re.compile(
@@ -35,12 +35,12 @@ _WRAPPERS = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
         r"\$\$(.*)\$\$",
-        r"\$([^$]*)\$",
+        r"\$((?:\\.|[^$\\])*)\$",
         r"\\\((.*)\\\)",
         r"\\\[(.*)\\\]",
         r"\\(?:boxed|f?box)\s*\{(.*)\}",
         r"\*\*([^*]*)\*\*",
-        r"\(([^()]*)\)",
+        r"\((?![-+{\s]*\d+,[\d,.]*[}\s]*\))([^()]*)\)",  # `(3,100)` is a pair
         r"\{([^{}]*)\}",
         r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}",
     )
@@ -52,7 +52,7 @@ _NAMED = re.compile(
     r"\s*=\s*(?P<value>[^=]+)",
     re.ASCII,
 )
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?", re.ASCII)
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)\s*(?P<currency>[$€£¥]|US\$|USD|EUR|GBP|JPY)?\s*(?P<inner_sign>[-+]?)\s*(?:(?P<whole>\d+)\s+)?(?P<number>{_NUMBER})"
@@ -86,7 +86,7 @@ _UNIT_NAMES = """
 
 
 _ENTRIES = [[name.strip() for name in entry.split(",")] for entry in _UNIT_NAMES.replace("\n", ";").split(";")]
-_PLURALS = {f"{name}s": names[0] for names in _ENTRIES for name in names if len(name) > 2}
+_PLURALS = {f"{name}s": names[0] for names in _ENTRIES for name in names if len(name) > 1}
 UNITS = _PLURALS | {name: names[0] for names in _ENTRIES for name in names if name}
 """A unit as it may be written, lower case, to the one name it is compared by."""
 
@@ -100,7 +100,6 @@ class Quantity(NamedTuple):
     """What stands before the equals sign, in `x = 5`."""
 
 
-@lru_cache(maxsize=4096)
 def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
     """Return the one quantity that `text` is, or None where it is anything else.
 
@@ -108,8 +107,11 @@ def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
         text: As it was written.
         reference_unit: A unit that counts as one although it is not listed.
     """
-    if len(text) > MAX_CHARS or ".." in text:
-        return None
+    return None if len(text) > MAX_CHARS or ".." in text else _parsed(text, reference_unit)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, reference_unit: str) -> Quantity | None:
     if _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), "")
     text = _FRACTION_SIGN.sub(

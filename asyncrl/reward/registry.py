@@ -18,6 +18,7 @@ Invariants: names are unique within a run and the same in every process; the sum
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import time
@@ -25,7 +26,7 @@ import uuid
 from asyncio.events import _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 from asyncrl.algorithms.returns import overlong_penalty
@@ -68,6 +69,32 @@ class NamedReward(NamedTuple):
     """It waits for somebody else: many samples are scored at the same time."""
 
 
+class TimeLimit:
+    """What the functions of one sample may take together, of samples that are scored at the same time in one event loop.
+
+    A plain function holds up all of them. Its time is taken off its own sample's only.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        """Set the limit of each sample."""
+        self.limit_s = limit_s
+        self.plain_s = 0.0
+        """How long plain functions took, of all samples."""
+
+    def now(self) -> float:
+        """Return the time by a clock that stands still while a plain function runs."""
+        return time.monotonic() - self.plain_s
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Have a plain function run within."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.plain_s += time.monotonic() - begun_s
+
+
 def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
     """Build every configured reward function, in order.
 
@@ -107,7 +134,7 @@ def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
 
 
 async def batch_values(
-    rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At
+    rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At, limit: TimeLimit
 ) -> dict[int, dict[int, float | RewardError]]:
     """Have the functions that take several samples judge those that came together.
 
@@ -115,6 +142,7 @@ async def batch_values(
         rewards: As built by `build_rewards`.
         items: The samples, each with the functions that score 0 for it without being called.
         at: See `At`.
+        limit: Of the samples that are being scored meanwhile; these functions are under none.
 
     Returns:
         By sample, then by function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
@@ -125,9 +153,10 @@ async def batch_values(
         if reward.batch is not None and len(wanted) > 1:
             at(wanted[0], number, True)
             try:
-                told: object = reward.batch([items[index][0] for index in wanted])
+                with limit.plain():
+                    told: object = reward.batch([items[index][0] for index in wanted])
                 if inspect.isawaitable(told):
-                    told, _ = await _awaited(reward.name, told, None)
+                    told, _ = await _awaited(reward.name, told, limit, math.inf)
                 numbers = _checked_batch(reward.name, told, len(wanted))
             except MemoryError:
                 raise
@@ -143,7 +172,7 @@ async def score_sample(
     sample: RewardInput,
     values: Mapping[int, float | RewardError],
     at: Callable[[int], None] = lambda _: None,
-    limit_s: float | None = None,
+    limit: TimeLimit | None = None,
 ) -> Judgement:
     """Score one sample.
 
@@ -152,29 +181,33 @@ async def score_sample(
         sample: Which.
         values: What is known already, by function.
         at: Called before each function with its index.
-        limit_s: Of the functions together: the async one that runs past it scores 0, and those behind it have as long again;
-            None: whoever calls ends the process.
+        limit: The async function that runs past it scores 0, and those behind it have as long again; None: whoever calls ends
+            the process.
 
     Raises:
         RewardError: It begins with the name of the function that failed.
     """
     total, parts, late = 0.0, {}, list[int]()
-    until_s = None if limit_s is None else time.monotonic() + limit_s
+    limit = limit or TimeLimit(math.inf)
+    until_s = limit.now() + limit.limit_s
     for number, (name, weight, function, *_) in enumerate(rewards):
         value = values.get(number)
         if value is None:
             at(number)
             told: object
+            plain_s = limit.plain_s
             try:
-                told = function(sample)
+                with limit.plain():
+                    told = function(sample)
                 is_awaited = not isinstance(told, float | int) and inspect.isawaitable(told)
             except BaseException as error:  # SystemExit too is the function's own
                 raise _failure(name, error) from error
+            until_s -= limit.plain_s - plain_s
             if is_awaited:
-                told, is_late = await _awaited(name, cast("Awaitable[object]", told), until_s)
-                if is_late and limit_s is not None:
+                told, is_late = await _awaited(name, cast("Awaitable[object]", told), limit, until_s)
+                if is_late:
                     late.append(number)
-                    until_s = time.monotonic() + limit_s
+                    until_s = limit.now() + limit.limit_s
             value = _checked(name, told)
         if isinstance(value, RewardError):
             raise value
@@ -185,16 +218,16 @@ async def score_sample(
     return Judgement(total, parts, tuple(late))
 
 
-async def _awaited(name: str, value: Awaitable[object], until_s: float | None) -> tuple[object, bool]:
-    """Return what a function's answer is, and whether it is 0 because it ran out of time.
+async def _awaited(name: str, value: Awaitable[object], limit: TimeLimit, until_s: float) -> tuple[object, bool]:
+    """Return what a function's answer is, and whether it is 0 because it ran out of time, at `until_s` by the limit's clock.
 
     It has a task of its own: one that cancels its task cancels no other.
     """
     waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
-    left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
-    if not (await asyncio.wait({waiting}, timeout=left_s))[0]:
-        waiting.cancel()
-        return 0.0, True
+    while not (await asyncio.wait({waiting}, timeout=until_s - limit.now()))[0]:
+        if limit.now() >= until_s:
+            waiting.cancel()
+            return 0.0, True
     told, error = (None, asyncio.CancelledError()) if waiting.cancelled() else waiting.result()
     if error is not None:
         raise _failure(name, error) from error

@@ -254,6 +254,7 @@ class RewardPool:
                     heard_s, at = clock(), process.mark
                 if sent and clock() - heard_s > self._config.timeout_s + LATE_S:
                     process.kill()
+                    process.hang_up()
                 await asyncio.sleep(LATE_S / 4)
 
         async with asyncio.TaskGroup() as group:

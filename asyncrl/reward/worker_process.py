@@ -284,6 +284,10 @@ class ScoringProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
+    def hang_up(self) -> None:
+        """Read nothing more of it: what it started may hold its socket open after it was killed. Only after `begin`."""
+        self._writer.transport.abort()
+
     async def reap(self) -> None:
         """Wait for the end of the child, which was killed, and close what connects to it. Safe to repeat, also when cancelled."""
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # cancelled, it is reaped too
@@ -346,12 +350,13 @@ async def _score_or_end(scoring: Awaitable[None]) -> None:
 async def _score_all(
     pool: socket.socket, stream: BinaryIO, rewards: Sequence[NamedReward], mark: mmap.mmap, config: RewardConfig
 ) -> None:
-    from asyncrl.reward.registry import batch_values, score_sample  # noqa: PLC0415 - as in `main`
+    from asyncrl.reward.registry import TimeLimit, batch_values, score_sample  # noqa: PLC0415 - as in `main`
 
     is_concurrent = any(reward.is_async for reward in rewards)
     takes_several = any(reward.batch for reward in rewards)
     pool.sendall(_message(Ready(judges="concurrently" if is_concurrent else "several" if takes_several else "one by one")))
     decoder, num_read, marker = msgspec.msgpack.Decoder(Work), 0, _Marker(mark)
+    limit = TimeLimit(config.timeout_s)
     loop, reading = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     # `asyncio.to_thread` and look-ups of host names: a thread for each sample, so that none waits for another's.
     most_threads = min(MOST_TOGETHER, max(config.process_memory_bytes // (4 * STACK_BYTES), 8))
@@ -366,14 +371,13 @@ async def _score_all(
             first, num_read = num_read + 1, num_read + len(work.items)
             together = is_concurrent and not work.alone
             told_by = await batch_values(
-                rewards, [(item.sample, item.skipped) for item in work.items], partial(marker.put, first)
+                rewards, [(item.sample, item.skipped) for item in work.items], partial(marker.put, first), limit
             )
             judgements, told_s = list[Judgement](), time.monotonic()
             for index, item in enumerate(work.items):
                 values = {**told_by.get(index, {}), **dict.fromkeys(item.skipped, 0.0)}
                 at = partial(marker.put, first, index, in_batch=together)
-                limit_s = config.timeout_s if together else None
-                judging = _judge(score_sample(rewards, item.sample, values, at, limit_s), first + index)
+                judging = _judge(score_sample(rewards, item.sample, values, at, limit if together else None), first + index)
                 if together:
                     scoring.create_task(tell(judging))
                     await asyncio.sleep(0)  # what has been awaited goes on before another one is begun

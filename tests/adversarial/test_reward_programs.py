@@ -274,6 +274,25 @@ def test_a_cheat_of_a_test_of_its_own_passes_nothing(cheat):
     assert passed(*OF_TESTS_OF_THEIR_OWN[cheat], wall_s=20) == 0
 
 
+ERRS_WITHOUT_ASKING = [
+    "total(object())", "total([object()])", "total(int(x) for x in ['a'])", "total(*nested)", "total('x' * (1 << 20))", "total(slice(object()))",
+    "made < 5", "5 >= made", "max(made, 5)", "sorted([made, 1])", "len(made - 2)", "bool(made - 2)", "made - datetime.date(2020, 1, 1)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("caught", ["except (TypeError, ValueError)", "except Exception", "except"])
+def test_an_error_of_the_judge_s_own_is_not_one_that_a_test_expects_of_the_program(caught):
+    program = "class Made:\n    __sub__ = lambda self, other: self\nmade = Made()\ndef total(*values): return 0"
+    opening = "import datetime\nnested = []\nfor _ in range(200): nested = [nested]\n"
+    tests = [
+        f"{opening}try:\n    {act}\n    failed = True\n{caught}:\n    failed = False\nassert not failed"
+        for act in ERRS_WITHOUT_ASKING
+    ]
+    assert passed(program, *tests, output_bytes=1 << 16) == 0
+    right = "def total(values): return sum(values)"
+    assert passed(right, f"try:\n    total([1, 'a'])\n    failed = True\n{caught}:\n    failed = False\nassert not failed") == 1
+
+
 def test_what_is_right_passes_all_of_them():
     code = "def add(a, b): return a + b\nif __name__ == '__main__': print(add(*map(int, input().split())))"
     # `expected: 5.0` takes any number, `expected: 5` an integer alone.

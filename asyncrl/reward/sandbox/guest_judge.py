@@ -5,6 +5,7 @@ Sent as text into a sandbox of its own (guest.py): standard library only, Python
 - Plain data is rebuilt as exact built-in types. Everything else is a `Handle`: using it is a request to the candidate.
 - A handle never equals plain data and is never ordered against it. What an operator of `TELLING` makes of a handle and plain data
   stays a handle that cannot be counted, iterated or turned into a number: the program may have seen the expected value there.
+- What the judge cannot ask for ends the session: as an error it would pass a test that expects one of the program.
 - The judge serves one request: a call, with plain data, of a function that the test passed to a call that is still running.
 """
 # ruff: noqa: ANN401, S102, BLE001, SLF001 - values of any kind, foreign code and whatever it raises are its business
@@ -32,7 +33,7 @@ from asyncrl.reward.sandbox.guest_values import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from typing import Any
+    from typing import Any, NoReturn
 
     from asyncrl.reward.sandbox.guest_values import Frame
 
@@ -66,12 +67,7 @@ class JudgeSession:
             if self.is_over:
                 raise SessionOver("the program ended")
             try:
-                self.pipe.write({
-                    "op": operation,
-                    "args": [self._encode(each, passed) for each in args],
-                    "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
-                    "as_object": derived,
-                })
+                self._request(operation, args, kwargs, passed, derived)
                 while True:
                     frame = self.pipe.read()
                     if type(printed := frame.get("printed", "")) is str:
@@ -101,6 +97,22 @@ class JudgeSession:
                 raise SessionOver("a value where an object was asked for")
             object.__setattr__(value, "_handle_derived", True)
         return value
+
+    def refuse(self, what: str) -> NoReturn:
+        """End the session over what a test cannot do."""
+        self.is_over = True
+        raise SessionOver(what)
+
+    def _request(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], passed: list[int], derived: bool) -> None:
+        try:
+            self.pipe.write({
+                "op": operation,
+                "args": [self._encode(each, passed) for each in args],
+                "kwargs": {name: self._encode(each, passed) for name, each in kwargs.items()},
+                "as_object": derived,
+            })
+        except Exception as error:
+            self.refuse(f"the test's values cannot be sent: {error}")
 
     def _encode(self, value: Any, passed: list[int]) -> Any:
         def other(each: Any) -> Any:
@@ -250,20 +262,30 @@ class Handle:
 
     def _handle_convert(self, operation: str, *args: Any) -> Any:
         if self._handle_derived:
-            raise TypeError(f"{operation} of what an operator made of a program's object and the test's data is not supported")
+            self._handle_session.refuse(f"{operation} of what an operator made of a program's object and the test's data")
         return self._handle_session.ask(operation, self, *args)
 
 
 def _combined(operation: str, tells: bool, reflected: bool = False) -> Callable[..., Any]:
     def combine(self: Handle, other: Any, *rest: Any) -> Any:
         if type(other).__module__ == "datetime":
-            return NotImplemented  # a difference of dates is read by its attributes, which would then be the program's to invent
+            # A difference of dates is read by its attributes, which would then be the program's to invent.
+            self._handle_session.refuse(f"{operation} of a program's object and a date")
         is_handle = isinstance(other, Handle)
         derived = self._handle_derived or (is_handle and other._handle_derived) or (tells and not is_handle)
         pair = (other, self) if reflected else (self, other)
         return self._handle_session.ask(operation, *pair, *rest, derived=derived)
 
     return combine
+
+
+def _compared(operation: str) -> Callable[..., Any]:
+    def compare(self: Handle, other: Any) -> Any:
+        if isinstance(other, Handle):
+            return self._handle_session.ask(operation, self, other) is True
+        return NotImplemented if operation == "eq" else self._handle_session.refuse(f"{operation} of a program's object and data")
+
+    return compare
 
 
 for _name in ASKED:
@@ -273,13 +295,7 @@ for _name in CONVERTED:
 for _name in ("neg", "pos", "invert", "abs"):
     setattr(Handle, f"__{_name}__", lambda self, _name=_name: self._handle_session.ask(_name, self, derived=self._handle_derived))
 for _name in ("eq", "lt", "le", "gt", "ge"):
-    setattr(
-        Handle,
-        f"__{_name}__",
-        lambda self, other, _name=_name: (
-            self._handle_session.ask(_name, self, other) is True if isinstance(other, Handle) else NotImplemented
-        ),
-    )
+    setattr(Handle, f"__{_name}__", _compared(_name))
 for _name in (*TELLING, *SCALING):
     _plain_name, _tells = _name.rstrip("_"), _name in TELLING
     setattr(Handle, f"__{_plain_name}__", _combined(_name, _tells))
@@ -312,7 +328,7 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
                 asyncio.run(_awaited(result))
     except BaseException:
         return False
-    return True
+    return not session.is_over  # a test that catches everything catches the end of its session too
 
 
 async def _awaited(value: Any) -> Any:

@@ -28,6 +28,16 @@ def takes_its_time(prompt, text):
     return 1.0
 
 
+def leaves_a_daemon(prompt, text):
+    """Die, and leave a process that is in no group of ours and holds the socket; its number is added to the file `text`."""
+    if (daemon := os.fork()) == 0:
+        os.setsid()
+        time.sleep(1000)
+    with open(text, "a") as pids:
+        pids.write(f"{daemon}\n")
+    os._exit(3)
+
+
 def on_demand(prompt, text):
     """Do what the completion says; 1 where that has no result. A number is the reward."""
     if text.isdigit():

@@ -169,6 +169,18 @@ async def test_each_sample_has_the_score_or_the_error_that_it_earned(functions, 
             assert getattr(pool.counts, name) in allowed
 
 
+@pytest.mark.timed
+async def test_a_process_whose_socket_is_still_held_after_it_was_killed_is_replaced(tmp_path):
+    pids = tmp_path / "pids"
+    try:
+        async with pool_of(named("leaves_a_daemon"), named("slowly"), timeout_s=1.0) as pool:
+            (score,) = await asyncio.wait_for(all_scores(pool, [str(pids)]), 30)
+            assert "exit status 3" in score.error
+    finally:
+        for pid in pids.read_text().split():
+            os.kill(int(pid), 9)
+
+
 async def test_a_process_killed_between_samples_costs_none_of_them():
     async with pool_of(ON_DEMAND) as pool:
         await all_scores(pool, ["fine"])

@@ -1,5 +1,8 @@
 """The modes and options of answer_match; what counts as equal is in tests/adversarial/test_reward_answers.py."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from asyncrl.config.reward import AnswerMatchReward
@@ -43,3 +46,11 @@ def test_a_reference_that_cannot_be_used_is_an_error_and_not_a_reward(reference,
 def test_patterns_are_checked_when_built(extract, said):
     with pytest.raises(ConfigError, match=said):
         build_reward(AnswerMatchReward(extract=extract))
+
+
+def test_the_answer_of_gsm8k_ends_with_its_line():
+    config = tomllib.loads((Path(__file__).parents[3] / "configs/gsm8k.toml").read_text(encoding="utf-8"))
+    (options,) = config["reward"]["functions"]
+    assert options.pop("kind") == "answer_match"
+    assert score("So 9 and 9.\n#### 18\n\nIt is done.", "18", **options) == 1.0
+    assert score("So 9 and 9.\n#### 17\n\n18", "18", **options) == 0.0

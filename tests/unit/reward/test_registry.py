@@ -1,11 +1,12 @@
 import asyncio
+import time
 
 import pytest
 
 from asyncrl.config.reward import CodeExecReward, FormatCheckReward, OverlongPenalty, PreferenceReward, PythonReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, batch_values, build_reward, build_rewards, judge_for, score_sample
+from asyncrl.reward.registry import NamedReward, TimeLimit, batch_values, build_reward, build_rewards, judge_for, score_sample
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, ScoreRequest
 
@@ -16,7 +17,7 @@ def score(rewards, *items):
     """What came of samples that came together."""
 
     async def scored():
-        values = await batch_values(rewards, [(item, ()) for item in items], lambda *_: None)
+        values = await batch_values(rewards, [(item, ()) for item in items], lambda *_: None, TimeLimit(1.0))
         return [await score_sample(rewards, item, values.get(index, {})) for index, item in enumerate(items)]
 
     return [(one.reward, one.parts) for one in asyncio.run(scored())]
@@ -51,6 +52,27 @@ def test_a_batch_s_answers_that_raise_or_have_no_order_are_asked_for_one_by_one(
     rewards = (NamedReward("bad", 1.0, half, lambda _: values),)
     assert score(rewards, SAMPLE, SAMPLE) == [(0.5, {"bad": 0.5})] * 2
     assert asyncio.run(score_sample(rewards, SAMPLE, {0: 0.25})).reward == 0.25, "what a batch gave is not asked for again"
+
+
+def test_what_plain_functions_of_other_samples_take_is_not_taken_off_the_limit_of_a_sample():
+    """Here all others together take longer than one may."""
+
+    async def later(_sample):
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    def blocks_for(seconds):
+        return lambda _: time.sleep(seconds) or 1.0
+
+    async def scored(seconds, count):
+        rewards = [NamedReward(name, 1.0, each) for name, each in (("a", later), ("b", blocks_for(seconds)), ("c", later))]
+        limit = TimeLimit(0.3)
+        async with asyncio.TaskGroup() as scoring:
+            tasks = [scoring.create_task(score_sample(rewards, SAMPLE, {}, limit=limit)) for _ in range(count)]
+        return [(task.result().reward, task.result().late) for task in tasks]
+
+    assert asyncio.run(scored(0.04, 10)) == [(3.0, ())] * 10
+    assert asyncio.run(scored(0.32, 1)) == [(2.0, (2,))], "its own is"
 
 
 def test_user_function_of_several_has_the_task_s_other_columns_at_hand(tmp_path, monkeypatch):

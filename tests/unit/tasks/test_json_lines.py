@@ -25,6 +25,13 @@ def test_answer_regex_takes_the_reference_out_of_the_solution(tmp_path):
         assert json.loads(prompt.reference_json)["question"] == prompt.messages[-1].content
 
 
+def test_the_alphabet_of_plain_prompts_has_the_solutions_that_a_warm_start_is_shown(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", problems(20))
+    task = build_task(JsonlTask(path=path, answer_regex=r"#### (.+)", held_out=5, chat=False), 0)
+    assert set(task.alphabet) >= {*"".join(text for example in task.worked_examples for text in example)}
+    assert "#" in task.alphabet
+
+
 def test_repeated_problems_are_one_and_splits_are_disjoint(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", problems(10) * 3)
     task = build_task(JsonlTask(path=path, held_out=4, shots=2), 0)
@@ -53,7 +60,7 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
     ('{"question": "a", "answer": "b"}', {"held_out": 1}, "lower task.held_out"), ("\n \n", {}, "holds no problems"),
     ('{"question": "caf\xe9", "answer": "b"}', {}, r"task file .*a.jsonl is not UTF-8: .* position 17"),
     ("[" * 100_000, {}, r"a.jsonl:1: not JSON"), ('{"question": ' + "9" * 5_000 + "}", {}, r"a.jsonl:1: not JSON"),
-    ('{"question": "\\ud800", "answer": "b"}', {}, r"a.jsonl:1: not JSON: .*surrogates not allowed"),
+    *((f'{{"question": {odd}, "answer": "b"}}', {}, "a.jsonl:1: not JSON") for odd in ("NaN", "-Infinity", "1e400", '"\\ud800"')),
 ])  # fmt: skip
 def test_complaints_name_the_line_and_the_field(tmp_path, text, fields, message):
     (tmp_path / "a.jsonl").write_bytes(text.encode("latin-1"))

@@ -1,7 +1,6 @@
 """Run every compared method at both lags with every seed, and write results.jsonl, RESULTS.md and curves.png.
 
-`python experiments/off_policy/run.py` is the whole of it, about 70 minutes on 2 quiet cores. What is in results.jsonl is not run
-again.
+`python experiments/off_policy/run.py` is the whole of it, about 40 minutes on 2 cores. What is in results.jsonl is not run again.
 """
 
 from __future__ import annotations

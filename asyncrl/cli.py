@@ -159,7 +159,7 @@ def resume(
     detach: DetachOption = False,
 ) -> None:
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
-    from asyncrl.client import CONTROLLER_END_S, Run
+    from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
     from asyncrl.config.load import load_config
     from asyncrl.control.launch.controller_process import is_live, until_gone
     from asyncrl.observe.steps import read_steps
@@ -175,8 +175,7 @@ def resume(
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
     done = steps[-1].version if steps else 0
-    checkpoints = sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal())
-    if done >= config.num_steps and checkpoints:
+    if newest_saved(folder) >= config.num_steps:
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
             "takes it further"

@@ -529,6 +529,12 @@ class Run(RunClient):
             log.debug("the rewards of this program are not asked for any more: %s", error)  # the run says why it ended
 
 
+def newest_saved(run_folder: Path) -> int:
+    """Return the version of a run's newest checkpoint; -1 where there is none."""
+    numbers = [path.name.removeprefix("step-") for path in (run_folder / "checkpoints").glob("step-*")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
 def _holds_samples(run_folder: Path) -> bool:
     """Return whether anything was generated, or saved, in a run folder; a ledger that cannot be read counts as one that has."""
     if any((run_folder / "checkpoints").glob("step-*")) or read_steps(run_folder):

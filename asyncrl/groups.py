@@ -67,6 +67,8 @@ class GroupStream:
         """Of the first of those."""
         self.wanted = 1
         """How many its reader needs now: they are waited for at once. More than there are places for never come."""
+        self._reading = asyncio.Lock()
+        """Several may read: each group is of one of them."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,17 +124,18 @@ class GroupStream:
 
     async def _next(self) -> tuple[int, GroupGiven] | None:
         """Return the number of the next prompt and what became of its group, waiting for it; None: there are no more prompts."""
-        if not self._given:
-            if (asked := self._asked()) is None:
-                return None
-            saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
-            try:
-                self._given.extend(await self._run.generate(asked))
-            finally:
-                saying.cancel()
-                await asyncio.wait([saying])
-            self._unsaid.clear()
-        return self._waiting.popleft().number, self._given.popleft()
+        async with self._reading:
+            if not self._given:
+                if (asked := self._asked()) is None:
+                    return None
+                saying = asyncio.get_running_loop().create_task(self._say_what_is_held(), name="stream")
+                try:
+                    self._given.extend(await self._run.generate(asked))
+                finally:
+                    saying.cancel()
+                    await asyncio.wait([saying])
+                self._unsaid.clear()
+            return self._waiting.popleft().number, self._given.popleft()
 
     def _asked(self) -> GroupsAsked | None:
         """Return what is not given yet, with new prompts as far as the window goes; None: there is nothing."""

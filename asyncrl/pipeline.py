@@ -57,7 +57,7 @@ from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
-from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
+from asyncrl.errors import AsyncRLError, BroadcastError, ConnectionClosed, LedgerError
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.weights import WeightsAvailable
@@ -248,9 +248,17 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         command = [sys.executable, "-P", "-m", "asyncrl.pipeline", RANK, str(rank), str(run_folder), address]
         return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
 
-    is_hybrid = isinstance(config.broadcast.medium, SharedStorageMedium)
+    loop = asyncio.get_running_loop()
+
+    def failed(error: BroadcastError) -> None:
+        loop.call_soon_threadsafe(worker.publish_failed, error)
+
     async with _announcements(connection) as announce:
-        publisher = (HybridPublisher if is_hybrid else Publisher)(config.broadcast, run_folder, announce, clock)
+        publisher: HybridPublisher | Publisher
+        if isinstance(config.broadcast.medium, SharedStorageMedium):
+            publisher = HybridPublisher(config.broadcast, run_folder, announce, clock)
+        else:
+            publisher = Publisher(config.broadcast, run_folder, announce, clock, failed)
         try:
             launcher = RankLauncher(config, start_rank)
             worker = LearnerWorker(config, run_folder, connection, clock, publisher.publish, launcher)

@@ -28,10 +28,11 @@ import torch
 from asyncrl.algorithms.losses import Loss, fault_in
 from asyncrl.algorithms.screening import Screen
 from asyncrl.algorithms.types import LossConfig, LossInputs, LossOutputs
+from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.client import Run, given_config
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import ConfigLike, Overrides, resolve_config
-from asyncrl.errors import AsyncRLError, ConfigError, LearnerError, RunError
+from asyncrl.errors import AsyncRLError, BroadcastError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
 from asyncrl.learner.checkpoint import save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
@@ -124,7 +125,7 @@ class Session:
         """Of the policy as it is now."""
         self._is_manual = sync == "manual"
         self._thread = ThreadPoolExecutor(1, "asyncrl-session", torch.set_num_threads, (self.config.learner.num_threads,))
-        self._published: asyncio.Queue[WeightsAvailable] = asyncio.Queue()
+        self._published: asyncio.Queue[WeightsAvailable | BroadcastError] = asyncio.Queue()
         self._synced = -1
         """The version that the generators were told about last."""
         self._is_open = False
@@ -147,7 +148,7 @@ class Session:
         self._coming: asyncio.Task[list[ScoredGroup]] | None = None
         """Gathers them; from the beginning of a step on, for the one after it."""
         self._taken: tuple[int, ...] = ()
-        """What `take` gave last."""
+        """What `take` gave last; empty once it was released, or a step has taken others in its place."""
         self._packed: tuple[int, list[ScoredGroup], PreparedBatch] | None = None
         """A step, its groups as they came, and what they are packed to while the step before is trained."""
 
@@ -179,29 +180,40 @@ class Session:
 
     async def _end_gathering(self) -> None:
         self._is_open = False
-        if self._coming is not None:
-            self._coming.cancel()
-            await asyncio.wait([self._coming])
-            if not self._coming.cancelled():
-                self._coming.exception()  # looked at: the run says it too
+        if (coming := self._coming) is not None:
+            coming.cancel()
+            await asyncio.wait([coming])
+            if not coming.cancelled():
+                coming.exception()  # looked at: the run says it too
 
     async def _start(self) -> None:
         loop, folder, config = asyncio.get_running_loop(), self.run.run_folder, self.config
         task = await asyncio.to_thread(build_task, config.task, config.seed)
         policy = await self._on_thread(lambda: load_or_make(config, folder, lambda: list(task.worked_examples), task.alphabet))
-        waiting = (await self.run.status()).version
-        if policy.version != waiting:
+        waiting, group_ids = (await self.run.status()).version, policy.saved.group_ids
+        # Where the run ended before it heard of the newest step, the ledger has the groups of that step as taken.
+        is_untold = policy.version == waiting + 1 and any(
+            (row.step, row.state, row.group_ids) == (waiting, "taken", group_ids)
+            for row in await asyncio.to_thread(LedgerReader(folder).steps, 1)
+        )
+        if policy.version != waiting and not is_untold:
             why = f"is of version {policy.version} and its ledger goes on at {waiting}"
             lost = "a session that was killed after its last `save` cannot be resumed"
             raise LearnerError(f"the newest whole checkpoint of {folder} {why}: {lost}")
-        put, clock = self._published.put_nowait, SystemClock()
-        self._publisher = Publisher(config.broadcast, folder, lambda one: loop.call_soon_threadsafe(put, one), clock)
+
+        def hear(published: WeightsAvailable | BroadcastError) -> None:
+            loop.call_soon_threadsafe(self._published.put_nowait, published)
+
+        self._publisher = Publisher(config.broadcast, folder, hear, SystemClock(), on_failure=hear)
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        self._policy, self.version, self._is_open = policy, policy.version, True
+        self._policy, self.version, self._group_ids, self._is_open = policy, policy.version, group_ids, True
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
         self._own = self.stream(ordered)
         await self.sync_weights()
+        if is_untold:
+            await self.run.take_these(group_ids)
+            await self.run.trained(waiting)
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -260,7 +272,10 @@ class Session:
         """Give the places of groups back that will not be trained."""
         _ = self._ready
         if groups:
-            await to_its_end(self.run.release(Released(groups=_ids_of(groups))))
+            group_ids = _ids_of(groups)
+            await to_its_end(self.run.release(Released(groups=group_ids)))
+            if not set(group_ids).isdisjoint(self._taken):
+                self._taken = ()
 
     def is_too_old(self, group: ScoredGroup) -> bool:
         """Return whether the next step may not train this group any more."""
@@ -341,6 +356,7 @@ class Session:
             ConfigError: There is no such loss.
             RunError: A group is too old or over (the message names it), there are not as many as a step trains, or the run has
                 ended.
+            BroadcastError: The step is done, and generators cannot fetch the new version; the same call again sends it once more.
         """
         group_ids = _ids_of(groups)
         if learning_rate is not None:
@@ -370,19 +386,26 @@ class Session:
 
         Raises:
             LearnerError: There are no gradients, or they are not finite; the weights are those of before.
+            BroadcastError: As `train_step`.
         """
         return await self._optimize(learning_rate)
 
     @_whole
     async def sync_weights(self) -> None:
-        """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only."""
+        """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only.
+
+        Raises:
+            BroadcastError: They cannot fetch it.
+        """
         await self._publish()
 
     @_whole
     async def save(self) -> Path:
         """Write a checkpoint of the policy as it is now, and return its folder."""
         folder, keep_last, policy = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last, self._ready
-        saved = TrainerState(self.version, "", memory=policy.train_state.memory)
+        # Those of an open step are not in the weights yet, and the run knows of the steps before it.
+        group_ids = self._group_ids if self._open is None else ()
+        saved = TrainerState(self.version, "", memory=policy.train_state.memory, group_ids=group_ids)
         return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
 
     @property
@@ -432,6 +455,8 @@ class Session:
         is_more = self._is_open and self.version + 1 < self.config.num_steps
         if is_more and self._coming is None and self._taken == group_ids:
             self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
+        if self._taken != group_ids:
+            self._taken = ()
 
         def gradients() -> OpenStep:
             if packed is not None and packed[:2] == (self.version, trained) and not mask_below:
@@ -500,9 +525,11 @@ class Session:
         assert publisher is not None
         length = self.config.generate.engine.max_sequence_tokens
         await self._on_thread(lambda: publisher.publish(self.version, publishable_tensors(model), make_probe(model, length)))
-        while (available := await self._published.get()).version < self.version:
+        while isinstance(published := await self._published.get(), WeightsAvailable) and published.version < self.version:
             pass
-        await self.run.announce_weights(available, str(self._ready.model_folder))
+        if isinstance(published, BroadcastError):
+            raise published
+        await self.run.announce_weights(published, str(self._ready.model_folder))
         self._synced = self.version
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

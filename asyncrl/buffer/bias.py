@@ -9,7 +9,8 @@ that ended.
 Groups that the algorithm's own screens dropped (no spread, no pair, truncated) are an intended selection and left out of both
 sides; what is lost otherwise (stale, failed) is not intended. Intervals are of 95 %, by a jackknife over blocks of groups.
 
-Invariant: nothing is held of closed cohorts beyond the window. Pure: `now` is handed in.
+Invariant: nothing is held of closed cohorts beyond the window, and of what has ended in an open one not much more: it stays open
+as long as no newer version comes. Pure: `now` is handed in.
 """
 
 from __future__ import annotations
@@ -92,7 +93,12 @@ class SelectionBias:
         match event:
             case ev.GroupIssued():
                 group = self._groups[event.group_id] = IssuedGroup(event.group_id, event.size, now)
-                self._cohorts.setdefault(event.version, []).append(group)
+                cohort = self._cohorts.setdefault(event.version, [])
+                cohort.append(group)
+                if len(cohort) % WINDOW_MEMBERS == 0:
+                    ended = [each.group_id for each in cohort if each.outcome is not None]
+                    oldest = set(ended[:-WINDOW_MEMBERS])
+                    self._cohorts[event.version] = [each for each in cohort if each.group_id not in oldest]
             case _ if group is None:
                 pass
             case ev.GroupPlaced():  # its missing members begin again

@@ -89,9 +89,11 @@ class LearnerWorker:
         """Until a controller whose phases take turns says otherwise."""
         self._offload: Offload | None = None
         self._is_ending = False
+        self._failure: Exception | None = None
+        """Why no version may reach the generators any more."""
         self._is_started = asyncio.Event()
         self._news = asyncio.Event()
-        """A batch is ready, a phase or checkpoint is asked for, or the end has come."""
+        """A batch is ready, a phase or checkpoint is asked for, a version cannot be fetched, or the end has come."""
         self._versions: JsonLines[VersionRecord] | None = None
         """Where the batches are recorded, the weights they make are too."""
         self._num_tokens = 0
@@ -127,6 +129,11 @@ class LearnerWorker:
             all_well = await self._stage.run(self._obey, self._prefetch(), work=work())
         finally:
             await self.close(all_well=all_well)
+
+    def publish_failed(self, error: Exception) -> None:
+        """End with an error of the publisher, which has nobody that waits for it: no batch may come without that version."""
+        self._failure = error
+        self._news.set()
 
     async def close(self, *, all_well: bool) -> None:
         """Wait for the thread to finish what it is at, and end it and the other ranks."""
@@ -193,6 +200,8 @@ class LearnerWorker:
         """Do what is due, one thing after the other, until the end."""
         waiting_from_s = self._clock.now()
         while not self._is_ending:
+            if self._failure is not None:
+                raise self._failure
             with self._stage.idle.running():
                 if self._wanted_phase is not None:
                     wanted_phase, self._wanted_phase = self._wanted_phase, None

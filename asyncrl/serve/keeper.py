@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect
+from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, newest_saved
 from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
@@ -202,7 +202,8 @@ class Keeper:
         if record.state != "ended":
             raise RunError(f"{run} is {record.state}: it needs no resume")
         goal = num_steps or record.num_steps
-        if record.version >= goal:
+        # A run that failed may have done them, and have no checkpoint of the last ones.
+        if record.version >= goal and (record.outcome == "done" or newest_saved(self.records.run_folder(run)) >= goal):
             raise RunError(f"{run} has done its {goal} steps; give num_steps to take it further")
         record = replace(record, state="queued", outcome="", reason="", drains=False, num_steps=goal, ended_s=0.0)
         self.records.put_run(record)

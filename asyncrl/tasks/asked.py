@@ -21,6 +21,9 @@ MOST_QUEUED = 1 << 16
 """Prompts that wait to be issued."""
 MOST_CLOSED = 1024
 """Closed streams that are remembered."""
+MOST_OVER = 1 << 14
+"""Groups that were ready and cannot be trained any more, and of which the reason is remembered."""
+CLOSED = "this stream is closed; open another"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,8 @@ class AskedPrompts:
         """What groups were issued for."""
         self._streams: dict[str, dict[int, Asked]] = {}
         self._closed: deque[str] = deque(maxlen=MOST_CLOSED)
+        self._over: deque[int] = deque()
+        """Groups that were ready, and are over since; oldest first."""
 
     def enter(self, asked: GroupsAsked) -> list[Asked]:
         """Queue what is not known yet; return all of these. Groups before the first of them that are over were given: let go.
@@ -69,7 +74,7 @@ class AskedPrompts:
             RunError: The stream is closed, too much is queued, or a prompt that is not known is left out.
         """
         if asked.stream in self._closed:
-            raise RunError("this stream is closed; open another")
+            raise RunError(CLOSED)
         stream = self._streams.get(asked.stream, {})
         first = min((one.number for one in asked.groups), default=0)
         # One that was ready stays: its caller may still try to train it, and is told why that cannot be.
@@ -111,6 +116,10 @@ class AskedPrompts:
             asked.why_over = reason if reason.startswith("failed") else f"{reason}; its oldest token is of version {asked.oldest}"
             asked.news.set()
             self.wake()
+            if asked.is_ready:
+                self._over.append(group_id)
+            if len(self._over) > MOST_OVER:
+                self.forget([self._over.popleft()])
 
     def wake(self) -> None:
         """Have everyone who waits look again."""
@@ -118,8 +127,14 @@ class AskedPrompts:
         self.moved = asyncio.Event()
 
     def settled(self, asked: GroupsAsked) -> list[Asked]:
-        """Return the first of these that are ready or over; none while there are fewer than are wanted at least."""
-        stream, first = self._streams.get(asked.stream, {}), list[Asked]()
+        """Return the first of these that are ready or over; none while there are fewer than are wanted at least.
+
+        Raises:
+            RunError: The stream was closed since they were asked for.
+        """
+        stream, first = self._streams.get(asked.stream), list[Asked]()
+        if stream is None:
+            raise RunError(CLOSED)
         for one in asked.groups:
             known = stream.get(one.number)
             if known is None or not (known.is_ready or known.why_over):
@@ -146,4 +161,6 @@ class AskedPrompts:
         groups = [one.group_id for one in mine if one.group_id >= 0]
         for group_id in groups:
             del self.by_group[group_id]
+        if mine:
+            self.wake()
         return groups

@@ -8,12 +8,14 @@ Invariants:
 - A version that newer ones overtake before its commit begins is superseded: it is not announced, and the newest always is, but
   for one whose snapshot broke off: `publish` raised that, and the version before may be superseded by it.
 - Announcements are made in the order of versions, on the publisher's thread.
-- A commit that failed is raised by the next `publish` or `close`: no version goes missing silently.
+- A commit that failed is logged, and told to `on_failure`, or else raised by the next `publish` or `close`: no version goes
+  missing silently. The newest one may be published again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +37,7 @@ from asyncrl.weights.media.shared_memory import PROVES_WHOLE_VERSIONS
 
 CLOSE_TIMEOUT_S = 60.0
 _Phase = Literal["free", "filling", "staged", "committing", "committed"]
+log = logging.getLogger(__name__)
 
 
 class Slots:
@@ -114,6 +117,8 @@ class Publisher:
         run_folder: Of this run; names what is left behind by a killed learner, where files go, and the keys (RUN/keys), if any.
         on_available: Called on the publisher's thread for each version that can be fetched.
         clock: For `published_s`.
+        on_failure: Called on that thread with why a version, or any from then on, cannot be fetched; None: the next `publish` or
+            `close` raises it.
 
     Example:
         >>> publisher = Publisher(config.broadcast, run_folder, on_available, clock)  # doctest: +SKIP
@@ -122,9 +127,10 @@ class Publisher:
     """
 
     def __init__(
-        self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], object], clock: Clock
-    ) -> None:
-        self._config, self._on_available, self._clock = config, on_available, clock
+        self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], object], clock: Clock,
+        on_failure: Callable[[BroadcastError], object] | None = None,
+    ) -> None:  # fmt: skip
+        self._config, self._on_available, self._on_failure, self._clock = config, on_available, on_failure, clock
         whole_is_proven = isinstance(config.medium, SharedMemoryMedium) and PROVES_WHOLE_VERSIONS
         self._has_fingerprints = not whole_is_proven or config.delta is not None or config.verify
         self._writer = open_writer(config.medium, run_folder)
@@ -133,7 +139,7 @@ class Publisher:
         self._publications: dict[int, tuple[Probe | None, float]] = {}
         """By slot: probe and milliseconds blocked, of the version in it."""
         self._failure = ""
-        """Of a commit; raised once."""
+        """Of a commit; raised once, where nobody is told."""
         self._broken = ""
         """Why the thread is no more: raised from then on."""
         self._closing = False
@@ -231,14 +237,22 @@ class Publisher:
                     self._on_available(self._commit(slot, version, probe, blocked_ms))
                 except BroadcastError as error:
                     failure = f"version {version} was not published: {error}"
+                    log.error("%s", failure)  # noqa: TRY400 - the message is complete
                 with self._changed:
-                    self._failure = failure or self._failure
+                    if self._on_failure is None:
+                        self._failure = failure or self._failure
                     self._slots.finish(version, is_committed=not failure)
+                    if failure and version == self._slots.newest:
+                        self._slots.newest -= 1  # it may be published again
                     self._changed.notify_all()
+                if failure and self._on_failure is not None:
+                    self._on_failure(BroadcastError(failure))
         except BaseException as error:
             with self._changed:
                 self._broken = f"the publisher thread broke, nothing can be published any more: {error!r}"
                 self._changed.notify_all()
+            if self._on_failure is not None:
+                self._on_failure(BroadcastError(self._broken))
             raise
 
     def _commit(self, slot: int, version: int, probe: Probe | None, blocked_ms: float) -> WeightsAvailable:

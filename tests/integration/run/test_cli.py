@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 import asyncrl
 from asyncrl.cli import app
+from asyncrl.observe.steps import STEPS_FILE, StepReport
+from tests.builders import write_rows
 from tests.integration.conftest import NO_EVALUATION, NO_MODEL, NO_MODELS, assert_gone, command_line, recorded_pids, written
 
 
@@ -128,6 +130,12 @@ def test_a_failed_start_exits_with_one_says_why_and_does_not_keep_the_name(tiny,
     config = written(tiny(model=model, generate__engine=NO_MODEL, supervision__max_deaths=0), tmp_path / "c.toml")
     assert f"model.path: there is no folder {folder}" in str(said("run", config, "--plain").exception)
     assert not (tmp_path / "tiny").exists()
+    (checkpoints := tmp_path / "killed" / "checkpoints").mkdir(parents=True)
+    written(tiny(model=model, num_steps=75, name="killed"), checkpoints.parent / "config.toml")
+    write_rows(checkpoints.parent / STEPS_FILE, StepReport(step=74, version=75, time_s=0.0, reward_mean=0.0))
+    for newest, answer in {50: "there is no folder", 75: "has done its 75 steps"}.items():  # the last may never have been written
+        (checkpoints / f"step-{newest:06}").mkdir()
+        assert answer in str(said("resume", checkpoints.parent).exception)
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")

@@ -106,6 +106,13 @@ async def test_a_checkpoint_that_finds_no_room_ends_the_run_and_the_one_before_s
     assert list(small_disk.glob("step-*/trainer/state.json"))
 
 
+async def test_a_version_that_finds_no_room_ends_the_run_with_that_reason(tmp_path, small_disk):
+    one_by_one = {"learner__fake_step_s": None, "buffer__max_staleness": 0, "supervision__max_deaths": 0}
+    config = config_of(tmp_path, broadcast={"medium": {"kind": "files", "folder": str(small_disk)}}, **one_by_one)
+    with pytest.raises(asyncrl.RunError, match=r"version \d+ was not published: .*No space left"):
+        await until_it_fails(config, full=small_disk, once=lambda: True)
+
+
 async def test_a_daemon_on_a_full_disk_refuses_work_in_words_forgets_nothing_and_takes_it_once_there_is_room(small_disk):
     with contextlib.closing(Records(small_disk)) as records:
         keeper, clock = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), SystemClock()), SystemClock()

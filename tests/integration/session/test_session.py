@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 import os
+import shutil
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         lost.append(inputs.logprobs.shape)
         return LOSSES["reinforce"](inputs, config)
 
-    async with asyncrl.Session(tiny(**NO_ENGINE, num_steps=4), reward=reward) as session:
+    config = tiny(**NO_ENGINE, num_steps=5, broadcast={"medium": {"kind": "files", "folder": str(tmp_path / "weights")}})
+    async with asyncrl.Session(config, reward=reward) as session:
         for what in (session.take, session.save):
             task = asyncio.get_running_loop().create_task(what())
             await asyncio.sleep(0.01)
@@ -110,21 +112,35 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         with pytest.raises(asyncrl.RunError, match="trained, released or dropped"):
             await session.train_step(taken)
         saved = await session.save()
-        folder = session.run.run_folder
+        folder, loop, runs = session.run.run_folder, asyncio.get_running_loop(), [session.run]
+
+        def ends_the_run(logprobs, inputs):
+            while runs:
+                asyncio.run_coroutine_threadsafe(runs.pop().stop(), loop).result()
+            return -logprobs[inputs.mask].mean()
+
+        with pytest.raises(asyncrl.RunError):
+            await session.train_step(await session.take(), loss=ends_the_run)
+        assert session.version == 4
     assert [step.version for step in (first, second, third)] == [1, 2, 3]
     assert len(lost) >= 1
     assert judged
     assert second.metrics["policy/learning_rate"] > 2 * first.metrics["policy/learning_rate"]
     assert third.metrics["reward/mean"] == 3.0
     assert saved.name == "step-000003"
-    assert {row.step for row in read_lines(folder / TOKENS_FILE, TokenRow)} == {0, 1, 2}
-    async with asyncrl.Session(resume=folder, reward=reward) as session:
-        assert session.version == 3
-        assert [(await session.train_step(groups)).version async for groups in session.batches()] == [4]
-        with pytest.raises(asyncrl.RunError, match="all 4 steps are trained"):
+    assert {row.step for row in read_lines(folder / TOKENS_FILE, TokenRow)} == {0, 1, 2, 3}
+    async with asyncrl.Session(resume=folder, reward=reward) as session:  # whose run never heard of its last step
+        assert (session.version, (await session.run.status()).version) == (4, 4)
+        taken, (weights,) = await session.take(), (tmp_path / "weights").iterdir()
+        shutil.move(weights, tmp_path / "aside")
+        with pytest.raises(asyncrl.AsyncRLError, match=r"version 5 was not published: .*No such file"):
+            await session.train_step(taken)
+        shutil.move(tmp_path / "aside", weights)
+        assert (await session.train_step(taken)).version == 5
+        with pytest.raises(asyncrl.RunError, match="all 5 steps are trained"):
             await session.take()
     ledger = LedgerReader(folder)
-    assert {row.state: row.groups for row in ledger.counts()}["trained"] == 4 * 4
+    assert {row.state: row.groups for row in ledger.counts()}["trained"] == 5 * 4
 
 
 async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_too_old(tiny):
@@ -160,6 +176,12 @@ async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_
         assert_balanced(status)
         assert status.groups["trained"] == 12
         assert status.groups["issued"] - 12 == sum(status.dropped.values())
+        others, taken = await session.generate(SUMS[:4]), await session.take()
+        with pytest.raises(asyncrl.AsyncRLError, match="loss nan"):
+            await session.train_step(taken, loss=lambda logprobs, inputs: logprobs.sum() * math.nan)
+        assert (await session.train_step(others)).version == 4
+        await session.release(await session.take())
+        assert (await session.train_step(await session.take())).version == 5
 
 
 def clipped(logprobs: torch.Tensor, inputs: asyncrl.LossInputs) -> torch.Tensor:
@@ -310,8 +332,11 @@ STEP_MISTAKES = {
 
 async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained(tiny, caplog):
     config = tiny(**NO_ENGINE, num_steps=4, buffer__max_staleness=0, packing__tokens_per_row=512)
+    taking = list[asyncio.Task[object]]()
     with pytest.raises(ZeroDivisionError):
-        await make_mistakes(session := asyncrl.Session(config, reward=by_length), caplog)
+        await make_mistakes(session := asyncrl.Session(config, reward=by_length), caplog, taking)
+    with pytest.raises(asyncrl.RunError, match="not open"):
+        await taking[0]
     await session.__aexit__(None, None, None)
     with pytest.raises(asyncrl.RunError, match="not open"):
         await session.save()
@@ -321,7 +346,7 @@ async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained
         assert all(torch.equal(tensor, trained[name]) for name, tensor in session.model.state_dict().items())
 
 
-async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixture) -> None:
+async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixture, taking: list[asyncio.Task[object]]) -> None:
     async with opened as session:
         for message, call in PROMPT_MISTAKES.items():
             with pytest.raises(asyncrl.AsyncRLError, match=message):
@@ -352,4 +377,6 @@ async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixtur
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(anext(one), 1.0)
         await one.close()
+        taking.append(asyncio.get_running_loop().create_task(session.take()))
+        await asyncio.sleep(0)  # it waits for a place
         1 / 0  # noqa: B018 - the last mistake

@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.algorithms import screening
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.bias import LOOK_S, SelectionBias, mean_length
+from asyncrl.buffer.bias import LOOK_S, WINDOW_MEMBERS, SelectionBias, mean_length
 from asyncrl.schema.status import SCREENED
 
 
@@ -90,6 +90,18 @@ def test_a_cohort_counts_once_every_group_of_it_has_ended():
     assert bias.figures(10.0) == {}
     end(bias, 39, "stale", 10.0)
     assert bias.figures(20.0)["bias/lost/stale"] == pytest.approx(1 / 40)
+
+
+def test_of_a_cohort_that_no_newer_version_closes_the_newest_groups_that_have_ended_are_kept():
+    bias = SelectionBias()
+    issue(bias, 0, 0, 1, 0.0)
+    for group_id in range(1, 3 * WINDOW_MEMBERS):
+        issue(bias, group_id, 0, 1, 0.0)
+        end(bias, group_id, "released by its caller", 1.0)
+    held = bias._cohorts[0]
+    assert len(held) <= 2 * WINDOW_MEMBERS
+    assert held[0].outcome is None  # it has not ended
+    assert held[-1].group_id == 3 * WINDOW_MEMBERS - 1
 
 
 def test_members_given_up_while_they_were_generated_count_as_long():

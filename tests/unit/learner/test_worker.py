@@ -9,7 +9,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig, ScratchModel, WarmStart
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import CheckpointConfig, RunConfig, SupervisionConfig
-from asyncrl.errors import LearnerError
+from asyncrl.errors import BroadcastError, LearnerError
 from asyncrl.learner.fake import FakeLearner
 from asyncrl.learner.ranks.group import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
@@ -53,6 +53,7 @@ def learner(run_folder, config=CONFIG, examples=list):
         if config.learner.fake_step_s is not None:
             return FakeLearner(config, run_folder, near, SystemClock(), controller.announce).run()
         worker = LearnerWorker(config, run_folder, near, SystemClock(), controller.publish, RankLauncher(config, None))
+        controller.worker = worker
         return worker.run(examples, ALPHABET)
 
     return working("learner", "learner", learn, Publisher)
@@ -95,6 +96,13 @@ async def test_a_repeated_step_is_answered_and_not_trained_and_one_out_of_order_
         error = await asyncio.wait_for(controller.task, TIMEOUT_S)
     assert isinstance(error, LearnerError)
     assert "step 3 came while the learner is at version 1" in str(error)
+
+
+async def test_a_version_that_nobody_can_fetch_ends_a_learner_that_waits_for_a_batch(tmp_path):
+    async with learner(tmp_path) as controller:
+        await controller.report(LearnerReady)
+        controller.worker.publish_failed(failure := BroadcastError("version 0 was not published: the disk is full"))
+        assert await asyncio.wait_for(controller.task, TIMEOUT_S) is failure
 
 
 async def test_shutdown_interrupts_a_long_warm_start(tmp_path):

@@ -211,6 +211,14 @@ async def test_repeats_with_one_key_are_one_run_also_at_once_and_keys_are_of_one
     assert (await cancelled.json())["outcome"] == "cancelled"
 
 
+@pytest.mark.parametrize(("outcome", "newest", "status"), [("failed", 50, 200), ("failed", 75, 409), ("done", 50, 409)])
+async def test_a_run_that_failed_over_its_last_checkpoint_can_be_resumed(service, client, tokens, outcome, newest, status):
+    service.records.put_run(RunRecord(id="r", number=1, state="ended", outcome=outcome, version=75, num_steps=75))
+    (service.records.run_folder("r") / "checkpoints" / f"step-{newest:06}").mkdir(parents=True)
+    answer = await client.post("/v1/runs/r/resume", headers=bearer(tokens["operator"]))
+    assert answer.status == status, await answer.text()
+
+
 async def test_a_name_that_a_killed_daemon_left_half_made_is_free(service, client, tokens):
     folder = service.records.run_folder("one")
     folder.mkdir()

@@ -1,3 +1,6 @@
+import queue
+import shutil
+
 import pytest
 import torch
 
@@ -19,14 +22,33 @@ def test_weights_that_do_not_fit_the_run_are_refused_and_the_next_are_taken(tmp_
     assert announced[-1].version == 2
 
 
+def test_a_version_that_cannot_be_written_is_told_at_once_and_may_be_published_again(tmp_path, caplog):
+    said, folder = queue.SimpleQueue(), tmp_path / "weights"
+    publisher = Publisher(BroadcastConfig(medium=FilesMedium(str(folder))), tmp_path, said.put, VirtualClock(), said.put)
+    publisher.publish(1, {"w": torch.ones(5)})
+    assert said.get(timeout=30).version == 1
+    shutil.move(folder, tmp_path / "aside")
+    publisher.publish(2, {"w": torch.ones(5)})
+    failure = said.get(timeout=30)
+    assert isinstance(failure, BroadcastError)
+    assert "version 2 was not published: version 2 could not be written" in str(failure)
+    assert str(failure) in caplog.text
+    shutil.move(tmp_path / "aside", folder)
+    publisher.publish(2, {"w": torch.ones(5)})
+    assert said.get(timeout=30).version == 2
+    publisher.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     def refuse(available):
         raise RuntimeError(f"nobody hears of version {available.version}")
 
-    publisher = Publisher(BroadcastConfig(), tmp_path, refuse, VirtualClock())
+    told = []
+    publisher = Publisher(BroadcastConfig(), tmp_path, refuse, VirtualClock(), told.append)
     publisher.publish(1, {"w": torch.ones(5)})
     publisher._thread.join(30)
+    assert "nobody hears of version 1" in str(told.pop())
     with pytest.raises(BroadcastError, match="nothing can be published any more"):
         publisher.publish(2, {"w": torch.ones(5)})
     with pytest.raises(BroadcastError, match="nobody hears of version 1"):

@@ -175,7 +175,7 @@ def resume(
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
     done = steps[-1].version if steps else 0
-    if newest_saved(folder) >= config.num_steps:
+    if min(done, newest_saved(folder)) >= config.num_steps:
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
             "takes it further"

@@ -126,6 +126,8 @@ class Session:
         self._is_manual = sync == "manual"
         self._thread = ThreadPoolExecutor(1, "asyncrl-session", torch.set_num_threads, (self.config.learner.num_threads,))
         self._published: asyncio.Queue[WeightsAvailable | BroadcastError] = asyncio.Queue()
+        self._fetchable: WeightsAvailable | None = None
+        """The newest version that is published."""
         self._synced = -1
         """The version that the generators were told about last."""
         self._is_open = False
@@ -137,6 +139,8 @@ class Session:
         """The step that has gradients and no new weights yet."""
         self._group_ids: tuple[int, ...] = ()
         """Of the newest step, open or done."""
+        self._metrics: dict[str, float] = {}
+        """Of the newest step that is done, for the run."""
         self._last: StepResult | None = None
         self._is_told = True
         """Whether the run knows of the newest step."""
@@ -206,14 +210,15 @@ class Session:
 
         self._publisher = Publisher(config.broadcast, folder, hear, SystemClock(), on_failure=hear)
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        self._policy, self.version, self._group_ids, self._is_open = policy, policy.version, group_ids, True
+        self._policy, self.version, self._is_open = policy, policy.version, True
+        self._group_ids, self._metrics = group_ids, policy.saved.metrics
         prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
         ordered = (prompts[index] for index in itertools.count(self.version * size))
         self._own = self.stream(ordered)
         await self.sync_weights()
         if is_untold:
             await self.run.take_these(group_ids)
-            await self.run.trained(waiting)
+            await self.run.trained(waiting, self._metrics)
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -404,8 +409,8 @@ class Session:
         """Write a checkpoint of the policy as it is now, and return its folder."""
         folder, keep_last, policy = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last, self._ready
         # Those of an open step are not in the weights yet, and the run knows of the steps before it.
-        group_ids = self._group_ids if self._open is None else ()
-        saved = TrainerState(self.version, "", memory=policy.train_state.memory, group_ids=group_ids)
+        group_ids, metrics = (self._group_ids, self._metrics) if self._open is None else ((), {})
+        saved = TrainerState(self.version, "", memory=policy.train_state.memory, group_ids=group_ids, metrics=metrics)
         return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
 
     @property
@@ -504,6 +509,7 @@ class Session:
 
             self._last = await self._on_thread(updated)
             self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
+            self._metrics = finite(self._last.metrics | self._last.timings_s)
         if self._last is None:
             raise LearnerError("there are no gradients; `forward_backward` comes first")
         await self._tell()
@@ -515,7 +521,7 @@ class Session:
             return
         if not self._is_manual:
             await self._publish()
-        await self.run.trained(self.version - 1, finite(self._last.metrics | self._last.timings_s))
+        await self.run.trained(self.version - 1, self._metrics)
         self._is_told = True
 
     async def _publish(self) -> None:
@@ -524,12 +530,14 @@ class Session:
         publisher, model = self._publisher, self._ready.train_state.model
         assert publisher is not None
         length = self.config.generate.engine.max_sequence_tokens
-        await self._on_thread(lambda: publisher.publish(self.version, publishable_tensors(model), make_probe(model, length)))
-        while isinstance(published := await self._published.get(), WeightsAvailable) and published.version < self.version:
-            pass
-        if isinstance(published, BroadcastError):
-            raise published
-        await self.run.announce_weights(published, str(self._ready.model_folder))
+        if self._fetchable is None or self._fetchable.version < self.version:
+            await self._on_thread(lambda: publisher.publish(self.version, publishable_tensors(model), make_probe(model, length)))
+            while isinstance(published := await self._published.get(), WeightsAvailable) and published.version < self.version:
+                pass
+            if isinstance(published, BroadcastError):
+                raise published
+            self._fetchable = published
+        await self.run.announce_weights(self._fetchable, str(self._ready.model_folder))
         self._synced = self.version
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

@@ -109,6 +109,11 @@ class GeneratorPool:
         known = self._by_name.get(name)
         return known.members if known else 0
 
+    def is_leaving(self, name: str) -> bool:
+        """Return whether this generator gets nothing more."""
+        known = self._by_name.get(name)
+        return known is not None and known.is_leaving
+
     @property
     def newest_version(self) -> int:
         """Return the newest version live on any; -1 where there is none."""

@@ -129,7 +129,8 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
     if "algorithm.kl.coefficient" in values and ((kl := config.algorithm.kl) is None or kl.target is not None):
         why = "this run has no [algorithm.kl], so no reference is loaded" if kl is None else "algorithm.kl.target adapts it"
         raise ConfigError(f"algorithm.kl.coefficient cannot change: {why}")
-    if "generate.sampling.temperature" in values and config.has_reference_worker:
+    temperature = config.generate.sampling.temperature
+    if values.get("generate.sampling.temperature", temperature) != temperature and config.has_reference_worker:
         raise ConfigError(
             "generate.sampling.temperature cannot change with algorithm.reference.where = 'worker': samples that wait to be "
             "trained have the reference's log-probabilities at the temperature of before"

@@ -131,10 +131,11 @@ class Autoscaler:
             self._looks.clear()
         if not running:
             return
-        names = {f"generator-{number}" for number in range(self.scaler.wanted)}
-        ready = [peer for peer in self.peers.of("generator") if peer.num_slots and peer.name in names]
+        names, pool = {f"generator-{number}" for number in range(self.scaler.wanted)}, self.dispatcher.state.pool
+        known = [peer for peer in self.peers.of("generator") if peer.num_slots and peer.name in names]
+        ready = [peer for peer in known if not pool.is_leaving(peer.name)]
         slots = sum(peer.num_slots for peer in ready)
-        held = sum(min(self.dispatcher.state.pool.members_on(peer.name), peer.num_slots) for peer in ready)
+        held = sum(min(pool.members_on(peer.name), peer.num_slots) for peer in ready)
         self._looks.append((learner_idle, held / slots if slots else 0.0))
         if now - (self._began_s or now) >= self.scaler.config.decide_every_s:
             idle, used = (sum(values) / len(self._looks) for values in zip(*self._looks, strict=True))

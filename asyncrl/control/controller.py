@@ -101,6 +101,7 @@ class Controller:
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
+        self._judged_before = len(self.reporter.evaluations)
         self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
         self.edge = Edge(self.run_folder, self.dispatcher, self.feeder)
         self.stall_detector = StallDetector(config.supervision.stall_timeout_s, self.started_s)
@@ -556,8 +557,9 @@ class Controller:
         evaluate = self.config.eval.every_steps
         if self._reach_goal():
             return
-        # A learner that has gone back to a checkpoint makes versions again that were judged before.
-        if evaluate and done.version % evaluate == 0 and all(each.version < done.version for each in self.reporter.evaluations):
+        # A learner that has gone back to a checkpoint makes versions again that this controller has judged.
+        judged = [each.version for each in self.reporter.evaluations[self._judged_before :]]
+        if evaluate and done.version % evaluate == 0 and done.version > max(judged, default=-1):
             self._start_evaluation(done.version)
 
     def change(self, values: Mapping[str, Any], who: str) -> ChangeResult:

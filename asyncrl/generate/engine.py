@@ -76,6 +76,10 @@ class Engine(Protocol):
     """Of the weights that sample now; -1 before the first `load_weights`."""
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are whole ones: not after `sleep`, nor after a `load_weights` that broke off, until one succeeds."""
+
+    @property
     def num_slots(self) -> int:
         """Most requests that run at once, by the memory there is now: it may change. More may be submitted and wait inside."""
 
@@ -120,8 +124,8 @@ class Engine(Protocol):
 
         Raises:
             GenerationError: A name or shape does not fit; the old weights are still whole.
-            BroadcastError: The bytes were overwritten while they were read (`MappedTensors.check`): nothing is sampled until a
-                later `load_weights` succeeds.
+            BroadcastError: The bytes did not come, and the old weights are whole; or they were overwritten while they were read
+                (`MappedTensors.check`): `has_weights` is false then, and nothing is sampled until a later one succeeds.
         """
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:

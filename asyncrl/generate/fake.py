@@ -74,6 +74,11 @@ class FakeEngine:
         self._room = KVRoom(config.num_slots, _BLOCK_TOKENS, config.max_sequence_tokens)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether a version was stamped since it slept last."""
+        return "no weights" not in self._holds
+
+    @property
     def num_slots(self) -> int:
         """Most requests that run at once: config's, or fewer where `kv_blocks` are given and do not last."""
         if not self._config.kv_blocks:

@@ -74,8 +74,6 @@ class GeneratorWorker:
         self._timeline = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: msg.Phase = "rollout"
         self._is_asleep = False
-        self._lacks_weights = False
-        """The engine gave its weights up, or took new ones only in part, and has not been given whole ones since."""
         self._shared: LentTensors | None = None
         """The weights that it samples with, where they are the learner's own."""
         self._taking = asyncio.Lock()
@@ -173,7 +171,7 @@ class GeneratorWorker:
                     await engine.sleep(self._config.generate.kv)
                     if self._shared is not None:
                         self._shared.check()
-                self._is_asleep = self._lacks_weights = True
+                self._is_asleep = True
             reached = self._reached(order, before, getattr(engine, "resident", {}), started_s)
         await self._stage.tell(reached)
 
@@ -241,15 +239,14 @@ class GeneratorWorker:
     async def _take_newest(self, engine: Engine) -> bool:
         """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
         available = self._newest
-        if available is None or not (available.version > engine.version or self._lacks_weights):
+        if available is None or (available.version <= engine.version and engine.has_weights):
             return True
         before_s = self._clock.now()
         try:
             tensors = await self._fetch_weights(available)
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
-                async with self._gate.swap():
-                    self._lacks_weights = True  # until the load succeeds: one that breaks off leaves no whole version
+                async with self._gate.swap(engine):
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
             finally:
                 if isinstance(tensors, LentTensors):
@@ -257,7 +254,6 @@ class GeneratorWorker:
         except BroadcastError as error:
             log.warning("version %d was not taken, the newest will be: %s", available.version, error)
             return False
-        self._lacks_weights = False
         self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
         live_s = self._clock.now()
         probe, probe_error = available.probe, -1.0  # as long as there is nothing to compare
@@ -296,8 +292,8 @@ class GeneratorWorker:
 class WeightsGate:
     """Many groups at once, or one swap: keeps them apart where `in_flight_updates` is off; else (`is_off`) it holds nobody up.
 
-    A waiting swap goes before groups that have not started. After a swap that failed they wait for one that succeeds: the engine
-    may have no whole weights, and the next swap would wait for groups that it samples nothing for.
+    A waiting swap goes before groups that have not started. After one that left no whole weights they wait for one that succeeds:
+    that one would wait for groups for which nothing is sampled.
     """
 
     def __init__(self, *, is_off: bool) -> None:
@@ -320,12 +316,14 @@ class WeightsGate:
                 self._changed.notify_all()
 
     @asynccontextmanager
-    async def swap(self) -> AsyncIterator[None]:
+    async def swap(self, engine: Engine) -> AsyncIterator[None]:
         """Hold off new groups and wait until those that run are done."""
         self._swap_wanted = True
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
-        yield
-        self._swap_wanted = False
-        async with self._changed:
-            self._changed.notify_all()
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._is_off or self._num_groups == 0)
+            yield
+        finally:
+            self._swap_wanted = not engine.has_weights
+            async with self._changed:
+                self._changed.notify_all()

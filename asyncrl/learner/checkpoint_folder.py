@@ -60,6 +60,8 @@ class TrainerState(msgspec.Struct, frozen=True):
     """What steps remember of those before them."""
     group_ids: tuple[int, ...] = ()
     """Of the step that made this version, where a session trains: its run may end before it hears of that step."""
+    metrics: dict[str, float] = {}
+    """Of that step."""
 
 
 def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], None], keep_last: int) -> Path:

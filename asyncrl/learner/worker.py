@@ -85,8 +85,8 @@ class LearnerWorker:
         """A decoded batch, and what to acknowledge when its step is done."""
         self._checkpoint: Checkpoint | None = None
         self._wanted_phase: SetPhase | None = None
-        self._phase: Phase = "train"
-        """Until a controller whose phases take turns says otherwise."""
+        self._phase: Phase = "rollout" if config.placement.takes_turns else "train"
+        """Where phases take turns it may train once the controller says that the device is its own."""
         self._offload: Offload | None = None
         self._is_ending = False
         self._failure: Exception | None = None

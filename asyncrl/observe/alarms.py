@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
          "Miles, advisory: 0.5",
          "easier prompts, higher generate.sampling.temperature, larger groups, algorithm.dynamic_sampling"),
     Rule("reward.collapse", "error", 10, 10, "gain kept", lt, 0.5,
-         "the median reward of 10 steps, or held-out accuracy, fell to half of its best: rewards from the least of a sample on",
+         "the median reward of 10 steps (above the smallest so far), or held-out accuracy, fell to half of its best",
          "experiments/off_policy: what counts as collapsed",
          "begin a run from the checkpoint before the fall (`model.path`, or fork it at a daemon) with a lower "
          "learner.learning_rate or buffer.max_staleness"),

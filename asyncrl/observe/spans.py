@@ -6,6 +6,7 @@ anyway, so no process opens a second file, and all times are of clocks anchored 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import NewLines, read_lines
 from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import PhaseReached
@@ -226,7 +228,9 @@ class Timeline:
 
     def _forget(self) -> None:
         """Drop what ended before the first span in the files where that is another than before: the others went with a file."""
-        before, self._first_kept = self._first_kept, next(read_spans(self._run_folder), None)
+        before = self._first_kept
+        with contextlib.suppress(ConfigError):  # a line of another version of asyncrl is left out here
+            self._first_kept = next(read_spans(self._run_folder), None)
         if before is not None and self._first_kept is not None and self._first_kept != before:
             kept_from_s = self._first_kept.end_s - self._first_s
             left = {key: rows[:, rows[1] >= kept_from_s] for key, rows in self._read.items()}

@@ -82,7 +82,7 @@ class ResidencyManager:
             number: Of the controller's switch; the process's own switches, within a phase, have none.
 
         Returns:
-            The answer to the controller: the moves, what is resident, and the peak since its last switch.
+            The answer to the controller: the moves of this switch, what is resident, and the peak since its last one.
 
         Raises:
             ResidencyError: It cannot be done; everything is whole, some of it moved.

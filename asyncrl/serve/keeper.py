@@ -386,8 +386,14 @@ class Keeper:
                     del self._clients[run]  # before it is closed
         except AsyncRLError as error:
             lost = str(error)
-        if not await until_gone(folder, CONTROLLER_END_S):  # it lives and does not answer: two would share the run
-            kill_controllers(folder)
+        if not await until_gone(folder, CONTROLLER_END_S) and lost:
+            try:
+                async with connect(folder) as client:
+                    await client.status()
+            except AsyncRLError:  # it lives and does not answer: with the next one two would share the run
+                kill_controllers(folder)
+            else:
+                return await self._follow(run)
         await self._pass_on(run, events)
         if status is not None and not lost:
             return status.phase, status.reason

@@ -70,7 +70,7 @@ class TransformersEngine:
             SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
         )
         self._streams: dict[str, TokenStream] = {}
-        self.version = -1
+        self.version, self.has_weights = -1, True
         self.resident: dict[str, int] = {}
         """Bytes of weights and KV cache, as far as they are on the device now."""
         self._rules = RequestRules(0, config.max_sequence_tokens)
@@ -248,8 +248,10 @@ class TransformersEngine:
                 act(decoder)
             elif done.set_running_or_notify_cancel():
                 try:
-                    result = act(decoder)
-                    self.resident = decoder.model.resident
+                    try:
+                        result = act(decoder)
+                    finally:
+                        self.resident, self.has_weights = decoder.model.resident, not decoder.is_torn
                     done.set_result(result)
                 except (GenerationError, BroadcastError) as error:
                     done.set_exception(error)

@@ -177,7 +177,8 @@ class SlotDecoder:
         self._prefixes: dict[bytes, int] = {}
         """The row that begins with the whole pieces of this digest, computed under the current weights."""
         self._sampling: SamplingBatch | None = None
-        self._is_torn = False
+        self.is_torn = False
+        """It gave its weights up, or took others only in part: nothing is sampled."""
         """The last load was overtaken half-way, or sleep gave the weights up: no step until a load succeeds."""
         self._is_asleep = False
         self._has_kv = True
@@ -186,7 +187,7 @@ class SlotDecoder:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, and there are weights to sample with and memory to do it in."""
-        return bool(self._by_id) and not (self._is_torn or self._is_asleep)
+        return bool(self._by_id) and not (self.is_torn or self._is_asleep)
 
     def submit(self, flight: InFlight) -> None:
         """Queue a request."""
@@ -260,15 +261,15 @@ class SlotDecoder:
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor] | ArrivingTensors, kv: KVPolicy) -> None:
         """Go on with other weights; nothing is sampled with half of them. Raises as `Engine.load_weights`."""
         refuse_asleep("load weights", is_asleep=self._is_asleep)
-        was_torn, self._is_torn = self._is_torn, True
+        was_torn, self.is_torn = self.is_torn, True
         try:
             self.model.load_weights(tensors)
         except GenerationError:  # refused before anything was touched
-            self._is_torn = was_torn
+            self.is_torn = was_torn
             raise
         if isinstance(tensors, MappedTensors):
             tensors.check()
-        self._is_torn, self.version = False, version
+        self.is_torn, self.version = False, version
         for computed_before in (self._prompts, self._donors, self._prefixes):  # under other weights: it is shared no more
             computed_before.clear()
         if kv == "keep" and self._has_kv:
@@ -290,7 +291,7 @@ class SlotDecoder:
             return
         self._has_kv = self._has_kv and kv == "keep"
         self.model.sleep(max(int(self._rows_R["position"].max()), 0) if self._has_kv else 0)
-        self._is_asleep = self._is_torn = True
+        self._is_asleep = self.is_torn = True
 
     def wake(self) -> None:
         """Take the memory again."""
@@ -301,7 +302,7 @@ class SlotDecoder:
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1."""
         refuse_asleep("score", is_asleep=self._is_asleep)
-        if self._is_torn:
+        if self.is_torn:
             raise GenerationError("cannot score: the engine has no whole weights; load some first")
         return self.model.score(token_ids)
 

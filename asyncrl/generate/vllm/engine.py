@@ -103,6 +103,11 @@ class VLLMEngine:
         self._is_closed = False
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are whole ones; see `Engine.has_weights`."""
+        return not self._is_torn
+
+    @property
     def num_slots(self) -> int:
         """Most requests that run at once, by the KV blocks that are free now. Raises EngineDied once vLLM is dead."""
         self._check_alive()

@@ -11,10 +11,10 @@ Every rank calls the same methods of `Ranks` in the same order with the same sha
 There are two groups: one for computing, whose collectives all ranks reach within `timeout_s` of each other or fail, and one for
 commands, in which the others may wait for as long as there is nothing to train.
 
-Invariants: nothing is pickled; everything listens on the loopback interface, unless the user's environment names another or NCCL
-also takes the weights to other machines (`keeps_nccl_on_loopback`); a rank that dies closes its connections, which fails its
-peers' collectives at once, and one that hangs fails them after `timeout_s`; with one rank there is no process and no group,
-and nothing is sent.
+Invariants: nothing is pickled; everything listens on the loopback interface, but for NCCL where the user's environment names
+another or it also takes the weights to other machines (`keeps_nccl_on_loopback`); a rank that dies closes its connections, which
+fails its peers' collectives at once, and one that hangs fails them after `timeout_s`; with one rank there is no process and no
+group, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -141,14 +141,15 @@ def joined_ranks(
         store: Where they find each other: from `open_store` or `join_store`.
         device: `cpu`, or a CUDA device, which this process then uses by default.
         timeout_s: Most seconds between the first and the last rank's arrival at a collective; rank 0 is waited for.
-        nccl_on_loopback: From `keeps_nccl_on_loopback`; what the user's environment says goes first.
+        nccl_on_loopback: From `keeps_nccl_on_loopback`; what the user's environment says of NCCL goes first.
 
     Raises:
         torch.distributed.DistError: Not all came within `timeout_s`.
     """
     names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == LOOPBACK for one in found)]
-    for library in ("GLOO", "NCCL") if nccl_on_loopback else ("GLOO",):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", names[0] if names else "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = names[0] if names else "lo"
+    if nccl_on_loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     timeout = timedelta(seconds=timeout_s)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:

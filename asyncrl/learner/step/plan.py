@@ -153,6 +153,8 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
             passes.reference = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
             state.bring("train")
         passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
+    else:
+        state.bring("train")  # a reference that this step does not read may be on the device
     if plan.needs_proximal or is_head:
         started_s = time.perf_counter()
         for row in plan.rows:

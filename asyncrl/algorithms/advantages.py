@@ -8,8 +8,8 @@ trained tokens moved to the left. A trained token is one the policy wrote and th
 
 Invariants: whatever stands at an untrained token (NaN too) changes nothing, and its own advantage is exactly 0; order of samples
 and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare it with; in verl and OpenRLHF
-its reward); samples without a trained token still count in their group's mean; with `whiten`, all trained tokens of the step
-influence each other, else only samples of one group do.
+its reward); samples without a trained token still count in their group's mean, but of `opo`, which weighs by trained tokens; with
+`whiten`, all trained tokens of the step influence each other, else only samples of one group do.
 """
 
 from __future__ import annotations

@@ -92,13 +92,13 @@ def sequence_figures(learner: FloatArray, behaviour: FloatArray, sequence_ids: N
     }
 
 
-def weight_figures(weights: FloatArray, ratios: FloatArray, cap: float) -> dict[str, float]:
+def weight_figures(weights: FloatArray, ratios: FloatArray, high: float) -> dict[str, float]:
     """Describe importance weights as they multiplied the loss, and the ratios behind them.
 
     Args:
         weights: [N], of unmasked tokens; at least one.
         ratios: Before any bound: rho of the same N tokens, or its product over each of S sequences.
-        cap: Where a ratio counts as high; under 1 / cap it counts as low.
+        high: Where a ratio counts as high; under 1 / high it counts as low.
 
     Source: Kish 1965; verl `compute_is_metrics`, whose choices these are (mean, deviation and sample size over tokens).
     """
@@ -107,8 +107,8 @@ def weight_figures(weights: FloatArray, ratios: FloatArray, cap: float) -> dict[
         "ratio/correction_mean": mean,
         "ratio/correction_std": float(weights.std()),
         "ratio/correction_ess": mean * mean / second_moment if second_moment > 0 else 0.0,
-        "ratio/high_fraction": float((ratios > cap).mean()),
-        "ratio/low_fraction": float((ratios < 1.0 / cap).mean()),
+        "ratio/high_fraction": float((ratios > high).mean()),
+        "ratio/low_fraction": float((ratios < 1.0 / high).mean()),
     }
 
 

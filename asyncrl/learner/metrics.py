@@ -57,7 +57,7 @@ class StepTokens:
         Args:
             rows: Records of one pass over this rank's part of the batch; figures of the policy before the step come from the
                 first pass.
-            corrections: Of the step; their cap is where a ratio counts as high.
+            corrections: Of the step; over their cap a ratio counts as high (over 2 without one, or with one of 1).
             ranks: All ranks' tokens are measured together; None: this process has all of them.
             keeps_tokens: Whether `first` is wanted; `add` then needs `places`.
         """
@@ -193,7 +193,9 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
     sequence_ids = first["sequence_ids"].astype(np.int64)
     truncation = next((item for item in corrections if isinstance(item, Truncated)), None)
     is_of_sequences = truncation is not None and not isinstance(truncation, TruncatedToken)
-    cap = (truncation or TruncatedToken()).cap  # without truncation it only says what counts as a high ratio
+    cap = (truncation or TruncatedToken()).cap
+    # `auto` reads the share of high ratios, so no recipe may change what is high: a cap of 1 would make it half of any data.
+    high = cap if cap > 1.0 else TruncatedToken().cap
     log_ratios = proximal - behaviour
     if is_of_sequences:
         of_S = np.bincount(sequence_ids, log_ratios).astype(np.float64)
@@ -206,7 +208,7 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
         ratios = ratios[np.unique(sequence_ids, return_index=True)[1]]
     figures = token_figures(learner, behaviour)
     figures |= sequence_figures(learner, behaviour, sequence_ids)
-    figures |= weight_figures(first["weights"], ratios, cap)
+    figures |= weight_figures(first["weights"], ratios, high)
     figures["kl/proximal_k1"], figures["kl/proximal_k3"] = divergence(proximal, behaviour)
     figures["kl/current_k1"], figures["kl/current_k3"] = divergence(every["current"], every["behaviour"])
     figures["kl/reference_k1"], figures["kl/reference_mean"] = divergence(first["reference"], learner)

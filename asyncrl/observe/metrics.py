@@ -85,7 +85,7 @@ _ROWS = (
     (
         "ratio/high_fraction",
         "fraction",
-        "ratios proximal / behaviour over the cap (2 without one), of tokens or sequences as the cap is",
+        "ratios proximal / behaviour over the cap (2 without one, or where it is 1), of tokens or sequences as the cap is",
     ),
     ("ratio/low_fraction", "fraction", "the same under 1 / cap"),
     ("ratio/correction_mean", "1", "mean off-policy correction weight after capping"),

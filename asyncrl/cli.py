@@ -126,9 +126,10 @@ def init(
 
 @app.command()
 def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
-    """Follow a live run from another terminal. Ctrl-C leaves; a detached run goes on."""
+    """Follow a live run from another terminal, from its last 400 steps on. Ctrl-C leaves; a detached run goes on."""
     from asyncrl.client import connect
-    from asyncrl.observe.display import follow_run
+    from asyncrl.observe.display import REMEMBERED_STEPS, follow_run
+    from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row
 
     folder = _newest(folder)
 
@@ -145,7 +146,9 @@ def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
         loop.add_signal_handler(signal.SIGINT, leave)
         async with connect(folder) as live:
             is_plain = plain or not sys.stdout.isatty()
-            return await follow_run(live.status, live.steps(), live.run_folder, plain=is_plain)
+            newest = newest_row(live.run_folder / STEPS_FILE, StepReport)
+            first = 0 if newest is None else max(0, newest.version - REMEMBERED_STEPS)
+            return await follow_run(live.status, live.steps(first), live.run_folder, plain=is_plain)
 
     with contextlib.suppress(asyncio.CancelledError):
         _exit_by(asyncio.run(follow()), folder)
@@ -162,7 +165,7 @@ def resume(
     from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
     from asyncrl.config.load import load_config
     from asyncrl.control.launch.controller_process import is_live, until_gone
-    from asyncrl.observe.steps import read_steps
+    from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row
 
     folder = _newest(folder)
     if is_live(folder):
@@ -173,8 +176,8 @@ def resume(
         print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
         if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
-    config, steps = load_config(folder / "config.toml", overrides), read_steps(folder)
-    done = steps[-1].version if steps else 0
+    config, newest = load_config(folder / "config.toml", overrides), newest_row(folder / STEPS_FILE, StepReport)
+    done = 0 if newest is None else newest.version
     if min(done, newest_saved(folder)) >= config.num_steps:
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "

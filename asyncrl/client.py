@@ -39,7 +39,18 @@ from asyncrl.control.tools.choices import with_choices
 from asyncrl.control.tools.inputs import start_faults, wrong_kinds
 from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.folders import lock_folder, write_whole
-from asyncrl.observe.steps import EvalReport, EventKind, RunEvent, StepReport, read_steps
+from asyncrl.observe.decisions import RECORD_FOLDER
+from asyncrl.observe.steps import (
+    EVAL_FILE,
+    EVENTS_FILE,
+    MEMORY_FOLDER,
+    STEPS_FILE,
+    EvalReport,
+    EventKind,
+    RunEvent,
+    StepReport,
+    newest_row,
+)
 from asyncrl.reward.registry import Reward, judge_for
 from asyncrl.schema.batches import GroupsTaken
 from asyncrl.schema.samples import Progress, ScoreRequest
@@ -485,6 +496,12 @@ class Run(RunClient):
         if find_controllers(self.run_folder):
             raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
         config_file = self.run_folder / "config.toml"
+        if self._resumed and self.config.buffer.ledger == "memory" and (saved := newest_saved(self.run_folder)) > 0:
+            raise ConfigError(
+                f"{self.run_folder} cannot be resumed: it has a checkpoint of version {saved}, and with buffer.ledger = 'memory' "
+                "nothing is known of the steps before; start another run from that checkpoint (`model.path`), with "
+                '`buffer.ledger = "disk"` if it is to be resumed'
+            )
         if self._resumed and (self.run_folder / "model" / "config.json").exists():
             was = self.config
             with contextlib.suppress(ConfigError):  # it is damaged: what was given takes its place
@@ -496,10 +513,13 @@ class Run(RunClient):
             if _holds_samples(self.run_folder) or not (self.run_folder / "logs").is_dir():
                 instead = f"`asyncrl resume {self.run_folder}` goes on with it, `--set name=...` starts another"
                 raise ConfigError(f"{self.run_folder} already holds a run: {instead}")
-            # What a start left that failed before its first sample: its model and ledger may be of another config.
-            for path in self.run_folder.glob("ledger.sqlite*"):
-                path.unlink()
-            shutil.rmtree(self.run_folder / "model", ignore_errors=True)
+            # What a start left that ended before its first sample may be of another config. Its pids.jsonl stays: a process of
+            # it may still be there.
+            for pattern in ("ledger.sqlite*", EVAL_FILE, EVENTS_FILE, "seconds*.jsonl", "spans*.jsonl", "metrics.jsonl"):
+                for path in self.run_folder.glob(pattern):
+                    path.unlink()
+            for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard"):
+                shutil.rmtree(self.run_folder / name, ignore_errors=True)
         try:
             # A run whose config is cut short cannot be resumed.
             write_whole(config_file, "".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config))
@@ -537,7 +557,7 @@ def newest_saved(run_folder: Path) -> int:
 
 def _holds_samples(run_folder: Path) -> bool:
     """Return whether anything was generated, or saved, in a run folder; a ledger that cannot be read counts as one that has."""
-    if any((run_folder / "checkpoints").glob("step-*")) or read_steps(run_folder):
+    if any((run_folder / "checkpoints").glob("step-*")) or newest_row(run_folder / STEPS_FILE, StepReport):
         return True
     try:
         return bool(LedgerReader(run_folder).versions())

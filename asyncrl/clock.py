@@ -24,14 +24,19 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's time: monotonic, anchored to the wall clock when the process first asked."""
+    """The machine's time: monotonic since its boot, anchored to the wall clock once.
 
-    def __init__(self) -> None:
-        self._anchor_s = time.time() - time.monotonic()  # noqa: TID251 - the one place that reads it
+    Args:
+        anchor_s: Of another clock of this machine; None: what the wall clock says now is kept to.
+    """
+
+    def __init__(self, anchor_s: float | None = None) -> None:
+        now_s = time.time()  # noqa: TID251 - the one place that reads it
+        self.anchor_s = now_s - time.monotonic() if anchor_s is None else anchor_s
 
     def now(self) -> float:
         """Return seconds since the Unix epoch, never going backwards."""
-        return self._anchor_s + time.monotonic()
+        return self.anchor_s + time.monotonic()
 
     async def sleep(self, delay_s: float) -> None:
         """Sleep on the running event loop."""

@@ -57,7 +57,7 @@ from asyncrl.config.places import needs_of
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch import process_main as process
 from asyncrl.control.launch.process_main import EXIT_FAILED, EXIT_FAULT, EXIT_OK, EXIT_WRONG_INPUT, imports_without_gc, leave
-from asyncrl.errors import AsyncRLError, BroadcastError, ConnectionClosed, LedgerError
+from asyncrl.errors import AsyncRLError, ConnectionClosed, LedgerError
 from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.weights import WeightsAvailable
@@ -80,6 +80,8 @@ NICENESS = 10
 """Of everyone who computes beside the learner: where cores are short it goes first."""
 DETACHED = "detached"
 """Behind the run folder: the controller goes on when whoever started it is gone."""
+CLOCK_ANCHOR = "ASYNCRL_CLOCK_ANCHOR_S"
+"""Environment variable of a controller's children on its machine: its clock's anchor."""
 RANK = "rank"
 """Kind of a learner's further rank: its number, the run folder, and where rank 0 listens."""
 JOIN = "join"
@@ -205,7 +207,7 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
     from asyncrl.residency.device import hold_to_share
 
     in_process = of_learner or config.generate.engine.adopts
-    if shares_device(config) and device.startswith("cuda") and in_process:
+    if shares_device(config) and in_process:
         generator_share, learner_share, budget_bytes = memory_bounds(config)
         hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
 
@@ -249,16 +251,15 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - this program itself
 
     loop = asyncio.get_running_loop()
-
-    def failed(error: BroadcastError) -> None:
-        loop.call_soon_threadsafe(worker.publish_failed, error)
-
     async with _announcements(connection) as announce:
         publisher: HybridPublisher | Publisher
         if isinstance(config.broadcast.medium, SharedStorageMedium):
             publisher = HybridPublisher(config.broadcast, run_folder, announce, clock)
         else:
-            publisher = Publisher(config.broadcast, run_folder, announce, clock, failed)
+            publisher = Publisher(
+                config.broadcast, run_folder, announce, clock,
+                on_failure=lambda error: loop.call_soon_threadsafe(worker.publish_failed, error),
+            )  # fmt: skip
         try:
             launcher = RankLauncher(config, start_rank)
             worker = LearnerWorker(config, run_folder, connection, clock, publisher.publish, launcher)
@@ -351,10 +352,18 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
 # -- entry point ---------------------------------------------------------------------------------------------------------
 
 
+def clock_of(kind: ProcessKind) -> SystemClock:
+    """Return a process's clock: its controller's, where both are on one machine; it may start after a step of the wall clock."""
+    handed = None if kind == "controller" else os.environ.get(CLOCK_ANCHOR)
+    clock = SystemClock(None if handed is None else float(handed))
+    os.environ[CLOCK_ANCHOR] = repr(clock.anchor_s)
+    return clock
+
+
 async def _main(kind: ProcessKind, name: str, run_folder: Path, *, detached: bool) -> int:
     config = load_run_config(run_folder)
     process.set_up_logging(name, config.observe.log_level)
-    clock = SystemClock()
+    clock = clock_of(kind)
     if kind == "controller":
         async with contextlib.AsyncExitStack() as stack:
             lease = process.own_by_lease(run_folder, config.owner)

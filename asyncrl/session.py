@@ -60,9 +60,15 @@ NOT_OPEN = "this session is not open; use it inside `async with`"
 LOSS_FORMS = "a loss is a name, a function (logprobs, inputs) to a scalar tensor, or one (LossInputs, LossConfig) to LossOutputs"
 Numbers = Sequence[Sequence[float]] | None
 """By group and member, where they are given."""
+LEASE_S = 2.0
+"""For the run to give a step its groups; one that is paused gives none, and is asked again."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class _PausedError(Exception):
+    """The run gives no groups to a step now: nothing of the step is done."""
 
 
 def _whole(
@@ -78,6 +84,21 @@ def _whole(
                 return await method(self, *args, **kwargs)
 
         return await to_its_end(in_turn())
+
+    return call
+
+
+def _in_order(
+    method: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]:
+    """Have a call that trains wait for those before it, and try again while the run is paused: until then it can be cancelled."""
+
+    @functools.wraps(method)
+    async def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._steps:
+            while True:
+                with contextlib.suppress(_PausedError):
+                    return await method(self, *args, **kwargs)
 
     return call
 
@@ -134,7 +155,7 @@ class Session:
         self._policy: InitialState | None = None
         self._publisher: Publisher | None = None
         self._token_file: TokenFile | None = None
-        self._training = asyncio.Lock()
+        self._training, self._steps = asyncio.Lock(), asyncio.Lock()
         self._open: OpenStep | None = None
         """The step that has gradients and no new weights yet."""
         self._group_ids: tuple[int, ...] = ()
@@ -338,6 +359,7 @@ class Session:
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
+    @_in_order
     @_whole
     async def train_step(
         self, groups: Sequence[ScoredGroup], *, loss: LossLike = None, rewards: Numbers = None, advantages: Numbers = None,
@@ -370,6 +392,7 @@ class Session:
             await self._backward(groups, loss, rewards, advantages)
         return await self._optimize(learning_rate)
 
+    @_in_order
     @_whole
     async def forward_backward(
         self, groups: Sequence[ScoredGroup], *, loss: LossLike = None, rewards: Numbers = None, advantages: Numbers = None
@@ -385,6 +408,7 @@ class Session:
             return self._last.metrics["policy/loss"]
         return (await self._backward(groups, loss, rewards, advantages)).loss
 
+    @_in_order
     @_whole
     async def optim_step(self, *, learning_rate: float | None = None) -> StepResult:
         """Change the weights by the gradients of `forward_backward`; without new gradients, return what the last step was like.
@@ -455,7 +479,11 @@ class Session:
             chosen["algorithm.kind"] = "policy"
         config = resolve_config(self.config, chosen) if chosen else self.config
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
-        mask_below = await self.run.take_these(group_ids)
+        try:
+            async with asyncio.timeout(LEASE_S):
+                mask_below = await self.run.take_these(group_ids)  # a repeat changes nothing
+        except TimeoutError as error:
+            raise _PausedError from error
         packed, self._packed = self._packed, None
         is_more = self._is_open and self.version + 1 < self.config.num_steps
         if is_more and self._coming is None and self._taken == group_ids:

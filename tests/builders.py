@@ -137,6 +137,11 @@ def write_rows(path: Path, *rows: msgspec.Struct) -> None:
     file.close()
 
 
+def bytes_read() -> int:
+    """Return the bytes that this process has read from files so far, cached ones too."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
 def write_jsonl(path: Path, records: Sequence[object]) -> str:
     """Write a record a line; return the path, as a config has it."""
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))

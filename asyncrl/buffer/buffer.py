@@ -447,7 +447,10 @@ class Buffer:
         """Let go of payloads of steps before this one, all trained: no learner may go back to before it any more."""
         self.state.handle(ev.StepsForgotten(before_step), now)
         self._step_params = {step: params for step, params in self._step_params.items() if step >= before_step}
-        self.ledger.write((rec.ForgetRecord(before_step),))
+        # One group is left where all have ended: the next resume reads the prompt source's place there.
+        in_use = [*self.state.groups, *self.state.returned, max(self.state.next_group_id - 1, 0)]
+        in_use += [group_id for record in self.state.steps.values() for group_id in record.group_ids]
+        self.ledger.write((rec.ForgetRecord(before_step, min(in_use)),))
 
     # -- the ledger ------------------------------------------------------------------------------------------------------
 

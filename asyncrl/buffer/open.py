@@ -19,7 +19,7 @@ from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.group import BufferLimits, Group, GroupsRestored, StepRecord
 from asyncrl.buffer.ledger.records import HeldGroup, Restored
-from asyncrl.buffer.ledger.schema import forgotten_before, keys_of, rows_of, sample_key
+from asyncrl.buffer.ledger.schema import count_ended, ended, forgotten_before, keys_of, rows_of, sample_key
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, tokens_together
 from asyncrl.config.live import settings_of
@@ -128,14 +128,20 @@ def _check_resume(config: RunConfig, state: BufferState, restored: Restored) -> 
 def _restore(path: Path, state: BufferState, now: float) -> Restored:
     """Fill `state` from the ledger at `path`."""
     with st.connect_read_only(path) as connection:
+        with st.reading(path, "meta", "forgotten_before and ended"):
+            forgotten_steps, first = forgotten_before(connection), ended(connection).before
+            _check_counts(ended=first)
         next_group_id, cursor, version = connection.execute(
             "SELECT coalesce(max(group_id), -1) + 1, coalesce(max(cursor), 0), coalesce(max(version), 0) FROM groups"
+            " WHERE group_id >= ?",
+            (first,),
         ).fetchone()
-        (of_samples,) = connection.execute("SELECT coalesce(max(newest), 0) FROM samples").fetchone()
+        newest_of = "SELECT coalesce(max(newest), 0) FROM samples WHERE key >= ?"
+        (of_samples,) = connection.execute(newest_of, (sample_key(first, 0),)).fetchone()
         with st.reading(path, "groups and samples", "the largest"):
             _check_counts(group_id=next_group_id, cursor=cursor, version=version, newest=of_samples)
         newest = max(version, of_samples)
-        groups, held = _live_groups(path, connection, newest)
+        groups, held = _live_groups(path, connection, newest, first)
         steps, params = _steps(path, connection)
         without = "SELECT 1 FROM scores WHERE key >= ? AND key < ? AND reference = x'' LIMIT 1"
         lacking = frozenset(
@@ -145,21 +151,20 @@ def _restore(path: Path, state: BufferState, now: float) -> Restored:
         )
         to_repeat, prompts = dict[int, int](), dict[int, Prompt]()
         for group_id, returns, *content in connection.execute(
-            "SELECT group_id, returns, prompt_id, prompt, size, checksum FROM groups WHERE returns >= 0 AND group_id NOT IN"
-            " (SELECT replaces FROM groups WHERE replaces IS NOT NULL) ORDER BY group_id"
+            "SELECT group_id, returns, prompt_id, prompt, size, checksum FROM groups WHERE returns >= 0 AND group_id >= ?1"
+            " AND group_id NOT IN (SELECT replaces FROM groups WHERE replaces IS NOT NULL AND group_id >= ?1) ORDER BY group_id",
+            (first,),
         ).fetchall():
             with st.reading(path, "groups", group_id):
                 _check_counts(returns=returns)
             to_repeat[group_id], prompts[group_id] = returns, st.read_prompt(path, group_id, *content)
-        of_reason = "SELECT reason, count(*) FROM groups WHERE state = ? GROUP BY reason"
-        dropped, failed = (dict(connection.execute(of_reason, (ended,)).fetchall()) for ended in ("dropped", "failed"))
-        with st.reading(path, "meta", "forgotten_before"):
-            forgotten_steps = forgotten_before(connection)
+        over = count_ended(connection, next_group_id)
     try:
         with st.reading(path, "groups and steps", "together"):
             told = GroupsRestored(
-                tuple(groups), tuple(steps), next_group_id, dropped, failed, returned=to_repeat, forgotten_steps=forgotten_steps
-            )
+                tuple(groups), tuple(steps), next_group_id, over.dropped, over.failed, returned=to_repeat,
+                forgotten_steps=forgotten_steps,
+            )  # fmt: skip
             state.handle(told, now)
         state.check_invariants()
     except AssertionError as error:
@@ -173,11 +178,12 @@ def _check_counts(**counts: object) -> None:
             raise ValueError(f"{name} is {count!r}, which no run writes")
 
 
-def _live_groups(path: Path, connection: sqlite3.Connection, newest: int) -> tuple[list[Group], dict[int, HeldGroup]]:
+def _live_groups(path: Path, connection: sqlite3.Connection, newest: int, first: int) -> tuple[list[Group], dict[int, HeldGroup]]:
     groups, held = [], {}
     rows = connection.execute(
         "SELECT group_id, prompt_id, prompt, size, checksum, generator, version, attempt, state, retries, external, ready_s"
-        " FROM groups WHERE state NOT IN ('taken', 'trained', 'dropped', 'failed') ORDER BY group_id"
+        " FROM groups WHERE state NOT IN ('taken', 'trained', 'dropped', 'failed') AND group_id >= ? ORDER BY group_id",
+        (first,),
     ).fetchall()
     for group_id, prompt_id, prompt, size, stored, generator, version, attempt, state, retries, external, ready_s in rows:
         read = st.read_prompt(path, group_id, prompt_id, prompt, size, stored)

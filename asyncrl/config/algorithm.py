@@ -214,7 +214,7 @@ class CriticConfig(_Stage, frozen=True):
     value_clip: FreeFloat = 0.2
     """Values move at most this far from the old ones before their loss stops falling; inf: unclipped."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps that train the critic alone."""
+    """Optimizer steps that train the critic alone; the policy's learning rate begins its schedule after them."""
 
 
 class PreferenceConfig(_Stage, frozen=True):
@@ -267,7 +267,8 @@ class AlgorithmConfig(_Stage, frozen=True):
 
     Without a preference pair a group cannot be trained: of such drops there is a warning at every further multiple."""
     mask_truncated: bool = False
-    """Samples cut off by the length limit are not trained (DAPO's overlong filtering); they still count in their group's mean."""
+    """Samples cut off by the length limit are not trained (DAPO's overlong filtering); they still count in their group's mean,
+    but not in `opo`'s, which weighs by trained tokens."""
 
     loss: str = "decoupled_ppo"
     """A name in algorithms/losses.py, or a user's own `module:function`."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import algorithm as kinds
+from asyncrl.config.generate import SamplingConfig
 from asyncrl.config.learner import LearnerConfig
 
 
@@ -34,6 +35,8 @@ class LossRule:
     """Weighs tokens by current / behaviour itself; a weighting correction would count that twice."""
     weighs_by_rho: bool = False
     """Weighs tokens by proximal / behaviour where no correction does."""
+    weighs_sequences: bool = False
+    """By the product of current / behaviour over a sequence."""
     uses_proximal: bool = True
     """Weighs tokens by current / proximal, which starts each step at 1 only where the proximal policy is recomputed."""
     has_clip_range: bool = False
@@ -71,8 +74,8 @@ LOSS_RULES = {
     "dro": LossRule(uses_proximal=False, needs_log_ratio_penalty=True),
     "importance_sampling": LossRule(own_importance_weight=True, uses_proximal=False),
     "aipo": LossRule(own_importance_weight=True, uses_proximal=False),
-    "topr": LossRule(own_importance_weight=True, uses_proximal=False),
-    "vespo": LossRule(own_importance_weight=True, uses_proximal=False),
+    "topr": LossRule(own_importance_weight=True, weighs_sequences=True, uses_proximal=False),
+    "vespo": LossRule(own_importance_weight=True, weighs_sequences=True, uses_proximal=False),
 }
 
 UNUSED_BY_DPO = (
@@ -103,20 +106,31 @@ def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -
     yield from _loss(algorithm)
 
 
-def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig) -> list[str]:
+def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig, sampling: SamplingConfig | None = None) -> list[str]:
     """Return what works but is hardly meant, each with what to do."""
-    default = kinds.AlgorithmConfig()
+    default, sampling = kinds.AlgorithmConfig(), sampling or SamplingConfig()
     fields = _set_fields(algorithm, ("proximal", "denominator")) if algorithm.kind == "auto" else []
-    return [
+    doubts = [
         f"algorithm.{field} = {getattr(algorithm, field)!r} is not read: algorithm.kind = 'auto' always takes "
         f"{getattr(default, field)!r}; drop it"
         for field in fields
     ]
-
-
-def looks_at_whole_update(algorithm: kinds.AlgorithmConfig) -> bool:
-    """Return whether corrections must see every token of an update before its first micro-batch."""
-    return algorithm.denominator == "kept" or any(map(kinds.sees_whole_update, algorithm.corrections))
+    if algorithm.kind != "dpo" and (sampling.top_p < 1.0 or sampling.top_k):
+        of_sequences = [
+            item.kind
+            for item in algorithm.corrections
+            if isinstance(item, kinds.TruncatedSequence)
+            or (isinstance(item, kinds.Rejection) and (item.level not in {"token", "max"} or item.weight == "sequence"))
+        ]
+        if LOSS_RULES.get(algorithm.loss, LossRule()).weighs_sequences:
+            of_sequences.append(algorithm.loss)
+        worse = f", and {', '.join(of_sequences)} may drop most samples or weigh them next to 0" if of_sequences else ""
+        doubts.append(
+            f"generate.sampling.top_p = {sampling.top_p:g} and top_k = {sampling.top_k} leave tokens out: log-probabilities of "
+            "samples are of the tokens that are left, and the learner's are of the whole vocabulary. So ratios are under 1 on "
+            f"data that is not stale{worse}; set top_p = 1 and top_k = 0"
+        )
+    return doubts
 
 
 def _set_fields(algorithm: kinds.AlgorithmConfig, fields: Sequence[str]) -> list[str]:

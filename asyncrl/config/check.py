@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.config.algorithm_table import algorithm_faults
 from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCLMedium, SharedStorageMedium
-from asyncrl.config.generate import TransformersEngineConfig, VLLMServerEngineConfig, gpu_of
+from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig, gpu_of
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import generators_share_gpus, is_every_interface, is_loopback, needs_of, places_of, shown
 from asyncrl.config.reward import CallerReward, OverlongPenalty, PreferenceReward, reward_names
@@ -276,7 +276,7 @@ def _turns(config: RunConfig) -> Iterator[str]:
         yield f"{where} trains by turns: buffer.max_staleness is {staleness}, set 0 (synchronous, exactly) or 1"
     if engine.is_remote:
         yield f"{where} shares the learner's device with the run's own engine: set generate.engine.kind = 'vllm'"
-    if not engine.can_sleep:
+    if isinstance(engine, VLLMEngineConfig) and not (engine.sleep and engine.device != "cpu"):
         yield f"{where} needs an engine that sleeps: set generate.engine.sleep = true and run on a GPU"
     if engine.has_model and places.engine_gpus != (frozenset() if places.learner_gpu is None else {places.learner_gpu}):
         devices = f"learner.device is {device!r}, generate.engine.device {engine.device_name!r}"

@@ -54,11 +54,6 @@ class _Engine(_Variant, frozen=True):
         """Servers that the run does not start, one a generator."""
         return tuple(url.strip() for url in str(getattr(self, "url", "")).split(",") if url.strip())
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether it gives its memory back while others have the device."""
-        return not self.is_remote
-
     def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:  # noqa: ARG002 - for those that go where the learner is
         """Return the numbers of the GPUs that it takes; none without one.
 
@@ -113,11 +108,6 @@ class VLLMEngineConfig(_Engine, frozen=True, tag="vllm"):
     """On a CPU."""
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's AsyncEngineArgs, by their names there."""
-
-    @property
-    def can_sleep(self) -> bool:
-        """As started, and never on a CPU."""
-        return self.sleep and self.device != "cpu"
 
     def gpus(self, learner_gpu: int | None) -> tuple[int, ...]:
         """Return the numbers of its ranks' devices; see `_Engine.gpus`."""

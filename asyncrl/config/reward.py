@@ -134,9 +134,3 @@ def reward_names(config: RewardConfig) -> tuple[str, ...]:
         taken.add(name)
         names.append(name)
     return tuple(names)
-
-
-def verdict_weights(config: RewardConfig) -> dict[str, float]:
-    """Return the weights, by name, of the functions that judge an answer: all but penalties (`overlong`, a weight under 0)."""
-    named = zip(reward_names(config), config.functions, strict=True)
-    return {name: each.weight for name, each in named if each.weight > 0 and not isinstance(each, OverlongPenalty)}

@@ -315,6 +315,8 @@ class RunApi:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint; return its folder."""
+        if self._run.lifecycle.over:
+            raise RunError(f"the run is over: what it has saved is in {self._run.run_folder / 'checkpoints'}")
         return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
 
     def change(self, asked: ConfigChange) -> ChangeResult:

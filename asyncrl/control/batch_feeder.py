@@ -110,20 +110,25 @@ class BatchFeeder:
         self.version = self.next_step = version
         self.woken.set()
 
-    def learner_dead(self) -> tuple[int, tuple[ScoredGroup, ...]] | None:
-        """Send nothing until a learner is ready again; return the step that it died over, if that is now set aside."""
+    def learner_dead(self, *, over_checkpoint: bool = False) -> TakenStep | None:
+        """Send nothing until a learner is ready again; return the step that it died over, if that is to be set aside now.
+
+        Args:
+            over_checkpoint: A checkpoint was due, so that it may not have begun the step; that counts as no death over it.
+        """
         in_hand = self.version if self.learner is not None and self.next_step > self.version else -1
         self.learner = None
         self._incarnation += 1
         record = self._buffer.state.steps.get(in_hand)
-        if record is None or record.trained_before:
+        if over_checkpoint or record is None or record.trained_before:
             return None
         self._deaths = Counter({in_hand: self._deaths[in_hand] + 1})
         if self._deaths[in_hand] < MOST_DEATHS:
             return None
         self._deaths.clear()
-        reason = f"the learner died over it {MOST_DEATHS} times"
-        return in_hand, self._buffer.set_aside(in_hand, reason, self._clock.now())
+        repeat = self._buffer.take(in_hand, self._clock.now())
+        assert isinstance(repeat, TakenStep), "a step that is taken waits for nothing"
+        return repeat
 
     def step_done(self, done: StepDone) -> bool:
         """Note a finished step; return False where it was known before."""
@@ -187,6 +192,10 @@ class BatchFeeder:
                 cannot be trained.
         """
         async with self._outside_turn:
+            while group_ids and self._held and not ending.is_set():  # of a paused run nothing is set aside
+                await self._woken()
+            if ending.is_set():
+                raise RunError("the run has ended")
             if group_ids:
                 self.next_step, state = self.version, self._buffer.state
                 others = () if (record := state.steps.get(self.version)) is None else record.group_ids
@@ -207,11 +216,15 @@ class BatchFeeder:
                 if group_ids and not self._held:
                     reason, self.waiting = self.waiting, ""
                     raise RunError(reason)
-                self.woken.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.25):
-                        await self.woken.wait()
+                await self._woken()
             raise RunError("the run has ended")
+
+    async def _woken(self) -> None:
+        """Wait until something may have changed."""
+        self.woken.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.25):
+                await self.woken.wait()
 
     def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:
         """Turn an outside learner's report into the learner's own form.
@@ -266,6 +279,8 @@ class Checkpoints:
     folder: str = ""
     """Of the newest complete one."""
     version: int = -1
+    due: int = -1
+    """Version of the one that the learner was asked for, or saves by itself, and has not said that it is complete; -1: none."""
     _waiters: list[asyncio.Future[str]] = field(default_factory=list)
     _asked: tuple[Connection, int] | None = None
     """Which learner was asked last, and for which version."""
@@ -280,7 +295,7 @@ class Checkpoints:
             return False
         if again or self._asked != (learner.connection, version):
             learner.tell(Checkpoint(version))
-            self._asked = learner.connection, version
+            self._asked, self.due = (learner.connection, version), version
         return True
 
     async def wait_for_next(self, version: int) -> str:
@@ -297,7 +312,7 @@ class Checkpoints:
 
     def done(self, message: CheckpointDone) -> int:
         """Note a complete checkpoint; return the version of the oldest one kept (0: none), which no replay can go behind."""
-        self.folder, self.version = message.folder, message.version
+        self.folder, self.version, self.due = message.folder, message.version, -1
         for waiter in self._take_waiters():
             waiter.set_result(message.folder)
         numbers = (path.name.removeprefix("step-") for path in Path(message.folder).parent.glob("step-*"))
@@ -305,6 +320,7 @@ class Checkpoints:
 
     def fail(self, reason: str) -> None:
         """Tell whoever waits that there will be none."""
+        self.due = -1
         for waiter in self._take_waiters():
             waiter.set_exception(RunError(f"no checkpoint was written: {reason}"))
 

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import logging
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +31,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer import events as buffer_events
-from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.buffer import Buffer, TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
 from asyncrl.config.load import dump_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
-from asyncrl.control.batch_feeder import BatchFeeder, Checkpoints, RecordedStep
+from asyncrl.control.batch_feeder import MOST_DEATHS, BatchFeeder, Checkpoints, RecordedStep
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.edge import Edge
 from asyncrl.control.evaluation import Evaluation
@@ -54,6 +55,7 @@ from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
+from asyncrl.folders import write_whole
 from asyncrl.observe.decisions import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.spans import IDLE, span, spans_of
@@ -100,6 +102,8 @@ class Controller:
         self.dispatcher = Dispatcher(config, self.buffer, PromptSequence(self.task.train, config.seed), self.peers, clock)
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
+        self._deaths_over_checkpoint: Counter[int] = Counter()
+        """Of learners, by the version that they were at."""
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self._judged_before = len(self.reporter.evaluations)
         self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
@@ -165,7 +169,9 @@ class Controller:
     async def run(self, owner: Ownership) -> bool:
         """Live through the whole run; return whether it ended well."""
         async with asyncio.TaskGroup() as group:
-            self.dispatcher.pick_up()
+            if self.dispatcher.asked is not None:  # what the callers of before a resume asked for is dropped
+                self.dispatcher.release(list(self.buffer.state.groups))
+            self.dispatcher.follow(self.buffer.state.unscored())
             supervising = group.create_task(self.supervisor.run(), name="supervisor")
             loops = {
                 "accept": self.accept(group), "issue": self.issue_groups(), "scores": self.dispatch_scores(),
@@ -498,14 +504,19 @@ class Controller:
             self.post(ev.ProcessFault(peer.name, str(error), fatal=True))
             return
         self.buffer.version_published(ready.version)
-        if self._is_resumed and not self.resumed:
+        has_resumed = self._is_resumed and not self.resumed
+        if has_resumed:
             self.resumed = f"resumed at step {ready.version} from {ready.checkpoint or 'the model as the run began'}"
             self.reporter.note_event("restart", "run", self.resumed, ready.version)
         if self.switching is not None:
             self.switching.join(peer, self.model_folder)
         self.tell_model_folder()
         self.post(ev.ProcessReady(peer.name))
-        self._reach_goal()
+        every, version = self.config.eval.every_steps, ready.version
+        if not self._reach_goal() and has_resumed and every and version > 0 and version % every == 0:
+            is_judged = any(report.version == version for report in self.reporter.evaluations)
+            if not is_judged:  # its evaluation was under way as the run ended
+                self._start_evaluation(version)
 
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
@@ -548,6 +559,9 @@ class Controller:
             # An outside learner never goes back, and tells of no checkpoint of its own.
             self.buffer.forget(done.version - KEPT_STEPS, self.clock.now())
         if fresh:
+            every = self.config.checkpoint.every_steps
+            if every > 0 and done.version % every == 0:
+                self.checkpoints.due = done.version
             if self.recorder is not None:
                 self.recorder.end_chunk(done.step)
             done = done if self.switching is None else self.switching.figured(done)
@@ -727,18 +741,41 @@ class Controller:
         elif kind in {"reward", "inference"}:
             self.dispatcher.judge_dead(name)
         elif kind == "learner":
-            if (over := self.feeder.learner_dead()) is not None:  # the batch that it died over is dropped now
-                step, groups = over
-                file = f"set_aside/step-{step}.msgpack"
-                path = self.run_folder / file
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(msgspec.msgpack.encode(groups))
-                named = ", ".join(str(group.group_id) for group in groups)
-                self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
-                log.error("the learner died twice over step %d: groups %s are set aside in %s, not trained", step, named, path)
-            self.checkpoints.fail("the learner died")
+            self._learner_dead()
         if self.switching is not None:
             self.switching.leave(name, kind)
+
+    def _learner_dead(self) -> None:
+        """Set a step aside that it died over too often; end the run where it died too often over one checkpoint."""
+        version = self.feeder.version
+        # One that was asked for in the middle of a step is written behind it.
+        over_checkpoint = self.feeder.learner is not None and self.checkpoints.due >= max(0, version - 1)
+        if (taken := self.feeder.learner_dead(over_checkpoint=over_checkpoint)) is not None:
+            self._set_aside(taken)
+        self.checkpoints.fail("the learner died")
+        if over_checkpoint:
+            self._deaths_over_checkpoint[version] += 1
+            deaths = self._deaths_over_checkpoint[version]
+            log.error("the learner died while a checkpoint of version %d was due", version)
+            if deaths > self.config.supervision.max_deaths:  # however far apart: each time it repeats the steps before
+                logs = self.lifecycle.logs_folder
+                reason = f"it died {deaths} times while a checkpoint of version {version} was due; see {logs}/learner.log"
+                self.post(ev.ProcessFault("learner", reason, fatal=True))
+
+    def _set_aside(self, taken: TakenStep) -> None:
+        """Drop the groups of a step, once they are in a file."""
+        step, named = taken.step, ", ".join(str(group.group_id) for group in taken.groups)
+        file = f"set_aside/step-{step}-group-{taken.groups[0].group_id}.msgpack"
+        path = self.run_folder / file
+        where = f"in {path}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, msgspec.msgpack.encode(taken.groups))
+        except OSError as error:
+            where = f"without a copy ({path} cannot be written: {error})"
+        self.buffer.set_aside(step, f"the learner died over it {MOST_DEATHS} times", self.clock.now())
+        self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
+        log.error("the learner died twice over step %d: groups %s are set aside %s, not trained", step, named, where)
 
     def _on_phase(self, phase: Phase) -> None:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)

@@ -336,12 +336,6 @@ class Dispatcher:
                 self.follow(self.buffer.drop_group(group_id, "released by its caller", self._clock.now()))
         self.changed()
 
-    def pick_up(self) -> None:
-        """After a resume: ask again for every score that had not come; what the callers of before asked for is dropped."""
-        if self.asked is not None:
-            self.release(list(self.state.groups))
-        self.follow(self.buffer.state.unscored())
-
     # -- what the buffer wants -------------------------------------------------------------------------------------------
 
     def follow(self, instructions: Iterable[ev.BufferInstruction]) -> None:
@@ -353,18 +347,19 @@ class Dispatcher:
                     samples = [held.samples[index] for index in indices]
                     self._ask_scores(ScoreRequest.of(held.prompt, samples), samples)
                 case ev.GroupMoved(after="ready"):
-                    if self.asked is not None and (group := self.state.groups.get(item.group_id)) is not None:
-                        self.asked.ready(item.group_id, group.oldest)
+                    if (group := self.state.groups.get(item.group_id)) is not None:
+                        self.failures.group_completed(group.prompt_id)
+                        if self.asked is not None:
+                            self.asked.ready(item.group_id, group.oldest)
                     self._spoiled.discard(item.group_id)
                     self.fruitless = ""
-                    self.failures.group_completed()
                 case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
                     log.debug("group %d %s: %s", group_id, item.after, item.reason)
                     if self.asked is not None:
                         kind, said = self._newest_failure
                         self.asked.over(group_id, f"{item.after}: {said if item.reason == kind else item.reason}")
                     if item.after == "dropped":
-                        self.failures.group_completed()
+                        self.failures.group_completed(item.prompt_id)
                     elif group_id in self._spoiled:
                         pass  # a joined generator's failure says nothing of the run
                     elif self.failures.group_failed(item.prompt_id, item.reason):

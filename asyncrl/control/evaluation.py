@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncrl.config.reward import verdict_weights
+from asyncrl.config.reward import OverlongPenalty, reward_names
 from asyncrl.config.run import RunConfig
 from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.observe.steps import EvalReport
@@ -43,7 +43,11 @@ class Evaluation:
         """Of each group: members that failed at a joined generator, which the run's own generators are given."""
         self._unsampled = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
         self._unjudged = {group_id: set(members) for group_id, members in self._unsampled.items()}
-        self._verdict_weights = verdict_weights(config.reward)
+        functions = zip(reward_names(config.reward), config.reward.functions, strict=True)
+        self._verdict_weights = {
+            name: each.weight for name, each in functions if each.weight > 0 and not isinstance(each, OverlongPenalty)
+        }
+        """By name, of the functions that judge an answer: all but penalties."""
         self._rewards: list[float] = []
         self._num_right = 0
         self._seed = derive_seed(config.seed, "evaluation")

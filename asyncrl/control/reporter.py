@@ -60,7 +60,7 @@ class Reporter:
     """Turns what the controller sees into reports."""
 
     def __init__(self, config: RunConfig, run_folder: Path, sinks: MetricSinks, clock: Clock) -> None:
-        self.newest = next(reversed(st.read_steps(run_folder)), None)
+        self.newest = st.newest_row(run_folder / st.STEPS_FILE, st.StepReport)
         """Report of the newest step; None before there is one."""
         self.evaluations: list[st.EvalReport] = st.read_evals(run_folder)
         self.sinks = sinks
@@ -69,7 +69,8 @@ class Reporter:
         self._run_folder = run_folder
         self._steps_file: st.JsonLines[st.StepReport] = st.JsonLines(run_folder / st.STEPS_FILE)
         self._evals_file: st.JsonLines[st.EvalReport] = st.JsonLines(run_folder / st.EVAL_FILE)
-        self._num_events = max((event.seq for event in st.read_events(run_folder)), default=0)
+        event = st.newest_row(run_folder / st.EVENTS_FILE, st.RunEvent)
+        self._num_events = 0 if event is None else event.seq
         self.num_rows = 0
         """Steps and events written by this controller: who reads those files looks again as it grows."""
         self._events_file: st.JsonLines[st.RunEvent] = st.JsonLines(run_folder / st.EVENTS_FILE)

@@ -138,7 +138,8 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
         wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
         wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
     if name := next((name for name, is_wrong in wrong.items() if is_wrong), ""):
-        raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; leave it out", "unsupported_value", name)
+        advice = "0 gives those of the sampled tokens" if name == "logprobs" else "leave it out"
+        raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; {advice}", "unsupported_value", name)
     return asked
 
 

@@ -164,7 +164,7 @@ class GeneratorWorker:
                 self._is_asleep = False
                 if not await self._take_newest(engine):
                     self._weights_news.set()
-                self._idle.stand_still(False)
+                self._idle.stand_still(not engine.has_weights)
             else:
                 self._idle.stand_still(True)
                 if not self._is_asleep:
@@ -249,6 +249,7 @@ class GeneratorWorker:
                 async with self._gate.swap(engine):
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
             finally:
+                self._idle.stand_still(not engine.has_weights)
                 if isinstance(tensors, LentTensors):
                     tensors.release()
         except BroadcastError as error:
@@ -277,6 +278,8 @@ class GeneratorWorker:
             waiting_for = "the device, on which the learner trains"
         elif self._is_paused:
             waiting_for = "resume"
+        elif self._idle.is_idle and engine.version >= 0 and not engine.has_weights:
+            waiting_for = "a version that comes whole"
         elif self._idle.is_idle and self._work:
             waiting_for = "a weight swap to end"
         elif self._idle.is_idle:

@@ -88,7 +88,10 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
     for path in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
         shutil.rmtree(path)
     for path in _complete(folder)[:-keep_last]:
-        _remove(path)
+        # Under another name: whoever reads it meanwhile finds all of it, or nothing.
+        aside = path.with_name(f"{PARTIAL}removed-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(path.rename(aside))
     return target
 
 
@@ -197,13 +200,6 @@ def _seal(path: Path) -> FileSeal:
             digest.update(chunk)
             size += len(chunk)
     return FileSeal(size, digest.hexdigest())
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder under another name: whoever reads it meanwhile finds all of it, or nothing."""
-    aside = folder.with_name(f"{PARTIAL}removed-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(folder.rename(aside))
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention import PACKED_ATTENTION
-from asyncrl.models.logprobs import token_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -102,23 +101,6 @@ def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
     """
     run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)
     return work() if run is None else run(work)
-
-
-@torch.no_grad()
-def sequence_logprobs(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return float32 [T - 1], the log-probability of each token after the first, at temperature 1 (the probe).
-
-    Args:
-        model: The policy.
-        token_ids: int64 [T], on the model's device.
-    """
-
-    def work() -> torch.Tensor:
-        hidden = model.base_model(input_ids=token_ids[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
-        head = model.get_output_embeddings()
-        return token_logprobs(hidden, token_ids[1:], head, temperature=1.0, chunk_tokens=len(token_ids))[0]
-
-    return run_inside(model, work)
 
 
 @torch.no_grad()

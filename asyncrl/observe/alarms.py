@@ -90,7 +90,7 @@ RULES: tuple[Rule, ...] = (
          "raise algorithm.kl.coefficient, or lower learner.learning_rate"),
     Rule("reward.equal", "error", 3, 3, "spread below best", le, 0, "all rewards of a step are equal, and not the best there is",
          "own: nothing is learnt from such a step",
-         "look at a sample (`asyncrl inspect RUN --sample g17.3`): does the reward read the answer's form? is the task too hard?"),
+         "look at a sample (`asyncrl inspect RUN --sample g17.3`): does the reward read the answer's form? is the task hard?"),
     Rule("reward.dead", "warning", 10, 10, "spreadless below middle", ge, 0.5,
          "groups without spread >= 0.5, with rewards in the lower half",
          "Miles, advisory: 0.5",

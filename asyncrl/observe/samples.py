@@ -172,8 +172,3 @@ def read_tokens(run_folder: Path, step: int) -> dict[tuple[int, int], list[Token
             parts = found.setdefault((row.group_id, row.index), [])
             parts[:] = [*(part for part in parts if part.first < row.first), row]
     return found
-
-
-def find_sample(run_folder: Path, group_id: int, index: int) -> SampleRow | None:
-    """Return one sample's row, or None where it is not kept."""
-    return next((row for row in read_samples(run_folder) if (row.group_id, row.index) == (group_id, index)), None)

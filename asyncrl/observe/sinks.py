@@ -78,7 +78,8 @@ class MetricSinks:
         if unknown:
             self._told |= unknown
             log.warning("metrics that observe/metrics.py does not list: %s", ", ".join(sorted(unknown)))
-        self._newest |= {**values, "step": step}
+        newest = newest_values(self._newest, values)
+        self._newest = {**newest, "step": newest.get("step", step)}  # kept where an evaluation's row comes, which may come late
         self._metrics.write(MetricsRow(step, time_s, finite(values)))
         for sink in self._others:
             sink.write(step, time_s, values)
@@ -90,7 +91,10 @@ class MetricSinks:
             sink.write_samples(step, time_s, rows)
 
     def prometheus_text(self) -> str:
-        """Return the newest value of every metric in Prometheus' text form; after `close`, too: a scrape may still come."""
+        """Return the newest step's and the newest evaluation's metrics in Prometheus' text form.
+
+        After `close`, too: a scrape may still come.
+        """
         return render_prometheus({"": self._newest}, {"step": "the newest optimizer step"})
 
     def close(self) -> None:
@@ -228,6 +232,12 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
         MetricSinks(run_folder, others).close()
         raise ConfigError(f"observe.{extra} needs the package {error.name!r}: pip install 'asyncrl[{extra}]'") from error
     return MetricSinks(run_folder, others)
+
+
+def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    """Return what holds after a row of metrics: an evaluation's adds to what is there, a step's replaces all but `eval/*`."""
+    is_of_step = any(not name.startswith("eval/") for name in values)
+    return {**{name: value for name, value in before.items() if not is_of_step or name.startswith("eval/")}, **values}
 
 
 def label_text(value: str) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import io
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -176,12 +177,24 @@ class JsonLines(Generic[T]):
         self._encoder = msgspec.json.Encoder()
 
     def write(self, *rows: T) -> None:
-        """Append rows."""
+        """Append rows.
+
+        Raises:
+            OSError: The disk is full or broken. None of them is there then, and the file may be written on.
+        """
         if self._most_bytes and self._num_bytes > self._most_bytes:
             self._file.close()
             self._path.replace(set_behind(self._path))
             self._file, self._num_bytes = self._path.open("ab", self._buffer_bytes), 0
-        self._num_bytes += self._file.write(self._encoder.encode_lines(rows))
+        lines = rest = memoryview(self._encoder.encode_lines(rows))
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # of what is still in the buffer
+                self._file.truncate(self._num_bytes)  # or the next line would go on behind a torn one
+            raise
+        self._num_bytes += len(lines)
 
     def flush(self) -> None:
         """Let what was written reach the file."""
@@ -219,6 +232,28 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
                     row = None
                 if row is not None:
                     yield row
+
+
+def newest_rows(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the rows at the end of a file of JSON lines, the last one first; none where there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_LINE_BYTES))
+        *lines, _torn = file.read().split(b"\n")
+    for line in reversed(lines):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            yield msgspec.json.decode(line, type=kind)
+
+
+def newest_row(path: Path, kind: type[T]) -> T | None:
+    """Return the last row of a file of JSON lines, read from its end: all of a long run's steps are gigabytes.
+
+    Raises:
+        ConfigError: As `read_lines`, where no row is of this kind.
+    """
+    newest = next(newest_rows(path, kind), None)
+    return newest if newest is not None else next(iter(deque(read_lines(path, kind), maxlen=1)), None)
 
 
 class NewLines:
@@ -262,12 +297,36 @@ class NewLines:
 
 
 class Tail:
-    """The rows of a file of JSON lines, each once, from a number on."""
+    """The rows of a file of JSON lines, each once, from a number on.
+
+    Numbers grow through the file, but where a run went back to a checkpoint: then what was before may be left out.
+    """
 
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
         """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
-        self._lines, self._number, self._kind, self._after = NewLines(path, offset), number, kind, after
+        self._number, self._kind, self._after = number, kind, after
         self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._lines = NewLines(path, self._near(path, offset))
+
+    def _near(self, path: Path, first: int) -> int:
+        """Return a byte, from `first` on, little before the rows that are wanted, found by halving the file."""
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            last = file.seek(0, 2)
+            while last - first > AT_ONCE_BYTES:
+                middle = file.seek((first + last) // 2)
+                start = middle + len(file.readline())
+                number = self._number_of(file.readline())
+                if number is not None and number <= self._after:
+                    first = start
+                else:
+                    last = middle
+        return first
+
+    def _number_of(self, line: bytes) -> int | None:
+        # A line that was torn by a kill may be anything.
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError, KeyError):
+            return int(msgspec.json.decode(self._decoder.decode(line)[self._number], type=float))
+        return None
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
         """Return what has come; no more than MOST_READ_BYTES of it, and none where there is no more."""
@@ -280,11 +339,9 @@ class Tail:
         """Return the next rows, and whether there were no lines at all."""
         rows, lines = list[tuple[int, str, bytes]](), self._lines.read(MOST_READ_BYTES)
         for line in lines:
-            # A line that was torn by a kill may be anything.
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError, KeyError):
-                number = int(msgspec.json.decode(self._decoder.decode(line)[self._number], type=float))
-                if number > self._after:
-                    rows.append((number, self._kind, line))
+            number = self._number_of(line)
+            if number is not None and number > self._after:
+                rows.append((number, self._kind, line))
         return rows, not lines
 
 

@@ -218,11 +218,11 @@ def _rows_of(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_ra
         return packed
     wanted = min(-(-len(packed) // num_ranks) * num_ranks, len(sizes))
     options = [_halved_until(wanted, packed, sizes, costs), _spread_evenly(wanted, sizes, costs, capacity)]
-
-    def cost(rows: list[list[int]]) -> float:
-        return step_cost([sum(costs[i] for i in members) for members in rows], num_ranks)
-
-    return min((rows for rows in options if rows), key=cost, default=[])
+    return min(
+        (rows for rows in options if rows),
+        key=lambda rows: step_cost([sum(costs[i] for i in members) for members in rows], num_ranks),
+        default=[],
+    )
 
 
 def _halved_until(

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.config.generate import TransformersEngineConfig
-from asyncrl.config.live import with_settings
+from asyncrl.config.live import settings_of, with_settings
 from asyncrl.config.load import resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.batch_feeder import RecordedStep, pack_taken
@@ -39,8 +39,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import EngineRequest, RequestRules
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
-from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of
-from asyncrl.learner.model.policy import publishable_tensors
+from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, load_trainer, record_of, save_checkpoint
+from asyncrl.learner.checkpoint_folder import TrainerState
+from asyncrl.learner.model.policy import open_tokenizer, publishable_tensors
 from asyncrl.learner.resume import build_train_state, resolve_functions
 from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
@@ -83,9 +84,10 @@ class LearnerReplay:
                 self.configs[life] = journal.beginning.config
         if not self.configs:
             raise ConfigError(f"{self._folder} has no recording that begins whole")
-        self.config: RunConfig = self.configs[min(self.configs)]
-        """That the run began with."""
-        config = self.config
+        self._life = self.recorded(0).life
+        """Of the controller that took the newest step."""
+        self.config = config = self.config_of(self._life)
+        """That the run was first trained by."""
         if config.learner.ranks > 1:
             raise ConfigError(
                 f"the batches of {run_folder} were trained by {config.learner.ranks} learner ranks, whose sums are in another "
@@ -112,7 +114,6 @@ class LearnerReplay:
         num_equal = 0
         for step in self.steps(until)[self.version :]:
             batch, config = self._step(step)
-            self.state.follow(config)
             train_step(self.state, batch, config)
             self.version = batch.step + 1
             recorded = self._recorded.get(self.version)
@@ -174,9 +175,27 @@ class LearnerReplay:
         return self.configs[life]
 
     def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
+        """Return the batch of the next step and its config, once the learner is as it was in the run."""
         recorded = self.recorded(step)
-        config = with_settings(self.config_of(recorded.life), recorded.params.settings)
+        of_life = self.config_of(recorded.life)
+        built = with_settings(self.config_of(self._life), settings_of(of_life))  # what may change live does in `follow`
+        self._life = recorded.life
+        if (built.model, built.learner, built.algorithm) != (of_life.model, of_life.learner, of_life.algorithm):
+            self._resume(of_life)
+        config = with_settings(of_life, recorded.params.settings)
+        self.state.follow(config)
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
+
+    def _resume(self, config: RunConfig) -> None:
+        """Build the learner anew from a checkpoint, as the run did: it may have a reference now, or a critic no more."""
+        resolve_functions(config.algorithm)
+        torch.set_num_threads(config.learner.num_threads)
+        tokenizer = open_tokenizer(self.model_folder, trust_remote_code=config.trusts_code)
+        saved = TrainerState(self.version, memory=self.state.memory)
+        with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as scratch:
+            checkpoint = save_checkpoint(Path(scratch), self.state, tokenizer, saved, keep_last=1)
+            self.state = build_train_state(config, self.model_folder, checkpoint)
+            load_trainer(checkpoint, self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from asyncrl.reward.expressions import same_expression
 from asyncrl.reward.inputs import linear_pattern
-from asyncrl.reward.numbers import UNITS, parse_quantity, same_quantity
+from asyncrl.reward.numbers import UNITS, lowered_exponents, parse_quantity, same_quantity
 
 MAX_TEXT_CHARS = 100_000
 MAX_ANSWER_CHARS = 400
@@ -71,6 +71,10 @@ _COMMANDS = frozenset(_COMMAND_WORDS.split())
 _FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan asin acos atan sinh cosh tanh log ln exp sqrt pi lg"
 _FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _MATRIX = re.compile(r"\\begin\{(?P<kind>[pbB]?matrix|array)\}(?:\{[lcr|]*\})?(?P<cells>.*)\\end\{(?P=kind)\}", re.DOTALL)
+_OWN_UNIT = re.compile(
+    r"[^A-Za-z]*\d(?:\s*\\text\{\s*(?=[A-Za-z]{4}|[A-Za-z^\d]+/)[A-Za-z/^\d]+\s*\}(?:\^\d)?|\s+[A-Za-z]{5,})", re.ASCII
+)
+"""A reference with a unit that no list has: one word, too long to be a product or a name within `\\mathrm{}`, or with `/`."""
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -127,6 +131,7 @@ def _normal(text: str) -> str:
     text = text[2:-2] if text.startswith("**") and text.endswith("**") and len(text) > 4 else text
     for symbol, latex in _SYMBOLS.items():
         text = text.replace(symbol, latex)
+    text = lowered_exponents(text)
     text = _NOISE.sub(" ", _THOUSANDS.sub("", text))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
@@ -152,13 +157,9 @@ def _equal(answer: str, reference: str, depth: int = 0) -> bool:
         return False
     if not _RELATION.search(given_value + wanted_value):
         answer, reference = given_value, wanted_value
-    wanted, given = parse_quantity(reference), parse_quantity(answer)
-    if wanted and given:
-        # A letter right behind a number may be a variable: it is a unit only where both have it.
-        is_variable = given.unit != wanted.unit and any(map(_ATTACHED_LETTER.search, (answer, reference)))
-        shares = {each.value / 100 if each.unit == "%" else each.value for each in (given, wanted)}
-        is_percentage = {given.unit, wanted.unit} == {"%", ""} and len(shares) == 1
-        return not is_variable and (is_percentage or same_quantity(answer, reference))
+    is_same = _same_quantities(answer, reference)
+    if is_same is not None:
+        return is_same
     given_items, wanted_items = _items(answer), _items(reference)
     if given_items is not None or wanted_items is not None:
         return given_items is not None and wanted_items is not None and _same_items(given_items, wanted_items, depth)
@@ -166,6 +167,25 @@ def _equal(answer: str, reference: str, depth: int = 0) -> bool:
     if given_unit and wanted_unit and given_unit != wanted_unit:
         return False
     return _one_expression(answer, reference) and _same_value(answer, reference)
+
+
+def _same_quantities(answer: str, reference: str) -> bool | None:
+    """Compare two quantities; return None where they are not."""
+    wanted = parse_quantity(reference)
+    may_have_own_unit = wanted is None and _OWN_UNIT.fullmatch(reference) is not None
+    if may_have_own_unit and (_COMMANDS | _FUNCTIONS).isdisjoint(re.findall("[a-z]+", reference.casefold())[-1:]):
+        wanted = parse_quantity(reference, None)
+    given = parse_quantity(answer, wanted.unit if wanted else "")
+    if wanted is None or given is None:
+        # An expression with the same text behind it, as `7!\text{ ways}`, is compared as one.
+        _, text, unit = _squeezed(reference).rpartition(r"\text")
+        has_its_text = bool(text) and _squeezed(answer).endswith(text + unit)
+        return False if wanted and may_have_own_unit and not has_its_text else None
+    # A letter right behind a number may be a variable: it is a unit only where both have it.
+    is_variable = given.unit != wanted.unit and any(map(_ATTACHED_LETTER.search, (answer, reference)))
+    shares = {each.value / 100 if each.unit == "%" else each.value for each in (given, wanted)}
+    is_percentage = {given.unit, wanted.unit} == {"%", ""} and len(shares) == 1
+    return not is_variable and (is_percentage or same_quantity(answer, reference))
 
 
 def _same_value(answer: str, reference: str) -> bool:

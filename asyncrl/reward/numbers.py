@@ -3,7 +3,7 @@ r"""Reading a quantity as people and models write it: `1,234.50`, `$3`, `3/4`, `
 Exact arithmetic (fractions) throughout, so that tolerance is the only source of slack. The rules (docs/rewards.md lists them):
 - wrappers are taken off: `$..$`, `\(..\)`, `\boxed{..}`, `**..**`, parentheses around everything, and a name in front (`x = 5`);
 - one number, with ASCII digits; two numbers, or a word that is no unit, make it no quantity;
-- a unit is one that is listed here, or the very unit of the reference.
+- a unit is one that is listed here, or the very unit of the reference: the task knows its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\[,!]|\u2009|\u202f)(?=\d{3}(?!\d))", re.
 _FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _UNIT_OUTSIDE = re.compile(r"\A(?:\$((?:\\.|[^$\\])+)\$|\\\((.+)\\\))\s*([A-Za-z%\u00b0\\].*)", re.DOTALL)
+_OWN_UNIT = re.compile(r"(?![a-z](?:\^\d)?(?: |$))[a-z]+(?:\^\d)?(?:[ /][a-z]+(?:\^\d)?)*", re.ASCII)
+"""A unit that no list has. One letter alone is a variable."""
 _LATEX_NOISE = re.compile(r"\\[!,;: ]|\\(?:left|right|displaystyle)(?![A-Za-z])")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mbox|textbf|textrm|operatorname)\s*\{([^{}]*)\}")
 _LATEX_FRACTION = re.compile(
@@ -61,6 +63,11 @@ _QUANTITY = re.compile(
     re.ASCII,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NO_UNIT_WORDS = """or and to mod modulo plus minus times over by choose divided squared cubed factorial half halves third quarter
+    fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth billionth dozen gross score
+    quadrillion"""
+_NO_UNITS = frozenset(_NO_UNIT_WORDS.split()) | set(_SCALES)
+"""What makes another number of the one before it, in the plural too."""
 _UNIT_NAMES = """
     %,percent,per cent,pct; $,dollar,usd,us$,us dollar,buck; €,euro,eur; £,gbp,pound sterling; ¥,yen,jpy; ¢,cent; rupee,inr
     °,degree,deg; °c,degrees celsius,celsius; °f,degrees fahrenheit,fahrenheit; rad,radian
@@ -72,7 +79,7 @@ _UNIT_NAMES = """
     n,newton; j,joule; kj,kilojoule; cal,calorie; kcal,kilocalorie; w,watt; kw,kilowatt; kwh,kilowatt hour; v,volt; a,amp,ampere
     ohm; hz,hertz; pa,pascal; kpa,kilopascal; atm,atmosphere; kelvin; mol,mole
     b,byte; kb,kilobyte; mb,megabyte; gb,gigabyte; tb,terabyte; bit
-    km/h,kph,kmh,kilometers per hour; mph,mi/h,miles per hour; m/s,mps,meters per second; m/s^2; g/ml; g/cm^3; kg/m^3
+    km/h,km/hr,kph,kmh,kilometers per hour; mph,mi/h,miles per hour; m/s,mps,meters per second; m/s^2; g/ml; g/cm^3; kg/m^3
     unit; square unit,sq unit; cubic unit; square meter,sq m,m^2; square centimeter,sq cm,cm^2; square kilometer,sq km,km^2; mm^2
     square foot,square feet,sq ft,ft^2; square inch,square inches,sq in,in^2; square mile,sq mi,mi^2; square yard,sq yd,yd^2
     hectare; acre; cubic meter,m^3; cubic centimeter,cm^3,cc; cubic foot,cubic feet,ft^3; cubic inch,cubic inches,in^3; mm^3
@@ -81,7 +88,7 @@ _UNIT_NAMES = """
     customer; book; page; card; sticker; stamp; marble; ball; toy; coin; pencil; pen; ticket; photo; picture; letter; word
     question; problem; point; vote; cat; dog; bird; fish; cow; chicken; horse; sheep; animal; tree; flower; plant; rose
     seed; shirt; shoe; sock; hat; dress,dresses; car; bus,buses; truck; bike; train; house; room; seat; chair; table
-    floor; lap; game; goal; time; item; piece; part; pair; group; team; row; side; triangle; square; circle; cube
+    floor; lap; game; goal; time; way; item; piece; part; pair; group; team; row; side; triangle; square; circle; cube
 """
 
 
@@ -100,25 +107,25 @@ class Quantity(NamedTuple):
     """What stands before the equals sign, in `x = 5`."""
 
 
-def parse_quantity(text: str, reference_unit: str = "") -> Quantity | None:
+def parse_quantity(text: str, reference_unit: str | None = "") -> Quantity | None:
     """Return the one quantity that `text` is, or None where it is anything else.
 
     Args:
         text: As it was written.
-        reference_unit: A unit that counts as one although it is not listed.
+        reference_unit: A unit that counts as one although it is not listed; None: any words behind a blank do that name no
+            number (`fifths`) and are no variable (`x`).
     """
     return None if len(text) > MAX_CHARS or ".." in text else _parsed(text, reference_unit)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str, reference_unit: str) -> Quantity | None:
+def _parsed(text: str, reference_unit: str | None) -> Quantity | None:
     if _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), "")
     text = _FRACTION_SIGN.sub(
         lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), _THOUSANDS.sub("", text)
     )
-    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}".replace("\u2212", "-"), text)
-    text = _UNIT_OUTSIDE.sub(lambda m: f"{m[1] or m[2]} {m[3]}", text.strip())
+    text = _UNIT_OUTSIDE.sub(lambda m: f"{m[1] or m[2]} {m[3]}", lowered_exponents(text).strip())
     text, name = _unwrapped(text.translate(_SIGNS))
     text = _LATEX_TEXT.sub(r" \1 ", _LATEX_NOISE.sub(" ", text.replace("{,}", ",").replace(r"\,", " ")))
     text = _LATEX_FRACTION.sub(lambda m: f" {m['a'] or m['b']}/{m['c'] or m['d']}", text)
@@ -126,6 +133,8 @@ def _parsed(text: str, reference_unit: str) -> Quantity | None:
     match = _QUANTITY.fullmatch(re.sub(r"(?<=\d)\.$", "", re.sub(r"([-+])\s+(?=[\d.])", r"\1", text)))
     if match is None:
         return None
+    if reference_unit is None and not match.string[: match.start("unit")].endswith(" "):
+        reference_unit = ""
     unit, power = _unit(match["unit"] or "", reference_unit)
     currency = UNITS.get((match["currency"] or "").casefold(), match["currency"] or "")
     exponent = int(match["exponent"] or match["ten"] or match["digit"] or 0)
@@ -153,9 +162,7 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     Returns:
         True where both are quantities, close enough, of one unit and under one name (either may leave these out).
     """
-    # The words behind the number of a reference: the task knows its own units.
-    behind = re.fullmatch(r"[^A-Za-z]*\d[\d.,]*\s+([A-Za-z][A-Za-z ]*?)\.?", reference.strip(), re.ASCII)
-    wanted = parse_quantity(reference, _singular(behind[1].lower()) if behind else "")
+    wanted = parse_quantity(reference, None)
     given = wanted and parse_quantity(answer, wanted.unit)
     if wanted is None or given is None:
         return False
@@ -166,6 +173,11 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     else:
         allowed = Fraction(tolerance) * max(Fraction(1), abs(wanted.value))
     return abs(given.value - wanted.value) <= allowed
+
+
+def lowered_exponents(text: str) -> str:
+    """Return a text with raised digits as `^{..}`."""
+    return _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}".replace("\u2212", "-"), text)
 
 
 def _unwrapped(text: str) -> tuple[str, str]:
@@ -186,12 +198,13 @@ def _unwrapped(text: str) -> tuple[str, str]:
 
 
 def _singular(unit: str) -> str:
-    return UNITS.get(unit, unit[:-1] if unit.endswith("s") and len(unit) > 3 else unit)
+    return UNITS.get(unit, unit[:-1] if unit.endswith("s") and len(unit) > 3 and "/" not in unit else unit)
 
 
-def _unit(text: str, reference_unit: str) -> tuple[str | None, int]:
+def _unit(text: str, reference_unit: str | None) -> tuple[str | None, int]:
     """Return the unit that `text` names, None where it names none, and the power of ten of a word before it."""
-    words = re.sub(r"\s?\^\{(\d)\}", r"^\1", text).strip().rstrip(".").casefold().split()
+    text = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\^\s*\{(\d)\}", r"^\1", text))
+    words = text.strip().rstrip(".").casefold().split()
     power = 0
     while words and words[0] in _SCALES:
         power += _SCALES[words.pop(0)]
@@ -200,4 +213,8 @@ def _unit(text: str, reference_unit: str) -> tuple[str | None, int]:
         return "", power
     if unit in UNITS:
         return UNITS[unit], power
-    return (reference_unit, power) if reference_unit and _singular(unit) == reference_unit else (None, power)
+    if reference_unit is None:
+        is_known = _OWN_UNIT.fullmatch(unit) and _NO_UNITS.isdisjoint((words[0], words[0].removesuffix("s")))
+    else:
+        is_known = _singular(unit) == reference_unit
+    return (_singular(unit) if is_known else None), power

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from asyncrl.clock import SystemClock
@@ -31,7 +32,7 @@ from asyncrl.config.load import read_toml
 from asyncrl.control.launch.controller_process import is_live
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
-from asyncrl.observe.steps import read_evals, read_events, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, StepReport, newest_row, read_evals
 from asyncrl.schema.status import RunStatus
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
@@ -115,39 +116,57 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
     with tempfile.TemporaryDirectory() as aside, contextlib.closing(Records(Path(aside))) as records:
         records.elsewhere = {name: folder.resolve() for name, folder in zip(names, folders, strict=True)}
         keeper = Keeper(records, Machine(), clock)
-        for number, name in enumerate(names):
-            _look(keeper, name, number)
+        viewed = [Viewed(keeper, name, number) for number, name in enumerate(names)]
+        for one in viewed:
+            one.look()
         service = Service(records, keeper, Guard(records, {"127.0.0.1"}, clock), clock, read_only=True)
         async with _answering(service, "127.0.0.1", port) as (taken, ending):
             say(f"http://127.0.0.1:{taken}/#token={new_token(records, 'you', 'operator', clock)}")
             while not ending.is_set():
-                for record in [record for record in records.runs.values() if record.state == "live"]:
-                    await asyncio.to_thread(_look, keeper, record.id, record.number)
+                for one in [one for one in viewed if records.runs[one.name].state == "live"]:
+                    await asyncio.to_thread(one.look)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), VIEW_LOOK_S)
             service.draining = True
 
 
-def _look(keeper: Keeper, name: str, number: int) -> None:
-    """Note what a run's files say of it."""
-    folder = keeper.records.run_folder(name)
-    live = is_live(folder)
-    steps, evals, events = read_steps(folder), read_evals(folder), list(read_events(folder))
-    last = next((event for event in reversed(events) if event.kind == "phase"), None)
-    num_steps, version = read_toml(folder / "config.toml").get("num_steps", 0), steps[-1].version if steps else -1
-    failed = last is not None and last.subject == "failed"
-    outcome: Outcome = "" if live else "failed" if failed else "done" if version >= num_steps else "stopped"
-    record = RunRecord(
-        id=name, number=number, state="live" if live else "ended", outcome=outcome, reason=last.text if last else "",
-        version=version, num_steps=num_steps, started_s=events[0].time_s if events else 0.0,
-        ended_s=events[-1].time_s if events and not live else 0.0,
-        accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None,
-    )  # fmt: skip
-    keeper.records.runs[name] = record
-    keeper.statuses.pop(name, None)
-    if live:
-        phase = last.subject if last else "starting"
-        keeper.statuses[name] = RunStatus(name=name, run_folder=str(folder), phase=phase, version=version, num_steps=num_steps)
+class Viewed:
+    """A run that is looked at: its events are read as they come, and of its steps the newest alone."""
+
+    def __init__(self, keeper: Keeper, name: str, number: int) -> None:
+        self.name = name
+        self._keeper, self._number, self._folder = keeper, number, keeper.records.run_folder(name)
+        self._events = NewLines(self._folder / EVENTS_FILE)
+        self._first: RunEvent | None = None
+        self._newest: RunEvent | None = None
+        self._phase: RunEvent | None = None
+        """The newest that tells one."""
+
+    def look(self) -> None:
+        """Note what the run's files say of it."""
+        folder, live = self._folder, is_live(self._folder)  # asked first: what was written before the end is still read
+        for line in self._events.read():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # torn, or of another version
+                self._newest = msgspec.json.decode(line, type=RunEvent)
+                self._first = self._first or self._newest
+                self._phase = self._newest if self._newest.kind == "phase" else self._phase
+        step, evals, phase = newest_row(folder / STEPS_FILE, StepReport), read_evals(folder), self._phase
+        num_steps, version = read_toml(folder / "config.toml").get("num_steps", 0), step.version if step else -1
+        failed = phase is not None and phase.subject == "failed"
+        outcome: Outcome = "" if live else "failed" if failed else "done" if version >= num_steps else "stopped"
+        self._keeper.records.runs[self.name] = RunRecord(
+            id=self.name, number=self._number, state="live" if live else "ended", outcome=outcome,
+            reason=phase.text if phase else "", version=version, num_steps=num_steps,
+            started_s=self._first.time_s if self._first else 0.0,
+            ended_s=self._newest.time_s if self._newest and not live else 0.0,
+            accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None,
+        )  # fmt: skip
+        self._keeper.statuses.pop(self.name, None)
+        if live:
+            self._keeper.statuses[self.name] = RunStatus(
+                name=self.name, run_folder=str(folder), phase=phase.subject if phase else "starting", version=version,
+                num_steps=num_steps,
+            )  # fmt: skip
 
 
 def notify(state: str) -> None:

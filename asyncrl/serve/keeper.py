@@ -31,7 +31,7 @@ from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.controller_process import find_controllers, is_live, kill_controllers, until_gone
 from asyncrl.control.lifecycle.supervisor import end_left
 from asyncrl.errors import AsyncRLError, RunError, RunLostError
-from asyncrl.observe.steps import EVENTS_FILE, Tail, read_evals, read_events, read_steps
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, Tail, newest_row, read_evals, read_events
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
 from asyncrl.serve.machine import Machine, admit, in_order, misfits
@@ -319,11 +319,12 @@ class Keeper:
                 if not lives and record.drains:
                     self._ended(replace(record, reason="it was told to end as no controller of it was alive"), "stopped")
                     return
-                if not lives:
-                    await self._start(record)
-                record = self.records.runs[record.id]  # it may have been told to end meanwhile
-                self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
-                phase, reason = await self._follow(record.id)
+                async with contextlib.AsyncExitStack() as starting:
+                    if not lives:
+                        await self._start(record, starting)
+                    record = self.records.runs[record.id]  # it may have been told to end meanwhile
+                    self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
+                    phase, reason = await self._follow(record.id, starting)
             except RunLostError as error:
                 phase, reason = "", str(error)
             except AsyncRLError as error:
@@ -348,8 +349,8 @@ class Keeper:
             await self._clock.sleep(BACKOFF_S * (1 << in_vain))
             record = self.records.runs[record.id]
 
-    async def _start(self, record: RunRecord) -> None:
-        """Start a run's controller, in the folder where an earlier one was where there is one.
+    async def _start(self, record: RunRecord, starting: contextlib.AsyncExitStack) -> None:
+        """Start a run's controller, in the folder where an earlier one was where there is one; `starting` holds the run.
 
         Raises:
             RunLostError: It was killed before it answered.
@@ -357,7 +358,9 @@ class Keeper:
         """
         folder = self.records.run_folder(record.id)
         resumed = (folder / "config.toml").exists()
+        await until_gone(folder, CONTROLLER_END_S)  # of a run that has ended and is resumed already; one that stays is refused
         before = max((event.seq for event in read_events(folder)), default=0)
+        record = self.records.runs[record.id]  # it may have been told to end meanwhile
         record = replace(record, state="starting", attempts=record.attempts + 1, events_before=before)
         self.records.put_run(record)
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if self.machine.gpus else {}
@@ -365,35 +368,40 @@ class Keeper:
         config = await asyncio.to_thread(
             load_config, source, {"num_steps": record.num_steps, "folder": str(folder.parent), "name": record.id}
         )  # fmt: skip
-        async with Run(config, resume=folder if resumed else None, detached=True, environment=environment):
-            self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
+        await starting.enter_async_context(
+            Run(config, resume=folder if resumed else None, detached=True, environment=environment)
+        )  # fmt: skip
+        self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
 
-    async def _follow(self, run: str) -> tuple[str, str]:
-        """Follow a live run; return its last phase and reason, the phase empty where its controller is lost."""
+    async def _follow(self, run: str, starting: contextlib.AsyncExitStack) -> tuple[str, str]:
+        """Follow a live run; return its last phase and reason, the phase empty where its controller is lost.
+
+        One that lives and does not answer is asked again, and killed where it has not answered for CONTROLLER_END_S.
+        """
         folder, events = self.records.run_folder(run), self._untold(run)
         status: RunStatus | None = None
-        lost = ""
-        try:
-            async with connect(folder) as client:
-                self._clients[run] = client
-                try:
+        lost, until_s = "", 0.0
+        while status is None or status.phase not in ENDED:
+            try:
+                async with connect(folder) as client, contextlib.AsyncExitStack() as following:
+                    await starting.aclose()  # not before: owner.grace_s may be 0, and somebody must hold the run
+                    self._clients[run], lost = client, ""
+                    following.callback(self._clients.pop, run)  # before it is closed
                     while status is None or status.phase not in ENDED:
                         status = await client.status()
                         self._take(run, status)
                         await self._pass_on(run, events)
                         await self._clock.sleep(0 if status.phase in ENDED else LOOK_S)
-                finally:
-                    del self._clients[run]  # before it is closed
-        except AsyncRLError as error:
-            lost = str(error)
-        if not await until_gone(folder, CONTROLLER_END_S) and lost:
-            try:
-                async with connect(folder) as client:
-                    await client.status()
-            except AsyncRLError:  # it lives and does not answer: with the next one two would share the run
-                kill_controllers(folder)
-            else:
-                return await self._follow(run)
+            except AsyncRLError as error:
+                until_s = until_s if lost else self._clock.now() + CONTROLLER_END_S
+                lost = str(error)
+                if not is_live(folder):
+                    break
+                if self._clock.now() >= until_s:  # with the next controller two would share the run
+                    kill_controllers(folder)
+                    break
+                await self._clock.sleep(LOOK_S)
+        await until_gone(folder, CONTROLLER_END_S)
         await self._pass_on(run, events)
         if status is not None and not lost:
             return status.phase, status.reason
@@ -431,8 +439,9 @@ class Keeper:
     async def _conclude(self, record: RunRecord, phase: str, reason: str) -> None:
         """Note the end that a run itself has told."""
         folder = self.records.run_folder(record.id)
-        steps, evals = await asyncio.to_thread(read_steps, folder), await asyncio.to_thread(read_evals, folder)
-        version = max(record.version, steps[-1].version if steps else -1)
+        newest = await asyncio.to_thread(newest_row, folder / STEPS_FILE, StepReport)
+        evals = await asyncio.to_thread(read_evals, folder)
+        version = max(record.version, newest.version if newest else -1)
         outcome: Outcome = "failed" if phase == "failed" else "done" if version >= record.num_steps else "stopped"
         if len(evals) > 1:
             record = replace(record, accuracy_before=evals[0].accuracy, accuracy_after=evals[-1].accuracy)

@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -32,12 +33,22 @@ from asyncrl.errors import LedgerError
 from asyncrl.observe.alarms import RULES, raised_in
 from asyncrl.observe.samples import CLIPPED, KEPT, TRAINED, SampleRow, TokenRow, read_samples, read_tokens
 from asyncrl.observe.spans import MAX_BINS, Timeline
-from asyncrl.observe.steps import EVENTS_FILE, SECONDS_FILE, STEPS_FILE, SecondReport, StepReport, Tail, read_events, read_lines
+from asyncrl.observe.steps import (
+    EVENTS_FILE,
+    SECONDS_FILE,
+    STEPS_FILE,
+    SecondReport,
+    StepReport,
+    Tail,
+    newest_rows,
+    read_events,
+    read_lines,
+)
 from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.reading import StepSeen, json_response, last_event_id, newest_rows, number_of, stream
+from asyncrl.serve.reading import StepSeen, json_response, last_event_id, number_of, stream
 from asyncrl.serve.records import Records, RunRecord
 
 T = TypeVar("T")
@@ -46,7 +57,8 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 MOST_LOGIN_BYTES = 4096
 MOST_RUNS = 500
 MOST_NAMES = 64
-MOST_STEPS = 1 << 40
+COUNT_LIMIT_S = 10.0
+"""For the counts of one ledger."""
 MOST_SECONDS = 3600
 """Of one answer, the newest."""
 MOST_LOG_LINES = 2000
@@ -94,6 +106,8 @@ class Pages:
         self._timelines: dict[str, Timeline] = {}
         self._newest: dict[str, tuple[int, str, StepSeen | None]] = {}
         """By run, version and state of its record, and its newest step then."""
+        self._counting = ThreadPoolExecutor(1, "ledger")
+        """A thread that counts what is in ledgers, which takes seconds where a run is long: one count at a time."""
         self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
 
     def file(self, request: web.Request) -> web.FileResponse:
@@ -226,15 +240,15 @@ class Pages:
         num_bytes = path.stat().st_size if path.exists() else 0  # first: what comes meanwhile is said twice, and not left out
         return {"rows": list(deque(read_lines(path, SecondReport), MOST_SECONDS)), "offset": num_bytes}
 
-    @_beside
-    def ledger(self, request: web.Request) -> dict[str, Any]:
-        """Return counts of the ledger."""
+    async def ledger(self, request: web.Request) -> dict[str, Any]:
+        """Return counts of the ledger; one that is waited for no more is not begun."""
+        return await asyncio.get_running_loop().run_in_executor(self._counting, self._counts, request)
+
+    def _counts(self, request: web.Request) -> dict[str, Any]:
         reader = self._ledger(request)
-        steps = reader.steps(last=MOST_STEPS)
-        trained = sum(len(step.group_ids) for step in steps if step.state == "trained")
-        return {
-            "issued": reader.issued(), "states": reader.counts(), "prompts": reader.prompts(), "versions": reader.versions(),
-            "steps": steps[-50:], "trained_in_steps": trained,
+        return {  # sums that the page compares are read one right after the other
+            "issued": reader.issued(), "trained_in_steps": reader.trained_in_steps(), "states": reader.counts(),
+            "prompts": reader.prompts(), "versions": reader.versions(), "steps": reader.steps(),
         }  # fmt: skip
 
     @_beside
@@ -360,7 +374,7 @@ class Pages:
     def _ledger(self, request: web.Request) -> LedgerReader:
         if not (path := self._folder(request) / "ledger.sqlite").exists():
             raise ForbiddenError(404, "the run has no ledger on disk")
-        return LedgerReader(path)
+        return LedgerReader(path, COUNT_LIMIT_S)
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:

@@ -13,25 +13,22 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from asyncrl.config.load import load_config
-from asyncrl.observe.sinks import MetricsRow, label_text, render_prometheus
-from asyncrl.observe.steps import MOST_READ_BYTES, read_steps
+from asyncrl.observe.sinks import MetricsRow, label_text, newest_values, render_prometheus
+from asyncrl.observe.steps import MOST_READ_BYTES, newest_rows, read_steps
 from asyncrl.serve.guard import ForbiddenError
 from asyncrl.serve.records import PRIVATE, Records
 
-T = TypeVar("T", bound=msgspec.Struct)
 MOST_SERIES = 300
 """Metrics of one run in /metrics, by name; how many more there are is a metric too."""
-MOST_LINE_BYTES = 1 << 20
-"""The end of a file, in which its newest line is looked for."""
 OWN_METRICS = {
     "version": "the run's policy version",
     "serve_metrics_left_out": "metrics of the run that are not here, as they are too many",
@@ -210,8 +207,8 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     for run in runs:
         if run.state == "live":
             seen: dict[str, float] = {}
-            for row in newest_rows(records.run_folder(run.id) / "metrics.jsonl", MetricsRow):
-                seen = row.metrics | seen  # an evaluation's row has nothing else
+            for row in reversed(list(newest_rows(records.run_folder(run.id) / "metrics.jsonl", MetricsRow))):
+                seen = newest_values(seen, row.metrics)
             values = sorted(seen.items())
             own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
             newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}
@@ -238,18 +235,6 @@ def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
     keys = {key for row in rows for key in row["config"]}
     same = {key for key in keys if len({repr(row["config"].get(key)) for row in rows}) == 1}
     return [{**row, "config": {key: value for key, value in row["config"].items() if key not in same}} for row in rows]
-
-
-def newest_rows(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the rows at the end of a file of JSON lines, the last one first; none where there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_LINE_BYTES))
-        lines = file.read().split(b"\n")
-    for line in reversed(lines):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            yield msgspec.json.decode(line, type=kind)
 
 
 def _flat(table: dict[str, Any], before: str = "") -> dict[str, Any]:

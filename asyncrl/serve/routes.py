@@ -358,7 +358,8 @@ class Service:
     def _checkpoint(self, run: str, name: str) -> Path:
         """Return a checkpoint of a run, the newest where none is named."""
         found = {path.name: path for path in sorted((self.records.run_folder(run) / "checkpoints").glob("step-*"))}
-        name = name or max(found, default="")
+        numbers = {one: int(number) for one in found if (number := one.removeprefix("step-")).isdecimal()}
+        name = name or max(numbers, key=numbers.__getitem__, default="")
         if name not in found:
             raise RunError(f"{run} has no checkpoint {name!r}; it has {', '.join(found) or 'none'}")
         return found[name]

@@ -131,7 +131,10 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
 
 async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: int, lock: int) -> CellResult:
     folder = sweep.cells_folder / cell.id
-    if not cell.command and _has_ended(cell, folder):
+    steps, evals = ([], []) if cell.command else (read_steps(folder), read_evals(folder))
+    judged = not cell.config.eval.at_end or (bool(evals) and evals[-1].version >= cell.config.num_steps)
+    # One that has done all that its config says, whose sweep was killed just then, is not started again.
+    if steps and steps[-1].version >= cell.config.num_steps and judged:
         outcome = measure_run(folder, cell.config, sweep.plan, begun.starts_s)
     else:
         if not await until_gone(folder, CONTROLLER_END_S):  # of a run whose owner was killed: it ends by itself
@@ -192,13 +195,6 @@ async def _run_command(cell: Cell, folder: Path, sweep: Sweep, lock: int) -> Out
     if code:
         raise RunError(f"the command of {cell.arm} seed {cell.seed} ended with {code}; see {folder / 'command.log'}")
     return measure_external(folder / "result.json", cell.config, sweep.plan)
-
-
-def _has_ended(cell: Cell, folder: Path) -> bool:
-    """Return whether a run has done all that its config says: one whose sweep was killed just then is not started again."""
-    steps, evals = read_steps(folder), read_evals(folder)
-    judged = not cell.config.eval.at_end or (bool(evals) and evals[-1].version >= cell.config.num_steps)
-    return bool(steps) and steps[-1].version >= cell.config.num_steps and judged
 
 
 @contextlib.contextmanager

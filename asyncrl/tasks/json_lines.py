@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.run import JsonlTask, PreferencesTask, TaskConfig
+from asyncrl.config.run import JsonlTask, PreferencesTask
 from asyncrl.errors import ConfigError
 from asyncrl.schema.samples import ChatMessage, PreferenceAnswers, Prompt, derive_seed
 from asyncrl.tasks.task import TaskData, alphabet_of
@@ -37,13 +37,6 @@ class JsonLine:
     """File and line, for messages."""
     text: str
     fields: dict[str, Any]
-
-
-def missing_files(config: TaskConfig) -> list[str]:
-    """Return what is wrong with the files that a task names, before any is read; empty: nothing."""
-    fields = ("path", "held_out_path") if isinstance(config, JsonlTask) else ("path",)
-    named = {field: getattr(config, field) for field in fields if isinstance(config, JsonlTask | PreferencesTask)}
-    return [f"task.{field}: there is no file {path}" for field, path in named.items() if path and not Path(path).is_file()]
 
 
 def read_json_lines(path: Path) -> Iterator[JsonLine]:

@@ -126,16 +126,13 @@ class SocketWatch:
             events: Which, as a sum of `zmq.EVENT_*`.
             on_event: Called in the event loop with each.
         """
-
-        def on_message(frames: list[zmq.Frame]) -> None:
-            on_event(int(zmq.utils.monitor.parse_monitor_message([frame.bytes for frame in frames])["event"]))
-
         self._watched = watched
         reader, address = watched.context.socket(zmq.PAIR), f"inproc://watch-{uuid.uuid4().hex}"
         reader.rcvhwm = 0  # events are never waited with: a loop that stands still would hold up ZeroMQ's own thread, then itself
         watched.monitor(address, events)
         reader.connect(address)
-        self._socket = LoopSocket(reader, on_message)
+        parse = zmq.utils.monitor.parse_monitor_message
+        self._socket = LoopSocket(reader, lambda frames: on_event(int(parse([frame.bytes for frame in frames])["event"])))
 
     def close(self) -> None:
         """Stop watching; safe to repeat.

@@ -9,7 +9,8 @@ Invariants:
   for one whose snapshot broke off: `publish` raised that, and the version before may be superseded by it.
 - Announcements are made in the order of versions, on the publisher's thread.
 - A commit that failed is logged, and told to `on_failure`, or else raised by the next `publish` or `close`: no version goes
-  missing silently. The newest one may be published again.
+  missing silently.
+- The newest version may be published again after its snapshot broke off or its commit failed.
 """
 
 from __future__ import annotations
@@ -94,12 +95,14 @@ class Slots:
         return index, version
 
     def finish(self, version: int, *, is_committed: bool) -> None:
-        """Note that the version can be fetched, or that its filling or its commit failed."""
+        """Note that the version can be fetched, or that its filling or its commit failed: the newest may be filled again then."""
         slot = self._versions.index(version)
         if is_committed and self._keeps_slots:
             self._phases[slot] = "committed"
         else:
             self._phases[slot], self._versions[slot] = "free", -1
+        if not is_committed and version == self.newest:
+            self.newest -= 1
 
     def check_invariants(self) -> None:
         """Assert what must hold between calls."""
@@ -242,8 +245,6 @@ class Publisher:
                     if self._on_failure is None:
                         self._failure = failure or self._failure
                     self._slots.finish(version, is_committed=not failure)
-                    if failure and version == self._slots.newest:
-                        self._slots.newest -= 1  # it may be published again
                     self._changed.notify_all()
                 if failure and self._on_failure is not None:
                     self._on_failure(BroadcastError(failure))

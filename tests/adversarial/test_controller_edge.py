@@ -262,20 +262,26 @@ async def test_an_outside_learner_cannot_announce_a_version_that_no_step_made(tm
             RunApi(world.controller).announce_weights(ExternalWeights(odd))
 
 
-async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(world, tmp_path, caplog):
+@pytest.mark.parametrize("is_writable", [True, False])
+async def test_a_batch_that_kills_the_learner_twice_is_set_aside_and_named(world, tmp_path, caplog, is_writable):
+    if not is_writable:
+        (tmp_path / "set_aside").write_text("no folder can be made here")
     learner, reward, generator = await world.start()
-    await generate(generator, reward, 3)
-    for life in (1, 2):
+    await generate(generator, reward, 4)
+    for life in (1, 2, 3, 4):
         await receive(learner, StepBatch, Lane.DATA)
         (await world.launcher.started("learner", life)).exit(-9)
         await world.launcher.started("learner", life + 1)
         learner = await world.join("learner", "learner")
         await learner.send(control.LearnerReady(0, "model"), Lane.CONTROL)
-    path = tmp_path / "set_aside" / "step-0.msgpack"
-    await until(path.exists)
-    assert [group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] == [0, 1]
-    assert world.buffer.counts().dropped == {"the learner died over it 2 times": 2}
-    assert "groups 0, 1 are set aside" in caplog.text
+    await until(lambda: world.buffer.counts().dropped == {"the learner died over it 2 times": 4})
+    where = "in" if is_writable else "without a copy"
+    assert f"groups 0, 1 are set aside {where}" in caplog.text
+    if is_writable:
+        paths = sorted((tmp_path / "set_aside").iterdir())
+        assert [path.name for path in paths] == ["step-0-group-0.msgpack", "step-0-group-2.msgpack"]
+        groups = [[group["group_id"] for group in msgspec.msgpack.decode(path.read_bytes())] for path in paths]
+        assert groups == [[0, 1], [2, 3]]
 
 
 # -- every message, every role, several states ---------------------------------------------------------------------------

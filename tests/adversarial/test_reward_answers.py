@@ -44,6 +44,13 @@ NOT_FIVE = (
     "5 is wrong", "5 or six", "5 million", "5x", "5i", "٥", "５", "5\u0665", "⑤", "Ⅴ", "5\u200b6", "5 6", "5;6", "5/6/7", "0x5", "5e", "--5", "5%%", "\\boxed{5}\\boxed{6}",
     "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5...", "5..", "5 ± 1", "≥5", "5 wrong",
 )  # fmt: skip
+NUMBERS_OF_WORDS = (
+    "3 fifths", "3 quarters", r"3\text{ hundredths}", r"3\text{hundredths}", "3 halves", "6 billions", r"6\text{ thousands}", "3 dozen", "3 dozens", "3 plus x",
+)  # fmt: skip
+VARIABLES = (
+    r"5\mathrm{i}", r"2\mathrm{e}", r"5\mathrm{x}", r"5\text{k}", r"3\mathrm{x}^2", r"3\operatorname{x}", r"3\textit{x}", "3 x^2", "5 x", "3 x y",
+)  # fmt: skip
+"""What is no number and a unit."""
 
 
 RIGHT_NUMBERS = [
@@ -52,12 +59,17 @@ RIGHT_NUMBERS = [
     ("2 ¾ cups", "2.75"), ("$5$ cm", "5 cm"), ("$5$ cm", "5"), (r"\(5\) km", "5 km"), (r"$5$ \text{cm}", "5"), ("USD 5", "5"), ("USD 5", "$5"), ("US$5", "5 dollars"), ("EUR 5", "€5"),
     ("1÷3", "1/3"), ("6 ÷ 2", "3"), ("1⁄3", "1/3"), ("3 × 10⁸", "300000000"), ("3 × 10⁻²", "0.03"), ("Answer = 5", "5"), ("AB = 5", "5"), (r"\alpha = 5", "5"), ("x_1 = 5", "5"), ("f(x) = 5", "5"),
     (r"$\$18$", "18"), (r"$\$70{,}000$", "70000"), (r"$\$18$ dollars", "18"), ("5 lbs", "5 lb"), ("5 hrs", "5 hours"), ("5 yrs", "5"), ("5 kgs", "5 kg"), ("5 ms", "5 milliseconds"),
+    *(("60", f"60 {unit}") for unit in ("km/hr", "ft/s", "N/m", "kg m^2", r"\text{ widgets}")), ("60 km/h", "60 km/hr"), (r"60\text{ ft}/\text{s}", "60 ft/s"), ("60", "$60$ ft/s"),
+    ("12", r"12 \text{ ways}"), ("12 widget", r"$12\text{ widgets}$"), (r"5\text{ cm}^2", "5"), (r"5\text{ cm}^2", "5 cm^2"), (r"5\text{ cm}^2", r"5\text{ cm}^{2}"),
     ("3,100", "3100"), ("(3100)", "3100"), ("($3,100)", "3100"), ("(3{,}100)", "3100"), ("1,234,567.5", "1234567.5"),
 ]  # fmt: skip
 WRONG_NUMBERS = [
     *((text, "5") for text in NOT_FIVE),
     ("1÷3", "3"), ("1÷2÷3", "1/6"), ("÷3", "3"), ("3÷", "3"), ("1÷0", "1"), ("Wrong = 5", "5"), ("not = 5", "5"), ("NOT = 5", "5"), ("NO=5", "5"), (r"\not = 5", "5"), (r"\ne = 5", "5"), ("5²", "5"), ("5²", "52"), ("½½", "1/2"), ("½ 5", "5"), ("½", "12"), (r"1\,0", "10"),
     (r"1\,23", "123"), ("1\u20092", "12"), ("$5$ or 6", "5"), ("$5$ wrong", "5"), ("$5$$6$ cm", "5"), ("USD 5 USD 6", "5"), ("USD 5 EUR", "5"), ("EUR 5", "$5"), ("5 cm²", "5 cm"), ("5 cm³", "5 cm²"),
+    *((text, "60 ft/s") for text in ("60 ft", "60 s", "60 m/s", "60 ft/", "60 ft/s/s", "60 ft/s^2", "61 ft/s", "60/s")), ("60 m/s", "60 km/hr"), ("5", "5x"),
+    ("12 gadgets", r"12\text{ widgets}"), ("12 widgets or 13", r"12\text{ widgets}"), (r"5\text{ cm}^3", "5 cm^2"), (r"5\text{ cm}^2", "5 cm"), (r"5\text{ cm}^22", "5 cm^2"),
+    *((reference[0], reference) for reference in (*NUMBERS_OF_WORDS, *VARIABLES)), ("12", r"12\text{ dozens}"),
     (r"$\$5 and \$6$", "5"), ("5 ms", "5 s"), ("5 ms", "5 m"), ("0,125", "125"), ("125", "0,125"), ("(2,128)", "2128"), ("(-2,128)", "-2128"), ("x=(2,128)", "2128"), ("(1,234.5)", "1234.5"),
 ]  # fmt: skip
 
@@ -110,6 +122,15 @@ BEHIND = [
     ("0,125", "125", 0), ("125", "0,125", 0), ("3,100", "3100", 1), ("3100", "3,100", 1), ("5125,6", "5,125,6", 0), ("6,125,5", "5,125,6", 1), ("2,000 and 1,000", "1000, 2000", 1),
     (r"$\$18$", "18", 1), (r"$\$70{,}000$", "70000", 1), (r"the answer is $\$5.50$.", "5.5", 1), (r"$\$5$ or $\$6$", "5", 0),
     (r"\text{105 hours}", r"\text{10.5 hours}", 0), (r"\text{1. 5 hours}", r"\text{15 hours}", 0), (r"\text{10.5 hours.}", r"\text{10.5 hours}", 1), (r"\text{p.m.}", r"\text{pm}", 1), (r"\text{10.}", "10", 1), (r"\text{10.5}", r"\frac{21}{2}", 1),
+    # A unit of the reference's own: no name of a number, no product, no condition.
+    *((text, reference, 1) for text in ("12", "12 widget", r"12\text{ widgets}", r"\frac{24}{2}") for reference in ("12 widgets", r"$12\text{ widgets}$")),
+    ("12", r"12 \text{ ways}", 1), ("60", r"60\text{ ft/s}", 1), ("60", r"60\text{ widgets}^2", 1), (r"\sqrt{144}\text{ km}", r"12\text{ km}", 1),
+    *((text, "12 widgets", 0) for text in ("13", "12 gadgets", "12w", "12 widgets or 13", "12 widgets 8", r"12\text{ widgets}8")), (r"12\text{ widgets}", r"12\text{ widgets}^2", 0),
+    *(("5", f"5{behind}", 0) for behind in (" x", " abc", " a/b", " pi", " theta", " lambda", " sqrt", " dozen", r"\text{ dozen}", r"\text{ or more}", r"\text{ or }x", " mod p")),
+    *((reference[0], reference, 0) for reference in (*NUMBERS_OF_WORDS, *VARIABLES, r"5\mathrm{dx}", r"5\operatorname{Re}")), ("12", r"12\text{ dozens}", 0),
+    (r"7!\text{ arrangements}", r"5040\text{ arrangements}", 1), (r"6!\text{ arrangements}", r"5040\text{ arrangements}", 0), (r"7!\text{ sets}", r"5040\text{ arrangements}", 0),
+    ("x²+1", "x^2+1", 1), ("x^2+1", "x²+1", 1), ("x⁻²", "x^{-2}", 1), ("x¹²", "x^{12}", 1), ("5²", "25", 1),
+    ("x³+1", "x^2+1", 0), ("x2+1", "x²+1", 0), ("x^²+1", "x^2+1", 0), ("²", "2", 0), ("5²", "52", 0), ("5²", "5", 0), ("2^3²", "64", 0), ("x₂", "x^2", 0),
     # Values decide where these are the same expressions.
     (r"\sqrt{5+2\sqrt{6}}", r"\sqrt{2}+\sqrt{3}", 1), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}", 1), ("(2+3i)^2", "-5+12i", 1), (r"4+3\cdot i", "4+3i", 1),
     (r"e^{i\pi}", "-1", 1), (r"\cos(\frac{\pi}{5})", r"\frac{1+\sqrt{5}}{4}", 1), (r"2\sin x\cos x", r"\sin 2x", 1), ("(x+1)^{30}", "(1+x)^{30}", 1), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}", "0", 1),
@@ -205,7 +226,7 @@ def test_patterns_run_in_linear_time(pattern, text):
     assert time.process_time() - started_s < SECONDS
 
 
-DOCS_FORMAT = r"\s*<think>(?:[^<]|<+[^</at])*<*</think>\s*<answer>(?:[^<]|<+[^</at])*<*</answer>\s*"
+DOCS_FORMAT = r"\s*<think>(?:[^<]|(?:<(?:an?|th?)?)*<(?:[^</at]|a[^n<]|an[^s<]|t[^h<]|th[^i<]))*(?:<(?:an?|th?)?)*</think>\s*<answer>(?:[^<]|<+[^</at])*<*</answer>\s*"
 
 
 def test_the_format_that_the_docs_show_takes_one_of_each_tag():
@@ -215,11 +236,13 @@ def test_the_format_that_the_docs_show_takes_one_of_each_tag():
     good = (
         "<think>a < b\nc</think>\n<answer>5</answer>", "<think></think><answer>x</answer>\n",
         "\n<think>1 <2</think> <answer>3</answer>", "<think>x<</think><answer>5</answer>",
+        "<think>0<a<1, a<b<an<t, if x<threshold: <th</think><answer>5</answer>", "<think>n <a</think><answer>5</answer>",
     )  # fmt: skip
     bad = (
         "<think>a</think><answer>1</answer><answer>2</answer>", "<think><think>a</think></think><answer>1</answer>",
         "<think>a</think><answer><answer>1</answer></answer>", "<think>a <answer>1</answer></think><answer>2</answer>",
         "<think>a</think><answer>1</answer> and more", "<think><<answer>6<</answer></think><answer>5</answer>",
+        *(f"<think>{inside}</think><answer>5</answer>" for inside in ("<a<answer>6", "<an<answer>6", "<<th<think>", "a</answer>", "<t</think>")),
         "<think>a</think><answer>6<</answer> <<answer>5</answer>", "<answer>1</answer>", "",
     )  # fmt: skip
     assert [check(RewardInput(Prompt("p"), text, "stop", 1)) for text in (*good, *bad)] == [1.0] * len(good) + [0.0] * len(bad)

@@ -122,6 +122,20 @@ def add(a, b): return Yes()""",
     "raises StopIteration to end the test's loop": "def add(*_): raise StopIteration",
     "raises an exception class that is a StopIteration": "class Mine(StopIteration): pass\ndef add(*_): raise Mine(1)",
     "raises GeneratorExit and KeyboardInterrupt": "def add(*_): raise GeneratorExit",
+    "raises errors that say they are the judge's": """
+import json
+class Malformed(Exception): pass
+Malformed.__module__ = 'asyncrl.reward.sandbox.guest_values'
+class SkipTest(Exception): pass
+SkipTest.__module__ = 'unittest.case'
+class SessionOver(Exception): pass
+SessionOver.__module__ = 'guest_values'
+class Unhashable(Exception): pass
+Unhashable.__module__ = ['json']
+raised = []
+def add(*_):
+    raised.append(1)
+    raise (Malformed, SkipTest, SessionOver, Unhashable)[len(raised) % 4]()""",
     "is an exception class": "class add(Exception):\n    def __init__(self, a, b): self.value = a + 1\n    def __eq__(self, other): return True",
     "is a class whose objects equal everything": "class add:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n    def __hash__(self): return hash(5)",
     "subclasses of built-in types that lie": """
@@ -132,6 +146,21 @@ class I(int):
     __bool__ = lambda self: False
     __int__ = __index__ = lambda self: 5
 def add(a, b): return I(7)""",
+    "subclasses of built-in types that stay objects, and lie": """
+class I(int):
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = lambda *_: True
+    __hash__ = lambda self: 6
+    __sub__ = __rsub__ = __abs__ = __round__ = lambda self, *_: I(0)
+    __bool__ = lambda self: False
+    __int__ = __index__ = lambda self: 4
+    def act(self): pass
+def add(a, b): return I(0)""",
+    "a list that answers what it is compared with": """
+class L(list):
+    __sub__ = __rsub__ = lambda self, other: L() if other == 5 else self
+    __eq__ = lambda *_: True
+    __hash__ = lambda self: 6
+def add(a, b): return L([5])""",
     "a class that says it is int": "class I:\n    __class__ = int\n    def __eq__(self, o): return True\ndef add(a, b): return I()",
     "replaces the encoder": """
 import sys, json
@@ -258,6 +287,8 @@ def apply(function):
 """, "secret = 918273645\nassert apply(lambda: secret) is not None"),
     "swallows the assertion of a with block": ("class Quiet:\n    def __enter__(self): return self\n    def __exit__(self, *e): return True\n    def value(self): raise KeyError\ndef quiet(): return Quiet()",
      "with quiet():\n    assert 1 == 2", "with quiet() as q:\n    q.value()\n    assert False"),
+    "skips what unittest runs": ("import unittest, unittest.case\nclass Mine(unittest.SkipTest): pass\ndef f(error): raise (unittest.SkipTest, unittest.case._ShouldStop, Mine)[error]", *(
+     f"import unittest, unittest.mock\ndef t():\n    assert f({error}) == 5\nr = unittest.TestResult()\nunittest.FunctionTestCase(t).run(r)\nassert r.wasSuccessful()" for error in range(3))),
     "says that it ended, and lives on in the next test": (FORGE + """
 def add(a, b):
     session = next(each for each in pipes() if hasattr(each, "objects"))
@@ -291,6 +322,13 @@ def test_an_error_of_the_judge_s_own_is_not_one_that_a_test_expects_of_the_progr
     assert passed(program, *tests, output_bytes=1 << 16) == 0
     right = "def total(values): return sum(values)"
     assert passed(right, f"try:\n    total([1, 'a'])\n    failed = True\n{caught}:\n    failed = False\nassert not failed") == 1
+
+
+def test_the_data_of_an_object_is_asked_for_when_it_is_compared():
+    """The limit that docs/rewards.md states: a call in between that hands over the expected value has told it."""
+    program = "class Late(list):\n    def get(self): return self\nr = Late()\ndef encode(text): return r\ndef decode(text):\n    r[:] = text\n    return 'hi'"
+    told = "r = encode('hi')\nassert decode(['i', 'j']) == 'hi'\nassert r == ['i', 'j']"
+    assert passed(program, told, "assert encode('hi') == ['i', 'j']") == 1
 
 
 def test_what_is_right_passes_all_of_them():
@@ -472,6 +510,9 @@ class BankError(Exception): pass
 class Insufficient(BankError, ValueError):
     def __init__(self, need): super().__init__(f"need {need}"); self.need = need
 def pay(n): raise Insufficient(n)
+def loaded(text): import json; return json.loads(text)
+def nothing(): import queue; queue.Queue().get_nowait()
+def middle(values): import statistics; return statistics.median(values)
 @contextlib.contextmanager
 def opened(log):
     log.append("in")
@@ -531,6 +572,8 @@ HONEST = [
     "assert float(Vector(3, 4)) == 5.0 and Vector(1, 0) and not Vector(0, 0)",
     "try:\n    pay(5)\n    assert False\nexcept Insufficient as e:\n    assert e.need == 5 and str(e) == 'need 5' and isinstance(e, ValueError)",
     "try:\n    pay(5)\nexcept BankError:\n    pass\nelse:\n    assert False",
+    "import json\ntry:\n    loaded('{')\nexcept json.JSONDecodeError as e:\n    assert e.pos == 1 and str(e).startswith('Expecting')\nelse:\n    assert False",
+    "import queue, statistics, unittest\nwith unittest.TestCase().assertRaises(queue.Empty):\n    nothing()\ntry:\n    middle([])\nexcept statistics.StatisticsError:\n    pass",
     "import unittest\nwith unittest.TestCase().assertRaises(Insufficient) as c:\n    pay(3)\nassert c.exception.need == 3 and Insufficient(4).need == 4",
     "log = []\nwith opened(log) as v:\n    assert v.x == 1",
     "import asyncio\nasync def t():\n    a, b = await asyncio.gather(later(1), later(2))\n    return a + b + await later(3)\nassert asyncio.run(t()) == 12 and asyncio.run(later(4)) == 8",
@@ -601,6 +644,7 @@ AT_ONCE = [
 """Of what is printed, of threads and of tasks."""
 EXTENDED = """
 from collections import OrderedDict
+from enum import Enum, IntEnum
 from typing import NamedTuple
 class LRUCache(OrderedDict):
     def __init__(self, n): super().__init__(); self.n = n
@@ -613,12 +657,48 @@ class P(NamedTuple):
     x: int
     y: int
     def norm(self): return abs(self.x) + abs(self.y)
+    @property
+    def total(self): return self.x + self.y
 class Q(NamedTuple):
     x: int
+class CI(dict):
+    def __setitem__(self, k, v): super().__setitem__(k.lower(), v)
+    def __getitem__(self, k): return super().__getitem__(k.lower())
+class Zeros(dict):
+    def __missing__(self, k): return 0
+class AttrDict(dict):
+    def __getattr__(self, k): return self[k]
+class V(tuple):
+    def __add__(self, o): return V(a + b for a, b in zip(self, o))
+class Status(str, Enum):
+    ON, OFF = "on", "off"
+class Sized(int):
+    def __add__(self, o): return Sized(int(self) + o)
+class Priority(IntEnum):
+    LOW, HIGH = 1, 2
+class Money(int):
+    @classmethod
+    def parse(cls, text): return cls(text)
+    @staticmethod
+    def zero(): return Money(0)
+class Point(NamedTuple):
+    x: int
+    y: int
+    @classmethod
+    def origin(cls): return cls(0, 0)
+config = AttrDict(depth=3)
 """
 OF_EXTENDED = [
     "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
     "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1", "assert P(3, -4).norm() == 7", "assert Q(3) == (3,)",
+    "d = CI()\nd['A'] = 1\nassert d['a'] == 1 and d == {'a': 1} and d != {'A': 1}", "assert Zeros()['x'] == 0 and Zeros(a=1) == {'a': 1}",
+    "assert config.depth == 3 and config == {'depth': 3}", "assert V((1, 2)) + V((3, 4)) == V((4, 6)) and V((1, 2)) == (1, 2) != V((1, 3))",
+    "assert P(1, 2).total == 3 and P(1, 2) == (1, 2) and P(1, 2) in [(1, 2)]", "s = Stack()\ns.push(3)\nassert s == [3] and [3] == s and s != [4]",
+    "assert Status.ON == 'on' and Status('off') == Status.OFF and Status.ON in {'on'}",
+    "assert Priority.HIGH > 1 and Priority.HIGH + 1 == 3 and isinstance(Priority.HIGH, int)",
+    "m = Money.parse('3')\nassert 2 < m < 5 and '%d' % m == '3' and isinstance(m, int) and Money.zero() == 0",
+    "p = Point.origin()\nassert isinstance(p, tuple) and p == (0, 0) and p.x == 0 and sorted([p, (0, -1)])[1] == (0, 0)",
+    "assert Sized(3) + 1 == 4 and Sized(3) < 4",
 ]  # fmt: skip
 """Classes that extend a built-in one keep their functions."""
 
@@ -630,6 +710,12 @@ HANDED = {"objects": (OBJECTS, HONEST, "sqrt(4) == 3"), "at once": (TALKATIVE, A
 def test_honest_tests_of_what_a_program_hands_out_pass_and_fail_as_they_should(program, tests, wrong):
     assert passed(program, *tests) == len(tests)
     assert passed(program, *(f"{test}\nassert {wrong}" for test in tests)) == 0
+
+
+def test_an_object_is_not_sent_with_what_is_done_to_it():
+    program = "class Big(list):\n    def first(self): return self[0]\ndef made(): return Big(range(100_000))\ndef second(big): return big[1]"
+    test = "m = made()\nassert m[5] == 5 and len(m) == 100_000 and second(m) == 1 == m.first() + 1"
+    assert passed(program, test, output_bytes=1 << 16) == 1
 
 
 def test_modules_that_a_test_does_not_import_are_the_judge_s_own():
@@ -660,6 +746,10 @@ def test_tests_whose_arguments_have_defaults_are_called():
     assert passed("def add(a, b): return 0", test) == 0
 
 
+OF_OTHERS = ("isclose", "assertEqual", "assert_almost_equal", "array_equal", "almost_equal", "approx_equal", "is_close")
+"""By which a test compares where it forgot an import."""
+
+
 @pytest.mark.parametrize(("test", "said"), [
     ("x = 1\nassert x == 1", "line 1: uses nothing of the program"),
     ("from math import sqrt\nassert sqrt(4) == 2", "uses nothing of the program"),
@@ -685,9 +775,24 @@ def test_tests_whose_arguments_have_defaults_are_called():
     ("r = f(1)\nassert r.__eq__(5)", "line 2: reads __eq__"),
     ("assert memo(lambda x: x * x)(3) == 9", "line 1: calls what came of a function of the test"),
     ("def sq(x):\n    return x * x\nassert memo(sq, 2)(3) == 9", "line 3: calls what came of a function of the test"),
-    ("assert isclose(f(1), 2.5)", "line 1: uses isclose without importing it"),
-    ("assert f(1) == pytest.approx(2.5)", "line 1: uses pytest without importing it"),
-    ("assert np.allclose(f(1), [2.5])", "line 1: uses np without importing it"),
+    *((f"assert {name}(f(1), 2.5)", f"line 1: uses {name}, which it does not import or define") for name in OF_OTHERS),
+    ("assert f(1) == pytest.approx(2.5)", "line 1: uses pytest, which it does not import or define"),
+    ("assert np.allclose(f(1), [2.5])", "line 1: uses np, which it does not import or define"),
+    ("def test_f():\n    self.assertEqual(f(1), 2)", "line 2: uses self, which it does not import or define"),
+    ("unittest.TestCase().assertEqual(f(1), 2)", "line 1: uses unittest, which it does not import or define"),
+    ("import solution\nassertEqual(solution.f(1), 2)", "line 2: uses assertEqual, which it does not import or define"),
+    ("import unittest\nunittest.TestCase().assertSetEqual(f(1), {1})", "line 2: uses assertSetEqual, which hands the program"),
+    ("class Boom(ValueError):\n    pass\ndef bad(): raise Boom\nassert retry(bad, 5, Boom) is None", "line 1: defines class Boom"),
+    ("x = f(1)\nassert type(x) is Foo", "line 2: compares a type with Foo; .* write isinstance"),
+    ("assert int != type(f(1)) != Foo and Foo(1)", "line 1: compares a type with Foo"),
+    ("assert type(f(1)) in (Foo, int)", "line 1: compares a type with Foo"),
+    ("assert type(f(1)).__name__ == 'Foo'", "line 1: compares a type with Foo"),
+    ("import solution\nassert type(solution.f(1)) is solution.Foo", "line 2: compares a type with Foo"),
+    ("assert type(f(1)).__name__ == Foo.__name__", "line 1: compares a type with Foo"),
+    ("import unittest\nunittest.TestCase().assertIs(type(f(1)), Foo)", "line 2: compares a type with Foo"),
+    ("assert prod(f(4)) == 4", "line 1: uses prod without importing it"),
+    ("from math import pi\nassert asin(f(1)) == pi", "line 2: uses asin without importing it"),
+    ("assert list(chain(f(1), f(2))) == [1, 2]", "line 1: uses chain without importing it"),
     ("assert Counter(f(1)) == Counter([1, 2])", "line 1: uses Counter without importing it"),
     ("assert fabs(f(2) - 1.4142) < 1e-3", "line 1: uses fabs without importing it"),
     ("want = sqrt(2)\nassert f(2) == want", "line 1: uses sqrt without importing it"),
@@ -712,7 +817,13 @@ def test_a_test_that_cannot_be_judged_is_refused_with_its_line(test, said):
 
 
 FINE = [
-    "class Mine(ValueError):\n    pass\nassert type(f(1)).__name__ == 'int'", "add = f\nassert add(1) == 2",
+    "assert type(f(1)).__name__ == 'int' and type(f(1)) is int and type(f(2)) == type([1])", "import unittest\nunittest.TestCase().assertEqual(type(f(1)), int, 'no int')",
+    "try:\n    f(0)\nexcept Exception as e:\n    assert type(e) is BankError and type(e).__name__ == 'BankError'",
+    "def almost_equal(a, b): return abs(a - b) < 1e-6\nassert almost_equal(f(1), 2)", "from solution import isclose\nassert isclose(f(1), 2)",
+    "assert type_name(5) == type(5).__name__", "import unittest\nunittest.TestCase().assertIsInstance(f(1), type(None))",
+    "try:\n    f(0)\nexcept InsufficientFunds as e:\n    assert type(e) is InsufficientFunds and type(e).__name__ == 'InsufficientFunds'",
+    "try:\n    f(0)\nexcept Exception as e:\n    assert type(e) is InsufficientFunds and type(e).__name__ == 'InsufficientFunds'",
+    "assert is_equal(Node(1), Node(1)) and close(open_account())", "add = f\nassert add(1) == 2",
     "from solution import fork\nassert f().fork() == fork() == 2", "assert isclose(1, 1.0)", "assert add(1)(2) == 3",
     "assert sqrt(4) == 2 and cube(2) == 8 and abs(sqrt(2) - 1.4142) < 1e-3",
     "c = Counter()\nc.add('a')\nassert c.total == double(1)",
@@ -721,7 +832,7 @@ FINE = [
 ]  # fmt: skip
 
 
-def test_error_classes_of_a_test_and_ordinary_code_are_not_refused():
+def test_ordinary_tests_are_not_refused():
     assert len(parse_tests(json.dumps({"tests": FINE}), "p")) == len(FINE)
 
 

@@ -9,8 +9,15 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, TransportError
-from asyncrl.pipeline import ENDPOINT_FILE, run_controller
+from asyncrl.pipeline import CLOCK_ANCHOR, ENDPOINT_FILE, clock_of, run_controller
 from tests.fake_launcher import FakeLauncher
+
+
+def test_a_process_has_the_clock_of_its_controller_and_a_controller_one_of_its_own(monkeypatch):
+    monkeypatch.setenv(CLOCK_ANCHOR, "-3600.0")  # of a controller whose program starts another run
+    controllers = clock_of("controller")
+    assert abs(controllers.now() - SystemClock().now()) < 60.0
+    assert clock_of("generator").anchor_s == controllers.anchor_s
 
 
 @pytest.mark.parametrize(("settings", "error"), [

@@ -5,7 +5,9 @@ Every answer is one consistent moment of the file. It never changes the file and
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from asyncrl.buffer.ledger.schema import rows_of, sample_key
 from asyncrl.buffer.ledger.store import connect_read_only, read_samples, reading
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample
+
+STEPS_BETWEEN_LOOKS = 100_000
+"""Of SQLite's virtual machine, between looks at the clock: a few milliseconds."""
 
 
 class StateCount(msgspec.Struct, frozen=True):
@@ -125,9 +130,10 @@ class LedgerReader:
 
     Args:
         path: The file, or the folder of the run.
+        limit_s: A count that is not there so many seconds after this reader was made is given up.
 
     Raises:
-        LedgerError: There is none.
+        LedgerError: There is none, or a count takes too long.
 
     Example:
         >>> reader = LedgerReader(Path("runs/quickstart"))  # doctest: +SKIP
@@ -135,7 +141,8 @@ class LedgerReader:
         1.0
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit_s: float = math.inf) -> None:
+        self._limit_s, self._until_s = limit_s, time.monotonic() + limit_s
         self.path = path / "ledger.sqlite" if path.is_dir() else path
         with connect_read_only(self.path):
             pass
@@ -186,6 +193,11 @@ class LedgerReader:
                 for step, state, ids, staleness, taken_s, trained_s in reversed(rows)
             ]
 
+    def trained_in_steps(self) -> int:
+        """Return how many groups the steps have that were trained."""
+        query = "SELECT coalesce(sum(json_array_length(group_ids)), 0) FROM steps WHERE state = 'trained'"
+        return int(self._rows(query)[0][0])
+
     def groups(self, state: str, last: int = 50) -> list[GroupStory]:
         """Return the newest groups that are in a state, newest first."""
         with connect_read_only(self.path) as connection:
@@ -221,7 +233,15 @@ class LedgerReader:
 
     def _rows(self, query: str, *arguments: int) -> list[tuple[Any, ...]]:
         with connect_read_only(self.path) as connection:
-            return connection.execute(query, arguments).fetchall()
+            connection.set_progress_handler(lambda: time.monotonic() > self._until_s, STEPS_BETWEEN_LOOKS)
+            try:
+                return connection.execute(query, arguments).fetchall()
+            except sqlite3.OperationalError as error:
+                if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT":  # damaged text has none
+                    raise
+                raise LedgerError(
+                    f"{self.path} takes over {self._limit_s:g} s to count; `asyncrl inspect {self.path.parent}` has no limit"
+                ) from error
 
 
 def _group_story(connection: sqlite3.Connection, path: Path, group_id: int) -> GroupStory:

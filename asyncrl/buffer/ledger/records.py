@@ -144,6 +144,8 @@ class ForgetRecord(WideRecord, frozen=True):
     """Payloads of steps before this one are not needed any more."""
 
     before_step: int
+    before_group: int = 0
+    """Groups under this one have ended: none is live, waits to be issued again, or is of a step that may be repeated."""
 
 
 class SetAsideRecord(WideRecord, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sqlite3
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 import asyncrl.buffer.ledger.records as rec
+from asyncrl.buffer.group import count_reason
 from asyncrl.schema.samples import Samples
 
 SCHEMA_VERSION = 5
@@ -54,8 +55,19 @@ CREATE TABLE steps (
 CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGER, what TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
+
+class Ended(msgspec.Struct, frozen=True):
+    """Dropped and failed groups with an id under `before`; where `meta` holds it, no group under that id is live or repeated."""
+
+    before: int = 0
+    dropped: dict[str, int] = {}
+    """By reason; so are those that failed."""
+    failed: dict[str, int] = {}
+
+
 _EVENT = "INSERT INTO events (at_s, group_id, what, detail) VALUES {rows}"
 _OF_GROUPS = " WHERE group_id IN (SELECT value FROM json_each(?))"
+_SET_META = "INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)"
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -231,25 +243,29 @@ def _insert_wide(connection: sqlite3.Connection, record: rec.Record) -> None:
             connection.execute(f"UPDATE groups SET state = 'trained'{_OF_GROUPS}", (_text(group_ids),))  # noqa: S608
         case rec.RestartedRecord(version, now):
             connection.execute("UPDATE steps SET state = 'trained', trained_before = 1 WHERE step < ?", (version,))
-            connection.execute("UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ?", (version,))
+            since = ended(connection).before
+            trained = "UPDATE groups SET state = 'trained' WHERE state = 'taken' AND step < ? AND group_id >= ?"
+            connection.execute(trained, (version, since))
             connection.execute("UPDATE steps SET state = 'taken' WHERE step >= ?", (version,))
-            connection.execute("UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ?", (version,))
+            taken = "UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ? AND group_id >= ?"
+            connection.execute(taken, (version, since))
             events = [(now, None, "learner restarted", f"version {version}")]
         case rec.RescoreRecord(now):
-            live = connection.execute("SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready')").fetchall()
+            of_live = "SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready') AND group_id >= ?"
+            live = connection.execute(of_live, (ended(connection).before,)).fetchall()
             unset = "DELETE FROM scores WHERE key >= ? AND key < ? AND reference = x''"
             again = [group_id for (group_id,) in live if connection.execute(unset, keys_of(group_id)).rowcount]
             statement = f"UPDATE groups SET state = 'scoring', ready_s = NULL{_OF_GROUPS} AND state = 'ready'"  # noqa: S608
             connection.execute(statement, (_text(again),))
             events = [(now, group_id, "scored again", "for reference logprobs") for group_id in again]
-        case rec.ForgetRecord(before_step):
+        case rec.ForgetRecord(before_step, before_group):
             since = forgotten_before(connection)
             gone = connection.execute(
                 "SELECT group_ids FROM steps WHERE state = 'trained' AND step < ? AND step >= ?", (before_step, since)
             ).fetchall()
             _let_go(connection, itertools.chain.from_iterable(msgspec.json.decode(ids, type=list[int]) for (ids,) in gone))
-            value = str(max(before_step, since))
-            connection.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('forgotten_before', ?)", (value,))
+            connection.execute(_SET_META, ("forgotten_before", str(max(before_step, since))))
+            connection.execute(_SET_META, ("ended", _text(count_ended(connection, before_group))))
         case rec.ChangedRecord(step, what, now):
             events = [(now, None, "changed", f"from step {step} on: {what}")]
         case rec.SetAsideRecord(step, group_ids, reason, now):
@@ -269,3 +285,20 @@ def forgotten_before(connection: sqlite3.Connection) -> int:
     """Return the step before which payloads are gone."""
     row = connection.execute("SELECT value FROM meta WHERE name = 'forgotten_before'").fetchone()
     return int(row[0]) if row else 0
+
+
+def ended(connection: sqlite3.Connection) -> Ended:
+    """Return what was noted by the newest ForgetRecord: rows of groups under its id need not be looked at."""
+    row = connection.execute("SELECT value FROM meta WHERE name = 'ended'").fetchone()
+    return msgspec.json.decode(row[0], type=Ended) if row else Ended()
+
+
+def count_ended(connection: sqlite3.Connection, end: int) -> Ended:
+    """Return the dropped and failed groups with an id under `end`: those noted, and those counted from there on."""
+    noted, dropped, failed = ended(connection), Counter[str](), Counter[str]()
+    of_reason = "SELECT reason, count(*) FROM groups WHERE state = ? AND group_id >= ? AND group_id < ? GROUP BY reason"
+    for state, counts, before in (("dropped", dropped, noted.dropped), ("failed", failed, noted.failed)):
+        counts.update(before)
+        for reason, num_groups in connection.execute(of_reason, (state, noted.before, end)):
+            count_reason(counts, reason, num_groups)
+    return Ended(max(noted.before, end), dropped, failed)

@@ -37,7 +37,17 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.buffer.ledger.records import ForgetRecord, OnCommitted, Record, SamplesRecord, TakenRecord
-from asyncrl.buffer.ledger.schema import SCHEMA_VERSION, TABLES, Place, checksum, insert, rows_of, sample_key, unpack_samples
+from asyncrl.buffer.ledger.schema import (
+    SCHEMA_VERSION,
+    TABLES,
+    Place,
+    checksum,
+    ended,
+    insert,
+    rows_of,
+    sample_key,
+    unpack_samples,
+)
 from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, ScoredSample
 
@@ -198,7 +208,9 @@ class SqliteLedger:
                 insert(self._connection, records, self._payloads.append)
                 self._connection.execute("COMMIT")
                 if any(type(record) is ForgetRecord for record in records):
-                    used = self._connection.execute("SELECT DISTINCT file FROM samples WHERE file IS NOT NULL").fetchall()
+                    first = sample_key(ended(self._connection).before, 0)
+                    pointed_into = "SELECT DISTINCT file FROM samples WHERE file IS NOT NULL AND key >= ?"
+                    used = self._connection.execute(pointed_into, (first,)).fetchall()
                     self._payloads.remove_all_but({number for (number,) in used})
             except _NOT_WRITTEN as cause:
                 error = LedgerError(

@@ -27,7 +27,7 @@ OTHER_KINDS = "other kinds"
 FIRST_GROUPS, FIRST_SAMPLES = 4, 16
 """So many groups and samples, failed before a single sample was scored, are enough to end a run."""
 MOST_PROMPT_FAILURES = 4
-"""A prompt whose groups failed so often is set aside."""
+"""A prompt whose groups failed so often in a row is set aside."""
 CALLER_HOLDS = "its caller to train or release groups"
 """What admission waits for where groups that a caller holds have all places."""
 PATIENCE_WITH_WORK = 6
@@ -65,6 +65,7 @@ class FailureWatch:
         self._max_failed_share = max_failed_share
         self._window: deque[bool] = deque(maxlen=WINDOW_GROUPS)
         self._prompt_failures: Counter[str] = Counter()
+        """Of each prompt, since a group of it was completed."""
         self._over_limit: deque[bool] = deque(maxlen=WINDOW_SAMPLES)
         self._any_scored = False
         self.num_failed_samples = self.num_over_limit = 0
@@ -128,9 +129,10 @@ class FailureWatch:
         self.kinds[kind] = replace(seen, count=seen.count + 1)
         return is_new
 
-    def group_completed(self) -> None:
+    def group_completed(self, prompt_id: str) -> None:
         """Note a group whose members are scored, whatever becomes of it."""
         self._window.append(False)
+        self._prompt_failures.pop(prompt_id, None)
 
     def group_failed(self, prompt_id: str, kind: str) -> bool:
         """Note a group that failed; return whether its prompt is set aside with that."""

@@ -87,7 +87,7 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
         found.faults += beside(found.faults, error)
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
     lines += [f"# {choice}" for choice in said]
-    lines += [f"# WARNING: {doubt}" for doubt in doubts_about_algorithm(config.algorithm)]
+    lines += [f"# WARNING: {doubt}" for doubt in doubts_about_algorithm(config.algorithm, config.generate.sampling)]
     return "\n".join(lines), found.faults
 
 

@@ -24,12 +24,11 @@ from asyncrl.config.generate import ReplayEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import parse_config
 from asyncrl.config.reward import PythonReward
-from asyncrl.config.run import PythonTask, RunConfig, has_own_environment
+from asyncrl.config.run import JsonlTask, PreferencesTask, PythonTask, RunConfig, has_own_environment
 from asyncrl.control.placement.memory import check_phase_room
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.reward.sandbox.code_exec import check_tests
-from asyncrl.tasks.json_lines import missing_files
 from asyncrl.tasks.registry import build_task
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
 
@@ -103,7 +102,9 @@ def beside(faults: Sequence[str], error: ConfigError) -> list[str]:
 
 def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
     """Return which files and folders are missing or cannot be written; a resumed run has the model in its own folder."""
-    faults = missing_files(config.task)
+    files = {"path": config.task.path} if isinstance(config.task, JsonlTask | PreferencesTask) else {}
+    files |= {"held_out_path": config.task.held_out_path} if isinstance(config.task, JsonlTask) else {}
+    faults = [f"task.{field}: there is no file {path}" for field, path in files.items() if path and not Path(path).is_file()]
     if isinstance(config.model, PretrainedModel) and not resumed:
         folder = Path(config.model.path)
         if not folder.is_dir():

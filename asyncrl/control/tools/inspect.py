@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.buffer.ledger.reader import GroupStory, LedgerReader, SampleStory
 from asyncrl.errors import ConfigError
-from asyncrl.observe.samples import SampleRow, find_sample
+from asyncrl.observe.samples import SampleRow, read_samples
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
 
 TOKENS_SHOWN = 64
@@ -38,8 +38,9 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
         story = reader.group(int(group_id)) if index is None else reader.sample(int(group_id), int(index))
         if as_json:
             return msgspec.json.encode(story).decode()
-        row = story.row if isinstance(story, SampleStory) else None
-        return _story_text(story, find_sample(run_folder, row.group_id, row.index) if row else None)
+        one = None if index is None else (int(group_id), int(index))
+        kept = (row for row in read_samples(run_folder) if (row.group_id, row.index) == one) if one else iter(())
+        return _story_text(story, next(kept, None))
     states, versions, steps = reader.counts(), reader.versions(), reader.steps(last=10)
     prompts = [row for row in reader.prompts(limit=1_000_000 if prompt else 20) if prompt in row.prompt_id]
     if as_json:

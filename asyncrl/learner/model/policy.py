@@ -49,7 +49,6 @@ from asyncrl.models.causal import (
     check_head,
     open_folder,
     run_inside,
-    sequence_logprobs,
     use_packed_attention,
 )
 from asyncrl.models.logprobs import token_logprobs, use_float32_head
@@ -319,6 +318,7 @@ class Reference:
             return run_row(self.model, row, temperature=temperature, chunk_tokens=self._chunk_tokens).logprobs
 
 
+@torch.no_grad()
 def make_probe(model: PreTrainedModel, max_tokens: int) -> Probe:
     """Return a fixed sequence and its log-probabilities: they show whether a generator holds the weights the learner means.
 
@@ -328,8 +328,13 @@ def make_probe(model: PreTrainedModel, max_tokens: int) -> Probe:
     """
     vocabulary = model.config.get_text_config().vocab_size
     token_ids = np.random.default_rng(0).integers(0, vocabulary, min(PROBE_TOKENS, max_tokens)).astype(np.int32)
-    logprobs = sequence_logprobs(model, torch.from_numpy(token_ids.astype(np.int64)).to(model.device))
-    return Probe(ids_to_bytes(token_ids), logprobs_to_bytes(logprobs.float().cpu().numpy()))
+    tokens = torch.from_numpy(token_ids.astype(np.int64)).to(model.device)
+
+    def work() -> torch.Tensor:
+        hidden = model.base_model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).last_hidden_state[0]
+        return token_logprobs(hidden, tokens[1:], model.get_output_embeddings(), temperature=1.0, chunk_tokens=len(tokens))[0]
+
+    return Probe(ids_to_bytes(token_ids), logprobs_to_bytes(run_inside(model, work).float().cpu().numpy()))
 
 
 def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None = None) -> PreTrainedModel:

@@ -155,9 +155,12 @@ class PolicyOptimizer:
                 group |= {"betas": config.betas, "eps": config.epsilon}
             adamw.param_groups[0]["weight_decay"] = config.weight_decay  # of matrices; others have none
 
-    def step(self, step: int) -> float:
-        """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate."""
-        rate = learning_rate_at(step, self._config, self._num_steps)
+    def step(self, step: int, first_step: int = 0) -> float:
+        """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate.
+
+        The schedule begins at `first_step`, the first that trains these parameters.
+        """
+        rate = learning_rate_at(step - first_step, self._config, self._num_steps - first_step)
         for adamw in self._adamws:
             for group in adamw.param_groups:
                 group["lr"] = rate

@@ -17,8 +17,7 @@ import torch
 from asyncrl.algorithms.auto import Choice, applied, choose
 from asyncrl.algorithms.diagnostics import batch_staleness
 from asyncrl.algorithms.types import LossConfig
-from asyncrl.config.algorithm import READS_CURRENT_POLICY, AlgorithmConfig, CorrectionConfig
-from asyncrl.config.algorithm_table import looks_at_whole_update
+from asyncrl.config.algorithm import READS_CURRENT_POLICY, AlgorithmConfig, CorrectionConfig, sees_whole_update
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
@@ -85,7 +84,8 @@ def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) ->
     num_updates = len(prepared.updates) * learner.epochs
     trains_policy = critic is None or batch.step >= critic.warmup_steps
     has_token_kl = kl is not None and kl.where == "reward"
-    plans_corrections = trains_policy and looks_at_whole_update(algorithm)
+    must_see_all = algorithm.denominator == "kept" or any(map(sees_whole_update, algorithm.corrections))
+    plans_corrections = trains_policy and must_see_all
     # With `kept`, what is dropped must be counted before the first row.
     reads_current = () if algorithm.denominator == "kept" else READS_CURRENT_POLICY
     wants_log_ratios = algorithm.advantage == "vtrace" or (":" in algorithm.advantage and critic is not None)
@@ -151,7 +151,7 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
         else:
             state.bring("inference")
             passes.reference = [state.reference.logprobs(row, plan.batch.temperature) for row in plan.rows]
-            state.bring("train")
+        state.bring("train")
         passes.timings_s["time/reference_s"] = time.perf_counter() - started_s
     else:
         state.bring("train")  # a reference that this step does not read may be on the device

@@ -188,7 +188,10 @@ class OpenStep:
                     message += f"; the batch is in {path} (msgspec.msgpack, StepBatch); try a lower learning rate"
                 raise LearnerError(message)
             state.bring("train")
-            rates = [own.step(plan.batch.step) for own in norms] if is_finite else [0.0]
+            critic, rates = plan.algorithm.critic, [0.0]
+            if is_finite:
+                first_step = 0 if critic is None else critic.warmup_steps  # of the policy; the critic's is the run's
+                rates = [own.step(plan.batch.step, first_step if own is policy else 0) for own in norms]
         told: dict[str, float] = {}
         if plan.trains_policy:
             told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}

@@ -3,8 +3,11 @@
 Sent as text into a sandbox of its own (guest.py): standard library only, Python 3.9 and later. Why a pass cannot be faked:
 - The judge asks for the names that it was told to ask for (test_code.py finds them in the test's source) and for nothing else.
 - Plain data is rebuilt as exact built-in types. Everything else is a `Handle`: using it is a request to the candidate.
-- A handle never equals plain data and is never ordered against it. What an operator of `TELLING` makes of a handle and plain data
-  stays a handle that cannot be counted, iterated or turned into a number: the program may have seen the expected value there.
+- A handle equals plain data only by the data that it holds, if its class extends a built-in one, and is never ordered against it.
+  The program sends that data without the other side of the comparison, and the judge compares. It sends it when it is asked, as
+  the object may have changed, and may have seen the expected value in a call of the test before.
+- What an operator of `TELLING` makes of a handle and plain data stays a handle that cannot be compared with plain data, counted,
+  iterated or turned into a number: the program may have seen the expected value there.
 - What the judge cannot ask for ends the session: as an error it would pass a test that expects one of the program.
 - The judge serves one request: a call, with plain data, of a function that the test passed to a call that is still running.
 """
@@ -154,8 +157,15 @@ class JudgeSession:
             bases = value.get("bases")
             if type(bases) is not list or not 0 < len(bases) <= 8:
                 raise Malformed("an error class without bases")
-            parents = tuple(self._error_class(each, depth) for each in bases)
-            self.error_classes[number] = _stand_in(self, number, str(value.get("name"))[:100], parents)
+            name, module = str(value.get("name"))[:100], str(value.get("module"))
+            known = None if module == "solution" else getattr(sys.modules.get(module), "__dict__", {}).get(name)
+            is_error = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, _iteration_ends)
+            # Some of unittest's, as SkipTest, end what unittest runs and do not fail it.
+            if is_error and known.__module__.split(".")[0] not in ("unittest", "asyncrl"):
+                parents: tuple[Any, ...] = (known,)  # A test that catches json.JSONDecodeError has the judge's own.
+            else:
+                parents = tuple(self._error_class(each, depth) for each in bases)
+            self.error_classes[number] = _stand_in(self, number, name, parents)
         return self.error_classes[number]
 
     def _error_class(self, told: Any, depth: int = 0) -> Any:
@@ -214,7 +224,7 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
 
 
 class Handle:
-    """An object of the program's. Equal to another handle where the program says so; never equal to plain data."""
+    """An object of the program's. Equal to another handle where the program says so, to plain data never by its own saying."""
 
     __slots__ = ("_handle_derived", "_handle_number", "_handle_session")
 
@@ -283,7 +293,11 @@ def _compared(operation: str) -> Callable[..., Any]:
     def compare(self: Handle, other: Any) -> Any:
         if isinstance(other, Handle):
             return self._handle_session.ask(operation, self, other) is True
-        return NotImplemented if operation == "eq" else self._handle_session.refuse(f"{operation} of a program's object and data")
+        if operation != "eq":
+            self._handle_session.refuse(f"{operation} of a program's object and data")
+        # What extends a built-in type is compared by its data, which the program sends without knowing the other side.
+        value = self if self._handle_derived else self._handle_session.ask("plain", self)
+        return NotImplemented if isinstance(value, Handle) else value == other
 
     return compare
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import re
 import symtable
 import sys
 from collections import Counter
@@ -17,9 +18,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _BUILT_IN = frozenset(dir(builtins))
-_ERRORS = frozenset(
-    name for name in _BUILT_IN if isinstance(vars(builtins)[name], type) and name.endswith(("Error", "Exception"))
-)
 _EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
 _COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"})
 """What they return of two that cannot be compared is not False."""
@@ -34,13 +32,20 @@ _MODULES = frozenset(_MODULE_NAMES.split())
 """A test that uses one of these without importing it, for its attributes alone, has the judge's own."""
 _HELPER_NAMES = """Counter OrderedDict defaultdict deque namedtuple ChainMap Fraction Decimal datetime date timedelta deepcopy
     reduce partial permutations combinations combinations_with_replacement product accumulate islice zip_longest sqrt isqrt fabs
-    floor ceil fsum hypot pi tau inf nan gcd lcm factorial comb perm exp log log2 log10 sin cos tan atan2 degrees radians heappush
-    heappop heapify nlargest nsmallest bisect_left bisect_right insort mean median stdev random randint randrange uniform choice
-    shuffle sample os sys time"""
+    floor ceil trunc fsum prod hypot pi tau inf nan gcd lcm factorial comb perm exp log log2 log10 sin cos tan asin acos atan
+    atan2 sinh cosh tanh degrees radians chain starmap groupby pairwise heappush heappop heapify nlargest nsmallest bisect_left
+    bisect_right insort mean median stdev random randint randrange uniform choice shuffle sample os sys time"""
 _HELPERS = frozenset(_HELPER_NAMES.split())
 """Of the standard library: what a test may mean where it imports nothing, and a program may define so that the test passes."""
-_JUDGES = frozenset({"isclose", "approx", "allclose", "pytest", "np", "numpy", "torch", "pd", "pandas"})
+_JUDGES = re.compile(
+    r"self|assert.*|unittest|TestCase|(is|all)_?close|approx|((array|almost|approx(imately)?|nearly)_?)+equal|pytest|np|numpy|torch|pd|pandas",
+    re.IGNORECASE,
+)
 """Names by which tests compare, and that mean a verdict of the program's where the program gives them."""
+_UNUSABLE = {
+    "redirect_stderr": "; of what the program prints, only standard output reaches the test",
+    "assertSetEqual": ", which hands the program the expected set; write assertEqual",
+}
 
 
 class Needs(NamedTuple):
@@ -86,19 +91,28 @@ def examine(code: str) -> Needs:
         raise UnusableTest("line 1: uses nothing of the program, so every program would pass")
     rooted = names | as_solution
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+    caught = {each.id for handler in handlers if handler.type for each in ast.walk(handler.type) if isinstance(each, ast.Name)}
+    caught.update(handler.name for handler in handlers if handler.name)
     for node in ast.walk(tree):
-        if complaint := _complaint(node, rooted, functions):
+        if complaint := _complaint(node, rooted, functions) or _type_complaint(node, rooted, caught):
             raise UnusableTest(f"line {node.lineno}: {complaint}")  # type: ignore[attr-defined]
     _refuse_helpers(tree, global_names, rooted)
     return Needs(tuple(sorted(names)), tuple(sorted(global_names)), _test_functions(tree, rooted), tuple(sorted(modules)))
 
 
 def _refuse_helpers(tree: ast.Module, global_names: set[str], rooted: set[str]) -> None:
-    """Refuse a name of the standard library by which a test judges something of the program, and that it does not import.
+    """Refuse a name by which a test judges something of the program, and that the test does not import or define.
 
-    Beside names that only the program can have, it may be used where nothing else of the program is, and be called without
-    arguments: `sqrt` and `Counter` may be the program's.
+    A name of the standard library may be used where nothing else of the program is, and be called without arguments: `sqrt` and
+    `Counter` may be the program's.
     """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in global_names and _JUDGES.fullmatch(node.id) and len(rooted) > 1:
+            raise UnusableTest(
+                f"line {node.lineno}: uses {node.id}, which it does not import or define; the program's own would give the "
+                "verdict (import or define it, or take it from solution)"
+            )
     helpers = global_names & _HELPERS
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if not helpers or not rooted - _HELPERS - own:
@@ -161,9 +175,10 @@ def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
     """Return what is wrong with one node of a test, which defines these functions; empty: nothing."""
     said = ""
     match node:
-        case ast.ClassDef() if not (node.bases and all(isinstance(base, ast.Name) and base.id in _ERRORS for base in node.bases)):
+        case ast.ClassDef():
             said = (
-                f"defines class {node.name}; objects of a test cannot be handed to the program, and unittest classes are not run"
+                f"defines class {node.name}; classes and objects of a test cannot be handed to the program or raised in "
+                "it (raise a built-in error there), and unittest classes are not run"
             )
         case ast.AsyncFor() | ast.AsyncWith():
             said = "uses async for or async with; of a program's object only `await` works"
@@ -176,12 +191,10 @@ def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
             said = "" if place == "sys.stdout" else f"sets {place}, which changes the judge and not the program"
         case ast.Name(id=name) if name in _EVALUATES:
             said = f"uses {name}, which would let the program's text run in the judge"
-        case ast.Name(id=name) if name in _JUDGES and name in rooted and len(rooted) > 1:
-            said = f"uses {name} without importing it; the program's own would give the verdict"
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in _OWN_PROCESSES and _root(node) not in rooted:
             said = f"uses {name}; a process of the test's own cannot use the program's objects, threads can"
-        case ast.Name(id="redirect_stderr") | ast.Attribute(attr="redirect_stderr"):
-            said = "uses redirect_stderr; of what the program prints, only standard output reaches the test"
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _UNUSABLE:
+            said = f"uses {name}{_UNUSABLE[name]}"
         case ast.Call(func=ast.Name(id=name), args=args) if name in _LOOKS_INSIDE and any(_root(each) in rooted for each in args):
             said = f"calls {name}() of a program's object"
         case ast.Call(func=ast.Call(func=function, args=args)) if _root(function) in rooted and any(
@@ -195,6 +208,37 @@ def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
         case ast.Import() | ast.ImportFrom():
             said = _import_complaint(node)
     return said
+
+
+def _type_complaint(node: ast.AST, rooted: set[str], caught: set[str]) -> str:
+    """Return what is wrong where the type of something is compared with a class of the program's; error classes do compare.
+
+    `caught` are the names of the errors that the test catches, and of their classes.
+    """
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            operands = [left, *others]
+        case ast.Call(func=ast.Attribute(attr=method), args=args) if method.startswith("assert") and "Instance" not in method:
+            operands = args[:2]
+        case _:
+            return ""
+    types = [each for each in operands if not isinstance(each, ast.Name) and _root(each) == "type"]
+    of_what = {ast.unparse(part.args[0]) for each in types for part in ast.walk(each) if isinstance(part, ast.Call) and part.args}
+    if of_what <= caught:
+        return ""
+    others = [each for each in operands if each not in types]
+    for part in (part for each in others for part in (each.elts if isinstance(each, (ast.Tuple, ast.List, ast.Set)) else [each])):
+        match part:
+            case ast.Name() | ast.Attribute():
+                names = ast.unparse(part).removesuffix(".__name__").split(".")
+                name, is_known = names[-1], names[0] not in rooted
+            case ast.Constant(value=str(name)):
+                is_known = name in _BUILT_IN | _HELPERS | {"NoneType"}
+            case _:
+                continue
+        if not is_known and name not in caught and not name.endswith(("Error", "Exception")):
+            return f"compares a type with {name}; objects of the program's have another type in a test; write isinstance"
+    return ""
 
 
 def _import_complaint(node: ast.Import | ast.ImportFrom) -> str:

@@ -241,11 +241,11 @@ class CollectiveReceiver:
         check_manifest(available.manifest)
         manifest, announced = available.manifest, available.bucket_fingerprints
         starts = (0, *bucket_ends(manifest)[:-1])
-
-        def accept(index: int, bucket: torch.Tensor) -> bool:
-            return device_fingerprint(bucket) == announced[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-
-        with closing(self._member.buckets(available, device, self._closing, accept)) as buckets:
+        buckets = self._member.buckets(
+            available, device, self._closing,
+            lambda index, bucket: device_fingerprint(bucket) == announced[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+        )  # fmt: skip
+        with closing(buckets):
             while True:
                 with self._in_use:
                     arrived = next(buckets, None)

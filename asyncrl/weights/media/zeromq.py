@@ -329,7 +329,8 @@ class ZeroMQWriter(MediumWriter):
         now = time.monotonic()
         with self._lock:
             in_use = {key for key, feeders in self._feeders.items() if feeders.is_in_use(now)}
-        return frozenset(slot for slot, key in self._committed.items() if key in in_use)
+        committed = self._committed.copy()  # the publisher's thread may commit a slot meanwhile
+        return frozenset(slot for slot, key in committed.items() if key in in_use)
 
     def overwrite(self, slot: int) -> None:
         """Stop serving what the slot holds."""

@@ -193,6 +193,25 @@ def test_damage_on_a_relay_is_not_passed_on_twice(learner, relay, asker):
         assert relay.fetch(available, relay_into.data, threading.Event()) == available.bucket_fingerprints
 
 
+def test_the_learner_may_ask_what_is_being_fetched_while_another_thread_commits(learner):
+    writer, done = learner.writer, threading.Event()
+
+    def commit_over_and_over() -> None:
+        while not done.is_set():
+            for slot in range(2):
+                writer.overwrite(slot)
+                writer.commit(slot, slot, "made up")
+
+    with ThreadPoolExecutor(1) as pool:
+        committing, until_s = pool.submit(commit_over_and_over), time.monotonic() + 1.0
+        try:
+            while time.monotonic() < until_s:
+                assert not writer.busy_slots()
+        finally:
+            done.set()
+        committing.result()
+
+
 def test_malformed_requests_to_a_relay_are_counted_and_not_answered(learner, relay, asker):
     available = learner.publish(1)
     assert Fetch(relay, available).join() == {1.0}

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 
 import asyncrl
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.control.batch_feeder import RecordedStep
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import read_events
@@ -52,7 +53,7 @@ async def test_decisions_replay_over_deaths_a_pause_a_change_and_a_controller_th
     assert f"up to step {goal - 1}" in told.stdout
 
 
-async def test_the_learner_replays_every_version_over_its_death_a_change_and_checkpoints_that_went(tiny):
+async def test_the_learner_replays_every_version_over_its_death_a_change_a_resume_and_checkpoints_that_went(tiny):
     config = tiny(
         num_steps=10_000, **NO_EVALUATION, checkpoint__every_steps=3, checkpoint__keep_last=1, observe__record="batches",
         generate__engine=NO_MODEL, learner__minibatches=2, algorithm__loss="cispo",
@@ -65,6 +66,10 @@ async def test_the_learner_replays_every_version_over_its_death_a_change_and_che
                 kill(run.run_folder, "learner")
                 goal = (await run.status()).version + 6
                 await run.change({"num_steps": goal})
+    goal += 2
+    config = msgspec.structs.replace(config, num_steps=goal, algorithm=msgspec.structs.replace(config.algorithm, kl=KLConfig()))
+    async with asyncrl.Run(config, resume=run.run_folder) as again:
+        assert (await again.wait()).version == goal
     folder, said = run.run_folder, list[str]()
     assert await asyncio.to_thread(replay_run, folder, None, (), said.append)
     assert said[-1] == f"learner: {goal} versions from their batches: the same weights as in the run"

@@ -52,6 +52,16 @@ while "controller" in sys.argv and not os.path.exists({flag!r}):
     time.sleep(0.02)
 """
 """A controller that begins goes on once there is a file of this name."""
+JOINS_LATE = """
+if "serve" in sys.argv:
+    from asyncrl.serve import keeper
+    connect = keeper.connect
+    def late(folder):
+        time.sleep(0.2)
+        return connect(folder)
+    keeper.connect = late
+"""
+"""A daemon that takes its time before it connects to a run; to be run behind HELD."""
 
 
 def first_run(folder: Path, code: str) -> dict[str, str]:
@@ -477,8 +487,9 @@ async def controllers_of(folder: Path) -> list[int]:
 async def test_killed_controllers_are_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
     """One before it answers; one whose learner stands still, and is ended; one again and again. What cannot start says why."""
     flag = tmp_path / "goes_on"
-    async with await daemon.start(**first_run(tmp_path / "first", HELD.format(flag=str(flag)))) as server:
-        await server.submit(settings(tmp_path, num_steps=3), name="one")
+    async with await daemon.start(**first_run(tmp_path / "first", HELD.format(flag=str(flag)) + JOINS_LATE)) as server:
+        at_once = {"owner__absent": "stop", "owner__grace_s": 0.0}  # somebody holds the run from its first moment on
+        await server.submit(settings(tmp_path, num_steps=3, **at_once), name="one")
         folder, killed = daemon.folder / "runs" / "one", 0
         for pid in await controllers_of(folder):
             os.kill(pid, signal.SIGKILL)

@@ -96,6 +96,11 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         assert {member.reward for group in taken for member in group.members} <= {0.0, 1.0}
         with pytest.raises(asyncrl.RunError, match="not trained yet"):
             await session.take()
+        await session.run.pause()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await session.train_step(taken, loss=loss)
+        await session.run.resume()
         first = await session.train_step(taken, loss=loss)
         assert await session.train_step(taken, loss=loss) is first  # a retry trains nothing
         taken = await session.take()

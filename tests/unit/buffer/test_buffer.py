@@ -186,6 +186,39 @@ def test_a_prompt_to_be_issued_again_and_the_reasons_survive_a_resume(reopen):
     assert buffer.returned_prompt()[0] == 1
 
 
+def test_a_start_does_not_look_at_groups_that_had_ended_when_payloads_were_forgotten(reopen):
+    buffer = reopen(max_staleness=9)
+    failing = _issue(buffer)
+    for index in range(2):
+        buffer.add_failure(SampleFailure(failing, index, 0, "generate", "no"), 1.0)
+    dropped = buffer.issue(Prompt("p"), "g0", version=0, group_size=2, now=2.0, replaces=failing).group_id
+    buffer.drop_group(dropped, "asked for", 2.0)
+    trained = buffer.issue(Prompt("p"), "g0", version=0, group_size=2, now=2.0, replaces=dropped).group_id
+    for step, group in enumerate((trained, _issue(buffer), _issue(buffer))):
+        _finish(buffer, group)
+        buffer.take(step, 3.0)
+        buffer.mark_trained(step, 3.0)
+    running = _issue(buffer)
+    buffer.forget(2, 4.0)
+    buffer.ledger.sync()
+    kept, counts, cursor = buffer.state.steps[2].group_ids, buffer.counts(), buffer.cursor
+    with contextlib.closing(sqlite3.connect(buffer.ledger.path)) as connection, connection:
+        connection.execute("UPDATE groups SET version = 1 << 50, returns = 0, reason = 'changed' WHERE group_id < ?", kept)
+        connection.execute("UPDATE samples SET newest = 1 << 50 WHERE key < ? << 20", kept)
+
+    buffer = reopen(max_staleness=9)
+    assert (buffer.counts(), buffer.cursor, buffer.returned_prompt()) == (counts, cursor, None)
+    assert (counts.trained, counts.dropped, counts.failed) == (3, {"asked for": 1}, {"no": 1})
+    assert buffer.learner_restarted(2, 5.0) == (2,)
+    assert [group.group_id for group in buffer.take(2, 6.0).groups] == list(kept)
+    buffer.mark_trained(2, 7.0)
+    buffer.drop_group(running, "asked for", 8.0)
+    _issue(buffer)
+    buffer.forget(3, 9.0)
+    buffer = reopen(max_staleness=9)
+    assert (buffer.counts().dropped, buffer.returned_prompt()[0]) == ({"asked for": 2}, running)
+
+
 # -- screening and what scores bring -------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,13 @@ def test_forgotten_payloads_are_gone_their_file_too_once_no_row_points_into_it_a
     with contextlib.closing(SqliteLedger(path)) as again:
         again.write(_ready(3))
         assert [group.members[0].sample for group in again.load_groups([1, 2, 3])] == [_sample(1), _sample(2), _sample(3)]
+        again.write([rec.TakenRecord(1, (1,), PARAMS, 0, 4.0), rec.TrainedRecord(1, (1,), 5.0), rec.ForgetRecord(2, 2)])
+        again.sync()
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE samples SET file = 3 WHERE key = 0")  # were that row looked at, the file would stay
+        again.write([rec.TakenRecord(2, (2,), PARAMS, 0, 6.0), rec.TrainedRecord(2, (2,), 7.0), rec.ForgetRecord(3, 3)])
+        again.sync()
+    assert [file.name[-1] for file in path.parent.glob("ledger.sqlite.payloads-*")] == ["4"]
 
 
 def _written_bytes() -> int:
@@ -220,6 +227,18 @@ def test_a_reader_answers_while_a_run_writes(path, ledger):
         reader.group(9)
     with pytest.raises(LedgerError, match="neither sample nor failure yet"):
         reader.sample(3, 0)
+
+
+def test_groups_of_trained_steps_are_counted_in_the_time_that_there_is(path, ledger):
+    assert LedgerReader(path).trained_in_steps() == 0
+    count = "WITH RECURSIVE count(step) AS (SELECT 0 UNION ALL SELECT step + 1 FROM count LIMIT 20000)"
+    steps = "INSERT INTO steps SELECT step, '[1, 2]', 'trained', '{}', 1, 0, 0.0, 0.0, 0 FROM count"
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"{count} {steps}")
+        connection.execute("UPDATE steps SET state = 'taken' WHERE step >= 19990")
+    assert LedgerReader(path).trained_in_steps() == 2 * 19990
+    with pytest.raises(LedgerError, match="takes over 0 s to count; `asyncrl inspect"):
+        LedgerReader(path, limit_s=0.0).trained_in_steps()
 
 
 def test_reading_the_ledger_of_a_run_that_has_ended_leaves_no_file_beside_it(path, ledger):

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl import configs
 from asyncrl.algorithms.auto import applied
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, MaskedGeometric, MaskedToken, TruncatedSequence, Veto
 from asyncrl.config.algorithm_table import doubts_about_algorithm
-from asyncrl.config.generate import GenerateConfig
+from asyncrl.config.generate import GenerateConfig, SamplingConfig
 from asyncrl.config.load import dump_config, load_config, parse_config, resolve_config
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
@@ -143,6 +143,21 @@ def test_what_auto_does_not_read_and_no_recipe_is_about_is_warned_of():
     assert f"always takes {applied(auto, 'near').denominator!r}" in denominator
     for plain in (AlgorithmConfig(proximal="behaviour"), AlgorithmConfig(kind="auto")):
         assert doubts_about_algorithm(plain) == []
+
+
+@pytest.mark.parametrize(("algorithm", "named"), [
+    (AlgorithmConfig(kind="auto"), None),
+    (AlgorithmConfig(loss="ppo_clip", corrections=(MaskedToken(), Veto())), None),
+    (AlgorithmConfig(loss="ppo_clip", corrections=(TruncatedSequence(), MaskedGeometric())), "tis_sequence, masked_geometric"),
+    (AlgorithmConfig(loss="vespo", corrections=()), "vespo"),
+])  # fmt: skip
+@pytest.mark.parametrize("sampling", [SamplingConfig(top_p=0.95), SamplingConfig(top_k=20)])
+def test_filtered_samples_are_warned_of_by_name_where_ratios_are_taken_over_sequences(algorithm, named, sampling):
+    (doubt,) = doubts_about_algorithm(algorithm, sampling)
+    assert "ratios are under 1" in doubt
+    assert (f"and {named} may drop" in doubt) if named else "may drop" not in doubt
+    assert doubts_about_algorithm(algorithm, SamplingConfig()) == []
+    assert doubts_about_algorithm(AlgorithmConfig(kind="dpo"), sampling) == []
 
 
 def test_the_kind_of_algorithm_that_is_left_out_is_policy_where_one_of_its_parts_is_named():

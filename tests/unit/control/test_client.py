@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
 from asyncrl.errors import ConfigError
+from asyncrl.observe.steps import EVAL_FILE, EVENTS_FILE, STEPS_FILE, EvalReport, RunEvent, StepReport
 from asyncrl.schema.status import RunStatus
-from tests.builders import until
+from tests.builders import until, write_rows
 
 
 class Endless:
@@ -71,6 +73,24 @@ async def test_a_take_whose_caller_hangs_up_is_not_carried_out_for_nobody(tmp_pa
         await until(lambda: "take hung up" in control.asked)
 
 
+async def test_whoever_attaches_to_a_long_run_is_sent_as_many_steps_as_the_display_keeps(tmp_path):
+    control = Endless()
+
+    async def rows_of(*asked):
+        control.asked.append(asked)
+        return
+        yield
+
+    control.rows_of = rows_of
+    (tmp_path / "config.toml").write_text("[observe]\npictures = false")
+    steps = (StepReport(step=step, version=step + 1, time_s=0.0, reward_mean=0.5) for step in range(1000))
+    write_rows(tmp_path / STEPS_FILE, *steps)
+    async with serve_api(control, tmp_path), asyncio.timeout(60):
+        attach = [sys.executable, "-m", "asyncrl", "attach", str(tmp_path), "--plain"]
+        await (await asyncio.create_subprocess_exec(*attach, stdout=asyncio.subprocess.DEVNULL)).wait()
+    assert control.asked == [(STEPS_FILE, "step", 599)]
+
+
 @pytest.fixture
 def config(tmp_path):
     """Return the config of a run whose folder was made."""
@@ -93,6 +113,31 @@ async def test_a_folder_or_a_pipe_in_place_of_a_run_s_file_or_the_reverse_is_nam
     make(path)
     with pytest.raises(ConfigError, match=rf"^{path} must be a {'folder' if make is Path.touch else 'file'}: move it away$"):
         await Run(config, resume=tmp_path / "r").__aenter__()
+
+
+def test_of_a_start_that_ended_before_its_first_sample_the_next_one_keeps_its_logs_and_pids_alone(tmp_path, config):
+    folder = tmp_path / "r"
+    write_rows(folder / EVAL_FILE, EvalReport(version=0, num_samples=8, accuracy=0.5))
+    write_rows(folder / EVENTS_FILE, RunEvent(seq=1, time_s=0.0, kind="phase"))
+    others = ("record/decisions-0000.bin", "memory/learner.jsonl", "model/config.json", "revisions/0.toml", "tensorboard/events")
+    for name in (*others, "seconds.jsonl", "spans.jsonl", "metrics.jsonl", "ledger.sqlite.payloads-000001", "pids.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    with Run(config)._prepared_folder():
+        left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"config.toml", "logs/controller.log", "pids.jsonl"}
+
+
+def test_a_run_whose_ledger_is_in_memory_is_not_resumed_from_a_checkpoint_and_says_why(tmp_path, config):
+    folder, in_memory = tmp_path / "r", {"buffer.ledger": "memory"}
+    (folder / "checkpoints" / "step-000000").mkdir(parents=True)
+    with Run(resume=folder, overrides=in_memory)._prepared_folder():
+        pass  # it begins anew
+    (folder / "checkpoints" / "step-000050").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"checkpoint of version 50, and with buffer\.ledger = 'memory'.*buffer\.ledger = \"disk\""
+    ):
+        Run(resume=folder, overrides=in_memory)._prepared_folder().__enter__()
 
 
 def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):

@@ -11,18 +11,19 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, parse_config
-from asyncrl.control.api import ExternalStep, RunApi
+from asyncrl.control.api import ExternalStep, RunApi, StepAsked
 from asyncrl.control.controller import KEPT_STEPS, Controller
 from asyncrl.control.join import Membership
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import plan_processes
-from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested
+from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, ResumeRequested, StopRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.samples import read_samples
 from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
+from asyncrl.schema.status import GroupAsked, GroupsAsked
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.protocol import Connection, Lane
@@ -146,6 +147,37 @@ async def test_a_learner_that_dies_over_the_last_checkpoint_repeats_its_steps_an
         await again.send(CheckpointDone(NUM_STEPS, str(tmp_path / "checkpoints" / "step-000002"), 0.1), Lane.CONTROL)
         await asyncio.wait_for(world.controller.ending.wait(), 30)
         assert (world.controller.lifecycle.phase, world.controller.feeder.version) == ("stopped", NUM_STEPS)
+        with pytest.raises(RunError, match=f"the run is over: what it has saved is in {tmp_path}/checkpoints"):
+            await asyncio.wait_for(RunApi(world.controller).checkpoint(), 30)
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["over the checkpoint", "over the step after it"])
+async def test_a_learner_that_dies_while_it_saves_loses_no_batch_and_ends_the_run_by_name(tmp_path, is_saved):
+    supervision = {"backoff_s": 0.01, "max_deaths": 2, "death_window_s": 0.001}
+    async with running(tmp_path, checkpoint={"every_steps": 1}, supervision=supervision) as world:
+        learner, reward, generator = await world.start()
+        await generate(generator, reward, NUM_STEPS * B)
+        lifecycle, saved = world.controller.lifecycle, CheckpointDone(1, str(tmp_path / "checkpoints" / "step-000001"), 0.1)
+        for life in (1, 2, 3):
+            assert (await receive(learner, StepBatch, Lane.DATA)).step == 0
+            await learner.send(StepDone(0, 1, {}, 0.0, 1.0), Lane.CONTROL)
+            if is_saved:
+                await learner.send(saved, Lane.CONTROL)
+            assert (await receive(learner, StepBatch, Lane.DATA)).step == 1
+            await until(
+                lambda: world.controller.feeder.version == 1 and world.controller.checkpoints.version == (1 if is_saved else -1)
+            )
+            (await world.launcher.started("learner", life)).exit(-9)
+            if life == 2 and is_saved:
+                await until(lambda: world.buffer.counts().dropped == {"the learner died over it 2 times": B})
+                return
+            if life < 3:
+                await world.launcher.started("learner", life + 1)
+                learner = await world.join("learner", "learner")
+                await learner.send(LearnerReady(0, "model"), Lane.CONTROL)
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
+        assert "it died 3 times while a checkpoint of version 1 was due" in lifecycle.reason
+        assert (lifecycle.phase, world.buffer.counts().dropped) == ("failed", {})
 
 
 async def test_a_drain_trains_every_step_that_was_taken_and_takes_no_other(tmp_path):
@@ -220,6 +252,25 @@ async def test_a_learner_that_makes_a_version_again_has_it_judged_once(tmp_path)
         assert world.controller.dispatcher.evaluation.version == 2
 
 
+async def test_an_evaluation_that_was_under_way_as_the_run_ended_is_made_by_the_resume(tmp_path):
+    settings = {"num_steps": 3, "eval": {"at_start": False, "at_end": False, "every_steps": 1}}
+    async with running(tmp_path, **settings) as world:
+        learner, reward, generator = await world.start()
+        await generate(generator, reward, B)
+        await train(learner, range(1))
+        await until(lambda: world.controller.dispatcher.evaluation is not None)
+    async with running(tmp_path, **settings) as world:
+        _, reward, generator = await world.start(version=1)
+        while (await receive(generator, GroupWork, Lane.DATA)).purpose != "eval":
+            pass
+        assert world.controller.dispatcher.evaluation.version == 1
+        world.controller.reporter.note_evaluation(EvalReport(version=1, num_samples=1))
+    async with running(tmp_path, **settings) as world:
+        await world.start(version=1)
+        await world.until("running")
+        assert world.controller.dispatcher.evaluation is None
+
+
 # -- changes of a live run
 
 
@@ -278,3 +329,21 @@ async def test_a_run_that_an_outside_learner_trains_keeps_its_newest_steps_and_g
     again = open_buffer(world.config, tmp_path)
     assert (again.state.next_step, again.state.steps_to_repeat()) == (num_steps, ())
     again.close()
+
+
+async def test_a_run_that_has_ended_keeps_the_step_that_was_taken_whatever_its_caller_asks_for(tmp_path):
+    async with running(tmp_path, learner={"kind": "driven"}) as world:
+        api = RunApi(world.controller)
+        await world.launcher.started("generator-0")
+        reward, generator = [await world.join(name.partition("-")[0], name) for name in ("reward-0", "generator-0")]
+        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        asked = tuple(GroupAsked(number, Prompt(f"q{number}", text="1=", answer="46")) for number in range(2 * B))
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            group.create_task(api.generate(GroupsAsked("stream", asked, len(asked))))
+            await generate(generator, reward, 2 * B)
+        await asyncio.wait_for(api.take_these(StepAsked((0, 1))), 30)
+        world.controller.post(StopRequested())
+        await asyncio.wait_for(world.controller.ending.wait(), 30)
+        with pytest.raises(RunError, match="the run has ended"):
+            await api.take_these(StepAsked((2, 3)))
+        assert world.buffer.state.steps[0].group_ids == (0, 1)

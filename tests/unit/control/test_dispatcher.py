@@ -138,6 +138,17 @@ async def test_the_reference_is_asked_at_the_temperature_that_the_sample_was_dra
         changed(bench.config, {"generate.sampling.temperature": 1.0})
 
 
+async def test_only_a_prompt_that_failed_four_times_in_a_row_is_set_aside():
+    bench = Bench({"dynamic_sampling": True})
+    works, failures = await _received(await bench.with_generator(), 2), bench.dispatcher.failures
+    for work, rewards in zip(works, ([0.0, 1.0], [1.0, 1.0]), strict=True):
+        prompt_id = work.prompt.prompt_id
+        assert not any(failures.group_failed(prompt_id, "no") for _ in range(3))
+        bench.answer(work, rewards)
+        assert [failures.group_failed(prompt_id, "no") for _ in range(4)] == [False, False, False, True]
+    assert (bench.buffer.counts().ready, bench.buffer.counts().dropped) == (1, {"no spread": 1})
+
+
 async def test_a_group_of_remax_has_one_member_more_which_is_greedy():
     (work,) = await _received(await Bench({"advantage": "remax", "group_size": 3}).with_generator(), 1)
     assert (work.indices, work.greedy_index) == ((0, 1, 2, 3), 3)

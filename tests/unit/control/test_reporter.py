@@ -9,9 +9,9 @@ from asyncrl.control.lifecycle.failure_watch import Wait
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
-from asyncrl.observe.steps import read_events
+from asyncrl.observe.steps import EVENTS_FILE, MOST_LINE_BYTES, STEPS_FILE, RunEvent, StepReport, read_events
 from asyncrl.schema.control import Heartbeat
-from tests.builders import score_of
+from tests.builders import bytes_read, score_of, write_rows
 from tests.virtual_clock import VirtualClock
 
 
@@ -23,6 +23,21 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     with pytest.raises(OSError, match=r"No space left|no network"):
         await reporter.close(tmp_path)
     assert all(sink.close.called for sink in sinks)
+
+
+async def test_a_long_run_is_resumed_from_the_ends_of_its_files(tmp_path):
+    metrics, text = {f"m/{number}": 0.1 for number in range(500)}, "w" * 5000
+    steps = [StepReport(step=step, version=step + 1, time_s=0.0, reward_mean=0.5, metrics=metrics) for step in range(1200)]
+    write_rows(tmp_path / STEPS_FILE, *steps)
+    write_rows(tmp_path / EVENTS_FILE, *(RunEvent(seq=seq, time_s=0.0, kind="swap", text=text) for seq in range(1, 1201)))
+    length, before = sum((tmp_path / name).stat().st_size for name in (STEPS_FILE, EVENTS_FILE)), bytes_read()
+    assert length > 10 * MOST_LINE_BYTES
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
+    assert bytes_read() - before < 5 * MOST_LINE_BYTES  # twice of each file: its writer looks for a torn line
+    assert reporter.newest == steps[-1]
+    reporter.note_event("phase", "running")
+    await reporter.close(tmp_path)
+    assert [event.seq for event in read_events(tmp_path, after=1199)] == [1200, 1201]
 
 
 async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):

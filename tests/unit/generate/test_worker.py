@@ -136,8 +136,11 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         assert [set(samples.ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
 
 
-async def test_without_in_flight_updates_no_group_begins_after_a_load_that_broke_off_until_one_succeeds(folder) -> None:
-    """The next one may have a lower number: of a learner back from a checkpoint."""
+@pytest.mark.parametrize("in_flight_updates", [False, True])
+async def test_after_a_load_that_broke_off_a_generator_says_so_and_does_nothing_until_one_succeeds(
+    folder, in_flight_updates
+) -> None:
+    """The next one may have a lower number: of a learner back from a checkpoint. No group begins that must keep one version."""
 
     def check(version) -> None:
         loaded.append(version)
@@ -151,13 +154,17 @@ async def test_without_in_flight_updates_no_group_begins_after_a_load_that_broke
     loaded = []
     manifest = make_manifest(tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1)))
     prompt = samples.Prompt("p", token_ids=samples.ids_to_bytes([2, 3, 4]))
-    async with asyncio.timeout(30), generator(REAL, fetch, folder, in_flight_updates=False) as controller:
+    async with asyncio.timeout(30), generator(REAL, fetch, folder, in_flight_updates=in_flight_updates) as controller:
         await controller.order(available(5))
         await controller.report(VersionLive)
         await controller.order(available(6))
         await until(lambda: 6 in loaded)
         await controller.connection.send(work(1, prompt))
-        await controller.report(Heartbeat, lambda beat: beat.waiting_for == "a weight swap to end")
+        running, beats = 3.0 if in_flight_updates else 0.0, list[Heartbeat]()
+        for _ in range(3):
+            beats.append(await controller.report(Heartbeat, lambda beat: beat.gauges["process/requests_running"] == running))
+        assert beats[-1].waiting_for == "a version that comes whole"
+        assert beats[-1].gauges["process/busy_s"] == beats[-2].gauges["process/busy_s"]
         await controller.order(available(3))
         assert (await controller.report(VersionLive)).version == 3
         await controller.results(3)

@@ -27,8 +27,9 @@ def test_a_new_critic_says_nothing_and_changes_no_first_policy_step(kit, kind):
 
 
 @any_kind
-def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits(kit, kind):
-    config, model, critic = ppo_config(kit, kind, {"weight_decay": 0.1}, warmup_steps=2), kit.model(), kit.critic(kind)
+def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits_and_its_schedule(kit, kind):
+    learner = {"weight_decay": 0.1, "learning_rate": 1e-3, "warmup_steps": 4}
+    config, model, critic = ppo_config(kit, kind, learner, warmup_steps=2), kit.model(), kit.critic(kind)
     train_state, policy, values = kit.train_state(model, config, critic), kit.bits(model), kit.bits(critic)
     for step in range(2):
         result = train_step(train_state, kit.batch(kit.samples(seed=step), 40, step=step), config)
@@ -40,6 +41,7 @@ def test_warmup_trains_the_critic_and_leaves_the_policy_s_bits(kit, kind):
     after = train_step(train_state, kit.batch(kit.samples(seed=2), 40, step=2), config)
     assert not kit.same(policy, model.parameters())
     assert after.metrics["policy/grad_norm"] > 0
+    assert after.metrics["policy/learning_rate"] == pytest.approx(1e-3 / 4), "the first of the policy's own warm-up"
 
 
 @any_kind

@@ -9,6 +9,8 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.run import PackingConfig, PlacementConfig, RayLaunch
 from asyncrl.errors import LearnerError
+from asyncrl.learner.step.microbatch import prepare
+from asyncrl.learner.step.plan import make_plan, run_passes
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import open_device, open_offload
 from asyncrl.observe.steps import read_memory
@@ -73,6 +75,17 @@ def test_with_little_room_the_reference_and_the_optimizer_take_turns_within_a_st
     assert len(told) == len(set(told)), "the controller is told the moves of its own switch, not those within steps"
     train_state.offload.reach("train", 1)
     kit.assert_near(*models, atol=1e-6)
+
+
+def test_a_reference_whose_logprobs_come_with_the_batch_is_not_beside_the_backward(kit, opened):
+    """As in steps that are repeated after a resume that brought it from inference workers to the learner."""
+    config = colocated(kit, {"kl": KLConfig(coefficient=0.1)}, device_memory_gib=1.0)
+    train_state = kit.train_state(kit.model(), config, reference=kit.model(seed=2))
+    manager = opened(train_state, config).manager
+    assert "reference" in manager.resident
+    batch = kit.batch([sample | {"reference": sample["logprobs"]} for sample in kit.samples()])
+    run_passes(train_state, make_plan(prepare(batch), config, train_state.memory))
+    assert "reference" not in manager.resident
 
 
 def test_a_step_that_runs_out_of_memory_names_the_settings_to_change(kit, opened):

@@ -22,6 +22,21 @@ def test_unknown_name_is_told_once_and_kept(tmp_path: Path, caplog: pytest.LogCa
     sinks.close()
 
 
+def test_what_is_over_is_told_no_more_and_a_late_evaluation_changes_nothing_of_the_newest_step(tmp_path: Path) -> None:
+    sinks = MetricSinks(tmp_path)
+    sinks.write(1, 0.0, {"eval/accuracy": 0.25})
+    assert "asyncrl_step 1" in sinks.prometheus_text()
+    sinks.write(6, 0.0, {"staleness/histogram/7": 1.0, "queue/slots/joined-a-1-0": 8.0, "eval/reward_mean": 0.125})
+    sinks.write(7, 0.0, {"staleness/histogram/0": 1.0, "reward/mean": 0.5})
+    sinks.write(5, 0.0, {"eval/accuracy": 0.75})
+    told = [line for line in sinks.prometheus_text().splitlines() if not line.startswith("#")]
+    assert told == [
+        "asyncrl_eval_accuracy 0.75", "asyncrl_eval_reward_mean 0.125", "asyncrl_reward_mean 0.5",
+        'asyncrl_staleness_histogram{key="0"} 1.0', "asyncrl_step 7.0",
+    ]  # fmt: skip
+    sinks.close()
+
+
 @pytest.mark.slow
 def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

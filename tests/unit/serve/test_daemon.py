@@ -19,15 +19,17 @@ from aiohttp.test_utils import TestClient, TestServer
 from asyncrl.clock import SystemClock
 from asyncrl.control.launch.controller_process import find_controllers
 from asyncrl.errors import ConfigError, LaunchError
-from asyncrl.observe.steps import EVENTS_FILE, RunEvent
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, RunEvent, StepReport
 from asyncrl.serve.client import Server
-from asyncrl.serve.daemon import URL_FILE, ServeOptions, own_records, serve, view_runs
+from asyncrl.serve.daemon import URL_FILE, ServeOptions, Viewed, own_records, serve, view_runs
 from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.records import RUNS, TOKEN_FILE, Records, RunRecord
 from asyncrl.serve.routes import Service
-from tests.builders import until
+from tests.builders import until, write_rows
+
+PHASES = ("starting", "running", "failed")
 
 
 @pytest.fixture
@@ -40,6 +42,12 @@ def certificate(tmp_path):
     return cert, key
 
 
+def write_steps(folder, version):
+    """Write a file of steps, of which the newest alone can be read."""
+    newest = msgspec.json.encode(StepReport(step=version - 1, version=version, time_s=2.0, reward_mean=0.5))
+    (folder / STEPS_FILE).write_bytes(b'{"of": "another version"}\n' + newest + b"\n")
+
+
 @pytest.fixture
 def earlier_run(tmp_path):
     """A run of an earlier daemon, which has ended; yields what holds a process that looks like another controller of it."""
@@ -47,7 +55,8 @@ def earlier_run(tmp_path):
     with contextlib.closing(Records(tmp_path / "served")) as records:
         records.put_run(RunRecord(id="before", number=1, state="live", num_steps=5))
     ended = RunEvent(seq=1, time_s=1.0, kind="phase", subject="stopped", text="as it was told")
-    (folder / EVENTS_FILE).write_bytes(msgspec.json.encode(ended) + b"\n")
+    write_rows(folder / EVENTS_FILE, ended)
+    write_steps(folder, 3)
     words = ("sh", "-c", "read line", "asyncrl.pipeline", "controller", "controller", str(folder.resolve()))
     with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:
         assert find_controllers(folder) == [controller.pid]
@@ -106,7 +115,8 @@ async def test_over_tls_by_its_names_alone_and_ready_once_a_run_of_before_has_it
             assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"READY=1"
         assert await asked("/readyz") == (200, {"ready": True, "reason": ""})
         run = (await asked("/v1/runs/before"))[1]
-        assert (run["state"], run["outcome"], run["reason"], run["attempts"]) == ("ended", "stopped", "as it was told", 0)
+        told = [run[name] for name in ("state", "outcome", "reason", "attempts", "version")]
+        assert told == ["ended", "stopped", "as it was told", 0, 3]
         serving.cancel()
     assert not (folder / URL_FILE).exists()
 
@@ -134,6 +144,31 @@ async def test_a_daemon_that_is_not_there_is_said():
 async def test_viewed_folders_of_the_same_name_cannot_be_told_apart(tmp_path):
     with pytest.raises(ConfigError, match="two are same"):
         await view_runs([tmp_path / "a" / "same", tmp_path / "b" / "same"], 0, print)
+
+
+def test_of_a_run_that_is_viewed_the_newest_step_is_read_and_each_event_once(tmp_path):
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "config.toml").write_text("num_steps = 5")
+    write_steps(folder, 3)
+    phases = [
+        RunEvent(seq=seq, time_s=float(seq), kind="phase", subject=phase, text=phase) for seq, phase in enumerate(PHASES, 1)
+    ]
+    write_rows(folder / EVENTS_FILE, *phases[:2])
+    with contextlib.closing(Records(tmp_path / "aside")) as records:
+        records.elsewhere = {"before": folder}
+        viewed = Viewed(Keeper(records, Machine(), SystemClock()), "before", 0)
+        viewed.look()
+        seen = records.runs["before"]
+        assert (seen.version, seen.reason, seen.started_s, seen.ended_s) == (3, "running", 1.0, 2.0)
+        with (folder / EVENTS_FILE).open("r+b") as file:
+            file.write(b"?")  # what was read is read no more
+        with (folder / EVENTS_FILE).open("ab") as file:
+            file.write(b"torn\n" + msgspec.json.encode(phases[2]) + b"\n")
+        write_steps(folder, 4)
+        viewed.look()
+        seen = records.runs["before"]
+        assert (seen.version, seen.outcome, seen.started_s, seen.ended_s) == (4, "failed", 1.0, 3.0)
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import AsyncMock, Mock
 from urllib.parse import quote
 
@@ -24,6 +26,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.errors import RunError
 from asyncrl.observe.metrics import METRICS
+from asyncrl.observe.sinks import MetricsRow
 from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, SecondReport, set_behind
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
@@ -32,6 +35,7 @@ from asyncrl.serve.machine import Machine
 from asyncrl.serve.reading import MOST_CHUNK_BYTES, MOST_SERIES, SUMS_FILE, json_response, stream
 from asyncrl.serve.records import DATABASE, ROLES, Records, RunRecord
 from asyncrl.serve.routes import Service
+from tests.builders import write_rows
 from tests.virtual_clock import VirtualClock
 
 
@@ -291,14 +295,14 @@ async def test_lines_of_all_processes_come_by_time(service, client, tokens, tmp_
 async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, tmp_path, monkeypatch):
     checkpoints, base = service.records.run_folder("r") / "checkpoints", tmp_path / "base.safetensors"
     base.write_bytes(os.urandom(MOST_CHUNK_BYTES + 700))
-    for name in ("step-000001", "step-000002", ".partial-step-000003"):
+    for name in ("step-999950", "step-1000000", "step-odd", ".partial-step-1000001"):
         (checkpoints / name / "trainer").mkdir(parents=True)
         (checkpoints / name / "trainer" / "state.json").write_text(name)
         (checkpoints / name / "empty").touch()
         (checkpoints / name / "model.safetensors").symlink_to(base)
     async with Server(str(client.make_url("")), tokens["operator"]) as server:
         got = await server.download("r", tmp_path / "into")
-        assert (got, (got / "trainer" / "state.json").read_text()) == (tmp_path / "into" / "step-000002", "step-000002")
+        assert (got, (got / "trainer" / "state.json").read_text()) == (tmp_path / "into" / "step-1000000", "step-1000000")
         assert (got / "model.safetensors").read_bytes() == base.read_bytes()
         assert {line.partition("  ")[2] for line in (got / SUMS_FILE).read_text().splitlines()} == {
             "empty", "model.safetensors", "trainer/state.json"
@@ -307,8 +311,8 @@ async def test_a_checkpoint_comes_whole_or_not_at_all(service, client, tokens, t
             await server.download("r", tmp_path / "into")
         monkeypatch.chdir(tmp_path)
         (tmp_path / "other").mkdir()
-        assert (await server.download("r", "other/../into", checkpoint="step-000001")).name == "step-000001"
-        for name in ("step-000009", ".partial-step-000003", "..", "%2e%2e%2fkeys"):
+        assert (await server.download("r", "other/../into", checkpoint="step-999950")).name == "step-999950"
+        for name in ("step-000009", ".partial-step-1000001", "..", "%2e%2e%2fkeys"):
             with pytest.raises(RunError):
                 await server.download("r", tmp_path / "other", checkpoint=name)
     assert not list((tmp_path / "other").iterdir())
@@ -482,22 +486,24 @@ def complaints(text):
 async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     values = {"reward/mean": 0.5, "reward_mean": 2.0, 'a"b\nc{}': 1.0, "staleness/max": 1e300}
     torn = '{"metrics": {"reward/mean": null}}\n{"metrics": {"x": "y"}}\n\xff{'
-    evaluated = '{"step": 6, "time_s": 1.0, "metrics": {"eval/accuracy": 0.25, "staleness/max": 3.0}}'
+    evaluated = '{"step": 5, "time_s": 1.0, "metrics": {"eval/accuracy": 0.25}}'
+    before = {"reward/mean": 0.0, "staleness/max": 7.0, "staleness/histogram/7": 1.0, "eval/reward_mean": 0.125}
     for number, (run, last) in enumerate((("live", evaluated), ("torn", torn))):
         service.records.put_run(RunRecord(id=run, number=2 + number, state="live", project='a"b\\c', version=7))
         (service.records.run_folder(run) / "metrics.jsonl").write_text(
-            json.dumps({"step": 6, "time_s": 1.0, "metrics": values}) + "\n" + last
+            "".join(json.dumps({"step": 6, "time_s": 1.0, "metrics": row}) + "\n" for row in (before, values)) + last + "\n"
         )
     service.records.put_run(RunRecord(id="wide", number=4, state="live", project="\x00\r\n<b>"))
     many = {f"m{number}": 0.0 for number in range(MOST_SERIES + 7)}
-    (service.records.run_folder("wide") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": many}))
+    write_rows(service.records.run_folder("wide") / "metrics.jsonl", MetricsRow(6, 1.0, many))
     service.records.put_run(RunRecord(id="all", number=5, state="live"))
     every = {name.replace("*", "x"): 1.0 for name in METRICS}
     assert len(every) < MOST_SERIES
-    (service.records.run_folder("all") / "metrics.jsonl").write_text(json.dumps({"step": 6, "time_s": 1.0, "metrics": every}))
+    write_rows(service.records.run_folder("all") / "metrics.jsonl", MetricsRow(6, 1.0, every))
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
-    for name, value in (("reward_mean", 0.5), ("eval_accuracy", 0.25), ("staleness_max", 3.0)):  # of both rows, the newer value
+    for name, value in (("reward_mean", 0.5), ("eval_accuracy", 0.25), ("eval_reward_mean", 0.125), ("staleness_max", 1e300)):
         assert f'asyncrl_{name}{{run="live",project="a\\"b\\\\c"}} {value}' in text
+    assert not re.search('asyncrl_staleness_histogram{run="live"', text)  # of a step that is over
     assert 'asyncrl_serve_runs{state="live"} 4' in text
     assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 7.0' in text
     families = [line.split()[2] for line in text.split("\n") if line.startswith("# TYPE")]
@@ -558,6 +564,24 @@ async def test_values_that_no_config_can_hold_are_no_change(service, client, tok
         body = msgspec.msgpack.encode({"values": {"learner.learning_rate": value}})
         answer = await client.post("/v1/runs/r/change", headers=bearer(tokens["operator"]), data=body)
         assert answer.status == status, value
+
+
+async def test_ledgers_that_take_long_hold_up_nothing_else(service, client, tokens):
+    folder = service.records.run_folder("r")
+    (folder / "logs").mkdir()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)) as ledger:
+        for held in ("PRAGMA journal_mode = WAL", "PRAGMA locking_mode = EXCLUSIVE", "CREATE TABLE t (x)"):
+            ledger.execute(held)  # whoever reads it waits
+        headers = bearer(tokens["operator"])
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(client.get("/v1/runs/r/ledger", headers=headers)) for _ in range(3)]
+            for _ in range(3):
+                async with asyncio.timeout(20):
+                    assert (await client.get("/v1/runs/r/logs", headers=headers)).status == 200
+            assert not any(one.done() for one in asking)
+            ledger.close()
+    assert [one.result().status for one in asking] == [503, 503, 503]  # it is no ledger
 
 
 async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service, client, tokens):

@@ -39,6 +39,17 @@ def test_a_version_that_cannot_be_written_is_told_at_once_and_may_be_published_a
     publisher.close()
 
 
+def test_a_version_whose_snapshot_broke_off_may_be_published_again(tmp_path):
+    announced = []
+    publisher = Publisher(BroadcastConfig(medium=FilesMedium()), tmp_path, announced.append, VirtualClock())
+    publisher.publish(1, {"w": torch.ones(5)})
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        publisher.publish(2, {"w": torch.ones(5, device="meta")})
+    publisher.publish(2, {"w": torch.ones(5)})
+    publisher.close()
+    assert announced[-1].version == 2
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_publisher_whose_thread_broke_says_so_from_then_on(tmp_path):
     def refuse(available):

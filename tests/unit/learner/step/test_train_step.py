@@ -160,7 +160,7 @@ def test_an_adaptive_coefficient_is_refused_where_the_loss_gives_no_estimate_to_
     assert kit.same(before, model.parameters())
 
 
-def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
+def test_auto_picks_from_what_was_measured_and_says_when_it_changes_to_and_fro(kit):
     config = kit.config({"kind": "auto"})
     train_state, samples = kit.train_state(kit.model(), config), kit.samples()
     first = train_step(train_state, kit.batch(samples), config)
@@ -176,6 +176,12 @@ def test_auto_picks_from_what_was_measured_and_says_when_it_changes(kit):
     assert "kl/mean" in (far[0].recipe_reason + far[1].recipe_reason)
     again = train_step(train_state, kit.batch(samples, step=3), config)
     assert again.recipe_reason == ""
+    for _ in range(2):  # what the first of them measures is what the second chooses by
+        for sample, logprobs in zip(samples, kit.plain_logprobs(train_state.model, samples), strict=True):
+            sample["logprobs"] = logprobs.detach().numpy() - np.float32(1e-4)
+        near = train_step(train_state, kit.batch(samples), config)
+    assert "near instead of far" in near.recipe_reason
+    assert near.metrics["ratio/high_fraction"] == 0.0
 
 
 def test_what_reads_the_current_policy_follows_it_beside_a_correction_planned_over_the_update(kit):

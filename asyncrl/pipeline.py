@@ -62,6 +62,7 @@ from asyncrl.residency.plan import SWAP_FOLDER
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.task import warm_start_examples
 from asyncrl.transport.protocol import Connection, Lane, new_hello
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
@@ -263,7 +264,7 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
         try:
             launcher = RankLauncher(config, start_rank)
             worker = LearnerWorker(config, run_folder, connection, clock, publisher.publish, launcher)
-            await worker.run(lambda: list(task.worked_examples), task.alphabet)
+            await worker.run(lambda: warm_start_examples(task, config.seed), task.alphabet)
         finally:
             publisher.close()
 

@@ -49,7 +49,7 @@ from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 from asyncrl.schema.status import Released
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.task import PromptSequence
+from asyncrl.tasks.task import PromptSequence, warm_start_examples
 from asyncrl.user_code import checked
 from asyncrl.weights.publisher import Publisher
 
@@ -214,7 +214,9 @@ class Session:
     async def _start(self) -> None:
         loop, folder, config = asyncio.get_running_loop(), self.run.run_folder, self.config
         task = await asyncio.to_thread(build_task, config.task, config.seed)
-        policy = await self._on_thread(lambda: load_or_make(config, folder, lambda: list(task.worked_examples), task.alphabet))
+        policy = await self._on_thread(
+            lambda: load_or_make(config, folder, lambda: warm_start_examples(task, config.seed), task.alphabet)
+        )
         waiting, group_ids = (await self.run.status()).version, policy.saved.group_ids
         # Where the run ended before it heard of the newest step, the ledger has the groups of that step as taken.
         is_untold = policy.version == waiting + 1 and any(
@@ -256,10 +258,17 @@ class Session:
             n: Members of each group; None: `algorithm.group_size`.
             max_new_tokens: Of each member, at most the config's; None: the config's.
             is_followed: The stream's `progress` gives the tokens of its next group as they come.
+
+        Raises:
+            ConfigError: `n` or `max_new_tokens` cannot be, or groups of `n` lack the greedy sample of `remax`.
         """
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
+        algorithm = self.config.algorithm
+        if n is not None and n <= algorithm.group_size and algorithm.has_greedy_baseline:
+            why = f"has a greedy sample as member {algorithm.group_size} of each group, and groups of n = {n} would lack it"
+            raise ConfigError(f"algorithm.advantage = 'remax' {why}: leave n out, or choose another advantage")
         _ = self._ready
         window = (self.config.buffer.max_staleness + 2) * self.config.algorithm.groups_per_step
         return GroupStream(

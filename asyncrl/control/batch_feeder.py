@@ -73,7 +73,9 @@ class BatchFeeder:
         self._incarnation = 0
         self._deaths: Counter[int] = Counter()
         """Of learners, by the step they had in hand."""
-        self._outside_started_s = 0.0
+        self._outside_started_s = self._outside_waited_s = 0.0
+        self._outside_done_s: float | None = None
+        """When the outside learner reported its newest step as trained."""
         self._outside_turn = asyncio.Lock()
         if config.learner.kind != "builtin":
             state = self._buffer.state
@@ -192,6 +194,10 @@ class BatchFeeder:
                 cannot be trained.
         """
         async with self._outside_turn:
+            # A driven learner asks for a step once it has waited for the groups, any other to wait for them.
+            idle_from_s, is_again = self._outside_done_s, self.next_step > self.version
+            if idle_from_s is not None and not group_ids:
+                idle_from_s = self._clock.now()
             while group_ids and self._held and not ending.is_set():  # of a paused run nothing is set aside
                 await self._woken()
             if ending.is_set():
@@ -211,7 +217,9 @@ class BatchFeeder:
             while not ending.is_set():
                 if not self._held and (taken := await self._take(self.next_step, group_ids)) is not None:
                     self.next_step = taken.step + 1
-                    self._outside_started_s = self._clock.now()
+                    self._outside_started_s = now = self._clock.now()
+                    if not is_again:  # since then it has tried to train the step
+                        self._outside_waited_s = 0.0 if idle_from_s is None else now - idle_from_s
                     return GroupsTaken(taken.step, taken.groups, taken.params.mask_below)
                 if group_ids and not self._held:
                     reason, self.waiting = self.waiting, ""
@@ -234,7 +242,8 @@ class BatchFeeder:
         """
         if step != self.version or self.next_step != step + 1:
             raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self.next_step}")
-        return StepDone(step, step + 1, metrics, self._outside_started_s, now)
+        self._outside_done_s = now
+        return StepDone(step, step + 1, metrics, self._outside_started_s, now, self._outside_waited_s)
 
 
 def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ranks: RankPlan, replay: bool = False) -> StepBatch:

@@ -266,6 +266,8 @@ class Dispatcher:
             is_awaited = bool(freed)
             if is_awaited and self.evaluation is not None:
                 self.evaluation.take_failure(failure.group_id, failure.index, generator)
+                if not generator.startswith(JOINED_PREFIX):  # what fails at a joined one is tried again elsewhere
+                    self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
             self._note_guest(generator, why)
         else:
             receipt = self.buffer.add_failure(failure, self._clock.now())

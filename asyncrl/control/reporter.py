@@ -81,14 +81,15 @@ class Reporter:
         self._seconds_file: st.JsonLines[st.SecondReport] = st.JsonLines(run_folder / st.SECONDS_FILE, MOST_SECONDS_BYTES)
         self._staleness: dict[int, dict[str, float]] = {}
         self._published_s: dict[int, float] = {}
-        self._sync_ms: dict[str, float] = {}
+        self._live: dict[str, dict[str, float]] = {}
+        """Of each generator: newest of what it told of versions that it took, by metric."""
         self._swapped = -1
         """Newest version that every generator has had, or a newer one."""
         self._lost: Counter[str] | None = None
         """Groups that were dropped without intent, or failed, by reason, as of the newest second; None before the first."""
         self._in_burst = False
         self._told: dict[str, float] = {}
-        """Newest of what messages told of weights and checkpoints, by metric."""
+        """Newest of what the learner told of weights and checkpoints, by metric."""
         self._scoring: tuple[float, int] = (0.0, 0)
         """Seconds of judging and samples judged since the last step."""
         self.deaths: Counter[str] = Counter()
@@ -155,16 +156,17 @@ class Reporter:
     def note_live(self, live: VersionLive, peers: Peers) -> None:
         """Record that a generator has swapped; warn where its engine and the learner do not agree."""
         published_s = self._published_s.get(live.version, live.live_s)
-        self._sync_ms[live.generator] = (live.live_s - published_s) * 1000
+        figures = self._live.setdefault(live.generator, {})
+        figures["weights/sync_ms"] = (live.live_s - published_s) * 1000
+        figures["weights/fetch_ms"], figures["weights/swap_ms"] = live.fetch_ms, live.swap_ms
+        if live.probe_error >= 0:
+            figures["weights/probe_error"] = live.probe_error
         swapped = min((peer.live_version for peer in peers.of("generator") if peer.num_slots), default=-1)
         if swapped > self._swapped:
             self._swapped, after_s = swapped, live.live_s - self._published_s.get(swapped, live.live_s)
             self.note_event(
                 "swap", live.generator, f"the last to have it, {after_s * 1000:.0f} ms after it was published", swapped
             )
-        self._told["weights/fetch_ms"], self._told["weights/swap_ms"] = live.fetch_ms, live.swap_ms
-        if live.probe_error >= 0:
-            self._told["weights/probe_error"] = live.probe_error
         self.spans.write(*sp.spans_of(live))
         tolerance = self._config.probe_tolerance
         if live.probe_error > tolerance:
@@ -182,7 +184,7 @@ class Reporter:
         """Forget what the counters of a process said that is gone."""
         self._idle.pop(name, None)
         self._idle_of_second.pop(name, None)
-        self._sync_ms.pop(name, None)
+        self._live.pop(name, None)
 
     def note_evaluation(self, report: st.EvalReport) -> None:
         """Record an evaluation."""
@@ -257,12 +259,16 @@ class Reporter:
         elapsed_s = max(now - self._last_step_s, 1e-9)
         counts, generators = dispatcher.buffer.counts(), peers.of("generator")
         by_name = {"dropped": counts.dropped, "failed": counts.failed, "deaths": self.deaths}
+        largest: dict[str, float] = {}
+        for figures in self._live.values():
+            for name, value in figures.items():
+                largest[name] = max(value, largest.get(name, value))
         return finite({
             **trained,
             **self._staleness.pop(done.step, {}),
             **self._told,
             **({"time/score_mean_s": self._scoring[0] / self._scoring[1]} if self._scoring[1] else {}),
-            **({"weights/sync_ms": max(self._sync_ms.values())} if self._sync_ms else {}),
+            **largest,
             "throughput/tokens_per_sec": tokens / elapsed_s,
             "throughput/learner_tokens_per_sec": tokens / max(done.finished_s - done.started_s, 1e-9),
             "throughput/trained_tokens_per_sec": trained.get("data/trained_tokens", 0.0) / elapsed_s,

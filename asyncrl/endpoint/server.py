@@ -65,7 +65,7 @@ class Endpoint:
 
     Raises:
         ConfigError: A name in `ignored` is none of those, `api_key`, `port` or `unrewarded_s` cannot be, or the algorithm drops
-            groups by their rewards (`dynamic_sampling`, DPO).
+            groups by their rewards or lengths (`dynamic_sampling`, DPO, `mask_truncated`) or needs a greedy sample (`remax`).
 
     Example:
         >>> async with asyncrl.Endpoint(session) as endpoint:  # doctest: +SKIP
@@ -90,6 +90,11 @@ class Endpoint:
         if screen.drop_equal or screen.preference is not None:
             why = "drop groups by their rewards, and those of an endpoint come later"
             raise ConfigError(f"algorithm.dynamic_sampling and kind = 'dpo' {why}: take neither")
+        if screen.mask_truncated:
+            raise ConfigError("algorithm.mask_truncated drops a request whose choices are all cut off: set it to false")
+        if screen.greedy_index >= 0:
+            why = "needs a greedy sample in each group, and a request's choices have none"
+            raise ConfigError(f"algorithm.advantage = 'remax' {why}: choose another, 'rloo' say")
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port must be 0 to 65535, got {port}")
         self.base_url = ""

@@ -5,6 +5,8 @@ A bfloat16 learner keeps float32 masters (learner/optim/master_weights.py). No t
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,12 +29,23 @@ def hardware_format(device: str) -> tuple[str, str]:
 
 
 def ask_driver(query: str, gpu: int | None = None) -> str:
-    """Return what nvidia-smi says of a GPU, or of all of them, a line each; nothing where there is none."""
+    """Return what nvidia-smi says of a GPU, by torch's number, or of all of them, a line each; nothing where there is none."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return ""
-    command = [tool, *([] if gpu is None else [f"--id={gpu}"]), f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    of_one = [] if gpu is None else [f"--id={driver_id(gpu)}"]
+    command = [tool, *of_one, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
     return "" if done.returncode else done.stdout.strip()
+
+
+def driver_id(gpu: int) -> str:
+    """Return what nvidia-smi calls a GPU of this number: CUDA_VISIBLE_DEVICES counts anew those that it names.
+
+    It does not know what else may stand there (a part of a UUID, a MIG device): then the number stays.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = visible[gpu].strip() if gpu < len(visible) else ""
+    return named if re.fullmatch(r"[0-9]+|GPU-[0-9a-f-]{36}", named) else str(gpu)
 
 
 def format_of_cpu(cpuinfo: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ DISK, MEMORY, HELD, MADE = "disk/free_gb", "memory/available_gb", "memory/reside
 FIRST = 20
 """Steps from which a run's own pace is known."""
 START = 10
-"""Steps over which the entropy that a run began with is the median."""
+"""Steps over which the entropy and the reward that a run began with are medians."""
 STALL_S, STALL_STEPS = 30.0, 3
 """An open step is no stall before so many seconds, nor before so many steps have shown how long one takes."""
 
@@ -210,7 +210,7 @@ class Alarms:
         self._looks: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=LOOKS))
         """By metric: when, and how much there was."""
         self._best_accuracy, self._reward_then = 0.0, math.inf
-        """Held-out, and the median reward as it was reached."""
+        """Held-out, and the median reward as it was reached; infinite: no step was done by then."""
         self._accuracy: float | None = None
         self._hollow = 0
         """Evaluations in a row in which the reward was higher and the accuracy a tenth lower."""
@@ -223,6 +223,8 @@ class Alarms:
     def take(self, report: StepReport) -> list[Alarm]:
         """Take a step in; return the alarms that it raises or ends."""
         self._steps.append(report)
+        if len(self._steps) >= START and self._accuracy is not None and math.isinf(self._reward_then):
+            self._reward_then = self._reward()
         self._least = min(self._least, report.metrics.get("reward/min", report.reward_mean))
         self._most = max(self._most, report.metrics.get("reward/max", report.reward_mean))
         if len(self._probes) < 5 and "weights/probe_error" in report.metrics:

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -115,7 +115,7 @@ class WandbSink:
             name=config.name,
             dir=str(run_folder),
             mode="online" if config.observe.wandb == "online" else "offline",
-            config=msgspec.to_builtins(config),
+            config=_without_secrets(config),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
         )
         self._run.define_metric("version")
@@ -238,6 +238,15 @@ def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> d
     """Return what holds after a row of metrics: an evaluation's adds to what is there, a step's replaces all but `eval/*`."""
     is_of_step = any(not name.startswith("eval/") for name in values)
     return {**{name: value for name, value in before.items() if not is_of_step or name.startswith("eval/")}, **values}
+
+
+def _without_secrets(config: RunConfig) -> dict[str, Any]:
+    """Return a config as plain values, with blanks for what others must not read: a webhook, values of environment variables."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    plain["observe"]["webhook"] = ""
+    if environment := plain["launch"].get("environment"):
+        environment["env_vars"] = dict.fromkeys(environment["env_vars"], "")
+    return plain
 
 
 def label_text(value: str) -> str:

@@ -29,6 +29,7 @@ CONTEXT_BYTES = 1.0e9
 LOGPROB_CHUNK_TOKENS = 512
 MIN_CACHED_SEQUENCES = 8
 """An engine whose cache holds fewer of the longest samples is not worth starting."""
+LEAST_CACHE = "KV cache (least)"
 MAX_GPUS_SEARCHED = 4096
 MAX_ADVICE = 6
 DECODE_BANDWIDTH_SHARE = 0.6
@@ -86,13 +87,12 @@ def activations(question: Question, model: ModelShape) -> float:
     return sum(row.values())
 
 
-def engine_memory(question: Question, tensor_parallel: int) -> tuple[Components, float]:
-    """Return an engine's components on one GPU, with the least useful cache, and the bytes left there for all of its cache."""
-    model, device = question.model, question.cluster.accelerator
+def engine_memory(question: Question, tensor_parallel: int) -> Components:
+    """Return an engine's components on one GPU, with the least useful cache."""
+    model = question.model
     weights = (model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel
     least = MIN_CACHED_SEQUENCES * question.max_sequence_tokens * 2 * model.cached_values / tensor_parallel
-    parts: Components = {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, "KV cache (least)": least}
-    return parts, device.memory_bytes * question.memory_share - weights - ENGINE_OVERHEAD_BYTES
+    return {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, LEAST_CACHE: least}
 
 
 def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int) -> list[GPUMemory]:
@@ -104,7 +104,7 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             on_gpu, in_host = training_state(question, model, num_training_gpus, is_policy=name == "policy")
             trained |= {f"{name} {part}": size for part, size in on_gpu.items()}
             host |= {f"{name} {part}": size for part, size in in_host.items()}
-    engine, _ = engine_memory(question, tensor_parallel)
+    engine = engine_memory(question, tensor_parallel)
     share = question.bytes_per_weight / num_training_gpus
     frozen: Components = {}
     if question.has_reference:
@@ -134,6 +134,14 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             return [GPUMemory("all", phases, away)]
         case "async_hybrid":
             return [GPUMemory("all", {"train": trained | frozen | step | engine}, host)]
+
+
+def cache_bytes(question: Question, tensor_parallel: int) -> float:
+    """Return what is left of one GPU for the cache of its engine, beside all else that lies there while it generates."""
+    phases = gpu_memory(question, tensor_parallel, question.cluster.num_gpus)[0].phases
+    parts = phases["train" if question.placement == "async_hybrid" else "rollout"]
+    beside = sum(size for name, size in parts.items() if name != LEAST_CACHE)
+    return question.cluster.accelerator.memory_bytes * question.memory_share - beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +320,9 @@ def engine_speed(question: Question, tensor_parallel: int, most_sequences: float
     A decode step reads the weights that its tokens meet and the cache of every sequence, or computes, whichever is longer.
     """
     model, device = question.model, question.cluster.accelerator
-    _, cache_bytes = engine_memory(question, tensor_parallel)
     context = question.prompt_tokens + question.response_tokens / 2
     per_sequence = context * 2 * model.cached_values / tensor_parallel
-    batch = max(1, int(min(cache_bytes / per_sequence, MAX_SEQUENCES, most_sequences)))
+    batch = max(1, int(min(cache_bytes(question, tensor_parallel) / per_sequence, MAX_SEQUENCES, most_sequences)))
     weights: float = model.active_parameters
     if model.num_experts:  # those that no token of the batch meets are not read
         asked = model.experts_per_token / model.num_experts

@@ -193,7 +193,7 @@ class TensorComponent:
         """Return new memory that holds the bytes; where it cannot be had, nothing has changed."""
         try:
             taken = self._device.take([block.num_bytes for block in self._blocks], on_host=on_host)
-        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:  # torch says a plain RuntimeError where host memory is full
             raise ResidencyError(f"no room for {self.name} ({self.num_bytes / 2**30:.3f} GiB): {error}") from error
         pairs = zip(self._contents(), taken, strict=True)
         if self.residence in {"device", "host"}:

@@ -99,6 +99,8 @@ class ResidencyManager:
                 began_s = self._clock.now()
                 self._components[move.component].move(move.after)
                 done.append(msgspec.structs.replace(move, seconds=self._clock.now() - began_s))
+            if number != OWN_SWITCH and self._phases[phase].gives_back:  # gradients and activations are no components
+                self._device.give_back()
         except ResidencyError as error:
             held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
             raise type(error)(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error

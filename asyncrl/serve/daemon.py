@@ -81,7 +81,7 @@ async def serve(options: ServeOptions) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         names = {"localhost", "127.0.0.1", "[::1]", host, *options.allow_hosts}
         service = Service(records, keeper, Guard(records, names, clock, key.read_bytes()), clock, options.code_roots)
-        service.show_samples = options.show_samples
+        service.show_samples, service.behind_proxy = options.show_samples, options.behind_proxy
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each reader of a stream has a descriptor, and each run some
         undo.callback((options.folder / URL_FILE).unlink, missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config.generate import gpu_of
 from asyncrl.config.places import places_of
@@ -41,11 +42,14 @@ def machine() -> Machine:
 def demand_of(config: RunConfig, there: Machine) -> Demand:
     """Return what a run takes: every GPU that one of its processes names, a core for each of its threads, host memory.
 
-    More threads than the machine has cores count as all of its cores.
+    Of generators that come and go the most that there may be are counted. More threads than the machine has cores count as all of
+    its cores.
 
     Raises:
         ConfigError: A model's folder cannot be read.
     """
+    if (elastic := config.launch.elastic) is not None:
+        config = replace(config, generate=replace(config.generate, num_workers=elastic.max_generators))
     planned = plan_processes(config)
     threads = sum(num_threads(config, item.kind) * (config.learner.ranks if item.kind == "learner" else 1)
                   for item in planned if item.kind != "reward")  # fmt: skip

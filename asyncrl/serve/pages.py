@@ -97,12 +97,15 @@ class Pages:
         guard: Gives cookies.
         is_over: Whether nothing more will come of a run; of none: at all.
         read_only: No orders are taken.
+        behind_proxy: Browsers speak TLS with a proxy, which this process does not see.
     """
 
     def __init__(
-        self, records: Records, keeper: Keeper, guard: Guard, is_over: Callable[[str], bool], *, read_only: bool
+        self, records: Records, keeper: Keeper, guard: Guard, is_over: Callable[[str], bool], *, read_only: bool,
+        behind_proxy: bool = False,
     ) -> None:  # fmt: skip
         self._records, self._keeper, self._guard, self._is_over, self._read_only = records, keeper, guard, is_over, read_only
+        self._behind_proxy = behind_proxy
         self._timelines: dict[str, Timeline] = {}
         self._newest: dict[str, tuple[int, str, StepSeen | None]] = {}
         """By run, version and state of its record, and its newest step then."""
@@ -127,7 +130,8 @@ class Pages:
             raise ForbiddenError(401, "this is no token of the daemon")
         response = json_response({"name": who.name, "role": who.role})
         name, cookie = cookie_name(request), self._guard.cookie(who)
-        response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure)
+        secure = request.secure or self._behind_proxy
+        response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=secure)
         return response
 
     def logout(self, request: web.Request) -> web.Response:

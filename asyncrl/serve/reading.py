@@ -23,7 +23,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import MetricsRow, label_text, newest_values, render_prometheus
-from asyncrl.observe.steps import MOST_READ_BYTES, newest_rows, read_steps
+from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, EvalReport, newest_rows, read_steps
 from asyncrl.serve.guard import ForbiddenError
 from asyncrl.serve.records import PRIVATE, Records
 
@@ -206,9 +206,14 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
     newest: dict[str, dict[str, float]] = {}
     for run in runs:
         if run.state == "live":
-            seen: dict[str, float] = {}
-            for row in reversed(list(newest_rows(records.run_folder(run.id) / "metrics.jsonl", MetricsRow))):
+            seen, folder = dict[str, float](), records.run_folder(run.id)
+            for row in reversed(list(newest_rows(folder / "metrics.jsonl", MetricsRow))):
                 seen = newest_values(seen, row.metrics)
+            # The end of metrics.jsonl has no evaluation where the newest is many steps ago.
+            if (evaluated := next(newest_rows(folder / EVAL_FILE, EvalReport), None)) is not None:
+                seen["eval/reward_mean"] = evaluated.reward_mean
+                if evaluated.accuracy is not None:
+                    seen["eval/accuracy"] = evaluated.accuracy
             values = sorted(seen.items())
             own = dict(zip(OWN_METRICS, (run.version, max(0, len(values) - MOST_SERIES)), strict=True))
             newest[f'run="{label_text(run.id)}",project="{label_text(run.project)}"'] = {**dict(values[:MOST_SERIES]), **own}

@@ -97,6 +97,8 @@ class Service:
     """To every viewer; else to operators."""
     read_only: bool = False
     """Answers what is asked, and takes no orders (`asyncrl view`)."""
+    behind_proxy: bool = False
+    """A proxy in front does TLS."""
     answered: dict[int, int] = field(default_factory=dict)
     """Requests by status."""
     _asking: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
@@ -106,7 +108,9 @@ class Service:
 
     def routes(self) -> list[Route]:
         """Return every route there is."""
-        page = Pages(self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only)
+        page = Pages(
+            self.records, self.keeper, self.guard, self.is_over, read_only=self.read_only, behind_proxy=self.behind_proxy
+        )
         run, known = "/v1/runs/{run}", self.records.runs
         steps, events = partial(self.follow, STEPS_FILE, "step", "step"), partial(self.follow, EVENTS_FILE, "seq", "event")
         reads_text = "viewer" if self.show_samples else "operator"

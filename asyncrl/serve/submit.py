@@ -20,7 +20,7 @@ from asyncrl.config.check import Fault, faults_in
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.live import changed
-from asyncrl.config.load import faults_beside, find_config, lay_over, leaves_of, read_toml, set_value, take_values
+from asyncrl.config.load import SHIPPED, faults_beside, lay_over, leaves_of, read_toml, set_value, take_values
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.tools.inputs import start_faults, user_functions
@@ -200,8 +200,9 @@ def _check_depth(table: Any, left: int = MOST_DEPTH) -> None:  # noqa: ANN401 - 
 
 def _shipped(name: str) -> dict[str, Any]:
     """Return a shipped config; nothing else on this machine can be named."""
-    path = find_config(name) if len(name) <= MOST_NAME_CHARS else Path("/")
-    if ".." in Path(name).parts or not path.is_relative_to(find_config("quickstart").parent):
+    files = {path.relative_to(SHIPPED).as_posix(): path for path in SHIPPED.rglob("*.toml")}
+    path = files.get(name.removeprefix("configs/").removesuffix(".toml") + ".toml")
+    if path is None:
         short = name[:MOST_NAME_CHARS]
         raise ConfigError(f"{short!r} is not the name of a shipped config; send your own as TOML text, or its tables as JSON")
     return read_toml(path)
@@ -211,9 +212,14 @@ def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[st
     """Return what a config would have run that lies outside the code roots, and why not."""
     refused, roots = [], ", ".join(map(str, code_roots)) or "none is set (serve --code-root)"
     if config.trusts_code and isinstance(config.model, PretrainedModel):
-        critic = config.algorithm.critic.path if config.algorithm.critic else ""
-        folders = {"model.path": config.model.path, "generate.model_folder": config.generate.model_folder,
-                   "algorithm.critic.path": critic}  # fmt: skip
+        critic, reference = config.algorithm.critic, config.algorithm.reference
+        # A reference on a worker runs none of its code.
+        is_loaded = config.algorithm.needs_reference and reference.where == "learner"
+        folders = {
+            "model.path": config.model.path, "generate.model_folder": config.generate.model_folder,
+            "algorithm.critic.path": critic.path if critic else "",
+            "algorithm.reference.path": reference.path if is_loaded else "",
+        }  # fmt: skip
         refused += [
             (path, f"{field}, by model.trust_remote_code: only code below the daemon's code roots is run: {roots}")
             for field, path in folders.items() if path and not _is_inside(path, code_roots)

@@ -106,7 +106,8 @@ def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
     else:
         held_out, train = pool[: config.held_out], pool[config.held_out :]
     if not train:
-        taken = f"{len(shots)} shots and {len(held_out)} held out; lower task.held_out or task.shots"
+        instead = "take problems out of task.held_out_path" if config.held_out_path else "lower task.held_out"
+        taken = f"{len(shots)} shots and {len(held_out)} held out; {instead} or lower task.shots"
         raise ConfigError(f"{config.path}: {len(pool) + len(shots)} distinct problems leave none to train on after {taken}")
     opening: Messages = (ChatMessage("system", config.system_prompt),) if config.system_prompt else ()
     for problem, solution in shots:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from asyncrl.config.run import AdditionTask, JsonlTask, PreferencesTask, PythonTask, ReasoningGymTask, TaskConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, kind_of
 from asyncrl.schema.samples import ChatMessage, Prompt, derive_seed
 from asyncrl.tasks.json_lines import build_jsonl, build_preferences
 from asyncrl.tasks.task import ComputedSequence, TaskData, alphabet_of
@@ -114,15 +117,38 @@ def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: d
 def build_python(config: PythonTask, seed: int) -> TaskData:
     """Call the user's function with the run's seed.
 
+    The prompts of a list or tuple are checked now, those of any other sequence whenever they are read.
+
     Raises:
-        ConfigError: The path names no function, it raised, or it returned something other than a usable TaskData.
+        ConfigError: The path names no function, it raised, it returned something other than a usable TaskData, or a prompt has a
+            field of another type than Prompt's.
     """
-    task = load_function(config.path, "task.path", TASK_ARGUMENTS)(seed)
+    function = load_function(config.path, "task.path", TASK_ARGUMENTS)
+    where = f"task.path {config.path!r}"
+    try:
+        task = function(seed)
+    except Exception as error:  # the boundary: whatever a user's function raises
+        raise ConfigError(f"{where} raised {kind_of(error)}: {error}") from error
     if not isinstance(task, TaskData):
-        raise ConfigError(f"task.path {config.path!r} must return asyncrl.tasks.task.TaskData, got {type(task).__name__}")
+        raise ConfigError(f"{where} must return asyncrl.tasks.task.TaskData, got {type(task).__name__}")
     if not task.train:
-        raise ConfigError(f"task.path {config.path!r} returned no prompts to train on")
-    return task
+        raise ConfigError(f"{where} returned no prompts to train on")
+
+    def checked(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        as_read = ComputedSequence[Prompt](len(prompts), lambda index: _as_it_travels(prompts[index], where))
+        return list(as_read) if isinstance(prompts, list | tuple) else as_read
+
+    return replace(task, train=checked(task.train), held_out=checked(task.held_out))
+
+
+def _as_it_travels(prompt: object, where: str) -> Prompt:
+    """Return a prompt as other processes read it. Types are looked at only there: a Prompt can be made of anything."""
+    if not isinstance(prompt, Prompt):
+        raise ConfigError(f"{where} must give prompts as asyncrl.schema.samples.Prompt, got {type(prompt).__name__}")
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: the prompt {prompt.prompt_id!r} cannot be used: {error}") from error
 
 
 BUILDERS: dict[type[TaskConfig], Callable[[Any, int], TaskData]] = {

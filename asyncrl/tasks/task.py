@@ -11,6 +11,7 @@ were ever issued) is all that a checkpoint has to remember; there is no last ind
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,8 @@ from asyncrl.schema.samples import Prompt, derive_seed
 
 T = TypeVar("T")
 ROUNDS = 6
+MOST_EXAMPLES = 200_000
+"""Worked examples that a warm start draws from."""
 _WORD = (1 << 64) - 1
 
 
@@ -67,6 +70,15 @@ def alphabet_of(prompts: Iterable[Prompt]) -> str:
     for prompt in prompts:
         characters.update(prompt.text, prompt.answer, *(message.content for message in prompt.messages))
     return "".join(sorted(characters))
+
+
+def warm_start_examples(task: TaskData, seed: int) -> list[tuple[str, str]]:
+    """Return the task's worked examples in order; of more than `MOST_EXAMPLES`, so many, drawn by `seed`."""
+    examples = task.worked_examples
+    if len(examples) <= MOST_EXAMPLES:
+        return list(examples)
+    drawn = random.Random(derive_seed(seed, "worked examples")).sample(range(len(examples)), MOST_EXAMPLES)
+    return [examples[index] for index in drawn]
 
 
 class PromptSequence:

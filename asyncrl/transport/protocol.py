@@ -22,6 +22,7 @@ is recognised by its number alone. Everything runs on one event loop; no tasks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import uuid
@@ -30,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrl.errors import CodecError, ConnectionClosed
+from asyncrl.errors import CodecError, ConnectionClosed, shown
 from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 from asyncrl.transport.packets import Item, Lane, Parcel
@@ -41,6 +42,7 @@ PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
 GOODBYE = "closed by the peer"
 """`closed_reason` where the other end has ended the connection in good order."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -156,7 +158,7 @@ class Connection:
         self._outbox_bytes = 0
         self._acked = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._is_scheduled = False
+        self._is_scheduled = self._has_warned = False
 
     async def send(self, message: Message, lane: Lane = Lane.DATA) -> None:
         """Queue `message`; wait while the lane's window is full.
@@ -282,7 +284,10 @@ class Connection:
             half.expected = seq + 1
             try:
                 message = decode(body, self.max_message_bytes)
-            except CodecError:
+            except CodecError as error:
+                if not self._has_warned:  # a peer that sends millions fills no log
+                    self._has_warned = True
+                    log.warning("a message from %s is left out, and later ones in silence: %s", self.peer.name, shown(str(error)))
                 self.refused["oversized" if len(body) > self.max_message_bytes else "malformed"] += 1
                 half.acks.append(seq)  # stepped over: its place in the sender's window is given back
                 self._pump_soon()

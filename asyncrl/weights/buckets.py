@@ -150,12 +150,15 @@ def gpu_for(kind: str, device: torch.device | None = None) -> torch.device:
 
 
 @contextlib.contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Compute on a stream of its own, behind what the learner has asked of its device so far."""
+def side_stream(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Compute on this stream, None: on a new one, behind what the learner has asked of its device so far.
+
+    torch caches freed memory by stream: work that comes again goes to the same one.
+    """
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device) if stream is None else stream  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield

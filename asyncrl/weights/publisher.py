@@ -150,6 +150,7 @@ class Publisher:
         self._ends: tuple[int, ...] = ()
         self._deltas: DeltaOffers | None = None
         self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
         self._flats: tuple[torch.Tensor, ...] = ()
         """The slots' memory, uint8 [total_bytes] each."""
         self._thread = threading.Thread(target=self._run, name="asyncrl-publisher", daemon=True)
@@ -216,6 +217,8 @@ class Publisher:
         self._device, self._ends = next(iter(named_tensors.values())).device, bucket_ends(manifest)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             self._flats = self._writer.open(manifest)
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._manifest = manifest
         if self._config.delta is not None:
             self._deltas = DeltaOffers(self._config.delta, self._writer, manifest)
@@ -261,7 +264,7 @@ class Publisher:
         assert self._manifest is not None
         flat, fingerprints = self._flats[slot], b""
         if self._config.medium.on_gpu:
-            with side_stream(self._device):
+            with side_stream(self._device, self._stream):
                 fingerprints = device_fingerprints(flat, self._ends, self._device)
         elif self._has_fingerprints:
             fingerprints = fingerprints_of(flat.numpy().data, self._ends)

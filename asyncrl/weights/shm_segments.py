@@ -39,14 +39,20 @@ def path_hash(run_folder: Path) -> str:
 
 
 def remove_leftover_segments(run_folder: Path) -> list[Path]:
-    """Unlink what dead learners of this run left behind, and what this process made itself; return the paths."""
+    """Unlink what dead learners of this run left behind, and what this process made itself; return the paths.
+
+    Files of another user stay: anybody may make some in shared memory, under any name, and nobody else may remove them.
+    """
     ours = segment_path(run_folder, "")
     files = sorted(ours.parent.glob(f"{ours.name}*"))
     in_use = {path for path in files if "." not in path.name and not _remove_unless_anothers(path)}
-    leftovers = [path for path in files if path.with_name(path.name.partition(".")[0]) not in in_use]
-    for path in leftovers:
-        path.unlink(missing_ok=True)
-    return leftovers
+    removed = []
+    for path in files:
+        if path.with_name(path.name.partition(".")[0]) not in in_use:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+    return removed
 
 
 def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
@@ -102,7 +108,7 @@ def disown(segment: Path) -> None:
 
 
 def _remove_unless_anothers(segment: Path) -> bool:
-    """Unlink a segment; return False where another process, alive, owns it."""
+    """Unlink a segment; return False where another process, alive, owns it, or another user."""
     if segment in _LOCKS:
         segment.unlink(missing_ok=True)
         return True
@@ -110,7 +116,7 @@ def _remove_unless_anothers(segment: Path) -> bool:
         file = segment.open("r+b")
     except FileNotFoundError:
         return True
-    except PermissionError:
+    except OSError:  # another user's, who may also have made a folder or a pipe of that name
         return False
     with file:
         try:
@@ -119,7 +125,10 @@ def _remove_unless_anothers(segment: Path) -> bool:
             return False
         except OSError:
             pass  # a file system without locks
-        segment.unlink(missing_ok=True)
+        try:
+            segment.unlink(missing_ok=True)
+        except PermissionError:
+            return False
     return True
 
 

@@ -34,7 +34,7 @@ from asyncrl.packing.tensors import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.sweep.results import code_now, machine_now
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.task import PromptSequence
+from asyncrl.tasks.task import PromptSequence, warm_start_examples
 
 HERE = Path(__file__).parent
 EVALUATE_EVERY = 20
@@ -142,7 +142,7 @@ def make_model(folder: Path) -> None:
     """Make the model that all cells start from: the warm start of seed 0, in `folder`/model."""
     config = load_config(HERE / "config.toml")
     task = build_task(config.task, config.seed)
-    load_or_make(config, folder, lambda: list(task.worked_examples), task.alphabet)
+    load_or_make(config, folder, lambda: warm_start_examples(task, config.seed), task.alphabet)
 
 
 def run_cell(cell: Cell, algorithm: dict[str, object], folder: Path) -> Outcome:

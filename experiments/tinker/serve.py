@@ -40,6 +40,7 @@ from asyncrl.errors import AsyncRLError, leaves
 from asyncrl.learner.model.sft_warmup import StartAbandoned
 from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.task import warm_start_examples
 
 POLL_S = 20.0
 """How long a client that asks for an answer is kept waiting; it asks again."""
@@ -397,7 +398,8 @@ async def serve(args: argparse.Namespace, config: RunConfig, folder: Path) -> No
         loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as tasks:
         futures, thread, task = Futures(tasks), ThreadPoolExecutor(1, "trainer"), build_task(config.task, config.seed)
-        make = partial(load_or_make, config, folder, lambda: list(task.worked_examples), task.alphabet, None, stop.is_set)
+        examples = partial(warm_start_examples, task, config.seed)
+        make = partial(load_or_make, config, folder, examples, task.alphabet, None, stop.is_set)
         name = args.model_name or config.name
         server = Server(config, name, await loop.run_in_executor(thread, make), futures, thread, stop.is_set)
         app = web.Application(middlewares=[guard(args.api_key)], client_max_size=MOST_BODY_BYTES)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -109,6 +110,26 @@ def test_a_fingerprint_is_the_same_on_the_gpu_and_on_the_cpu():
     gpu = torch.device("cuda:0")
     assert device_fingerprints(content, ends, gpu) == on_cpu
     assert device_fingerprints(content.to(gpu), ends, gpu) == on_cpu
+
+
+def test_all_versions_of_a_publisher_are_fingerprinted_on_one_stream(tmp_path, model_folder, monkeypatch):
+    """torch caches memory by stream: a new one for each version would keep the blocks of 32."""
+    streams, announced = list[int](), queue.SimpleQueue[WeightsAvailable]()
+
+    def noted(*arguments: Any) -> bytes:
+        streams.append(torch.cuda.current_stream().cuda_stream)
+        return device_fingerprints(*arguments)
+
+    monkeypatch.setattr("asyncrl.weights.publisher.device_fingerprints", noted)
+    model = AutoModelForCausalLM.from_pretrained(model_folder).to("cuda:0")
+    publisher = Publisher(BroadcastConfig(medium=CUDAIPCMedium()), tmp_path, announced.put, SystemClock())
+    for version in (1, 2, 3):
+        publisher.publish(version, dict(model.named_parameters()))
+        announced.get(timeout=TIMEOUT_S)
+    publisher.close()
+    assert len(streams) == 3
+    assert len(set(streams)) == 1
+    assert streams[0] != torch.cuda.default_stream().cuda_stream
 
 
 def test_the_snapshot_on_the_gpu_is_of_the_moment_it_was_taken(tmp_path, model_folder):

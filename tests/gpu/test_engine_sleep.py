@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.generate.transformers.model import SlotModel
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
+from asyncrl.weights.tensors import SharedTensors
 from tests.contract import engine_cases as cases
 
 SHAPE = {
@@ -30,3 +34,21 @@ async def test_device_memory_is_free_asleep_and_the_request_goes_on_after(tmp_pa
         assert await engine.score(PROBE) == before
         whole = await cases.collect(stream, first)
     assert whole.logprobs == pytest.approx(cases.reference_logprobs(model, cases.PROMPT, whole.token_ids), abs=1e-2)
+
+
+def test_memory_goes_to_the_driver_also_where_the_weights_are_the_learners(tmp_path: Path) -> None:
+    """As in hybrid; what torch has reserved is what the driver lacks."""
+    learner = cases.make_model(0, **SHAPE)
+    learner.save_pretrained(tmp_path)
+    named = {name: parameter.detach().cuda() for name, parameter in learner.named_parameters()}
+    manifest = make_manifest(named, "model", 8 << 20)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device="cuda")
+    copy_out(named, view_tensors(flat, manifest))
+    config = TransformersEngineConfig(num_slots=16, max_sequence_tokens=512, dtype="float32", device="cuda")
+    engine = SlotModel.load(tmp_path, config)
+    before, weights_bytes = torch.cuda.memory_reserved(), engine.weights.num_bytes
+    engine.load_weights(SharedTensors(manifest, flat))
+    after, cache_bytes = torch.cuda.memory_reserved(), engine.cache.num_bytes
+    assert before - after > 0.3 * weights_bytes
+    engine.sleep()
+    assert after - torch.cuda.memory_reserved() > 0.6 * cache_bytes

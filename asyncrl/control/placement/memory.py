@@ -21,9 +21,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from asyncrl.config.broadcast import CUDAIPCMedium
 from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.config.learner import ModelConfig, ScratchModel
-from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of
+from asyncrl.config.places import inference_shares_device, inference_takes_turns, places_of, with_chosen_medium
 from asyncrl.config.run import RunConfig
 from asyncrl.control.placement.limits import core_quota, most_generators, on_gpu, own_cores, shares_device, usable_cores
 from asyncrl.errors import ConfigError
@@ -41,6 +42,7 @@ from asyncrl.models.memory import (
 from asyncrl.models.number_format import ask_driver
 from asyncrl.residency.plan import GIB, WORKERS_REFERENCE, check_phases
 from asyncrl.schema.control import Phase
+from asyncrl.weights.media.base import NUM_SLOTS
 
 JUDGING_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
@@ -328,7 +330,7 @@ def gpu_memory_bytes(config: RunConfig) -> int:
 
 
 def _training_parts(config: RunConfig) -> dict[str, int]:
-    """Return what is on the device beside generation: the learner with a row, and inference workers that are there too."""
+    """Return what is on the device beside generation: the learner with a row, versions to fetch, inference workers there."""
     if config.learner.kind != "builtin":
         return {}
     sizes, reference = training_sizes(config), reference_sizes(config)
@@ -339,6 +341,8 @@ def _training_parts(config: RunConfig) -> dict[str, int]:
     if inference_shares_device(config):
         judge = sum(part.num_bytes for part in inference_parts(config)) + judging_forward_bytes(config)
         sizes["inference workers"] = judge * config.inference.num_workers
+    if isinstance(with_chosen_medium(config)[0].broadcast.medium, CUDAIPCMedium):
+        sizes["weight versions to fetch"] = NUM_SLOTS * version_bytes(config)
     return sizes
 
 

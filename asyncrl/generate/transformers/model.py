@@ -251,10 +251,13 @@ class SlotModel:
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
         """Copy new weights in, those that arrive one by one, or take over the learner's own; see `WeightsInPlace`."""
         if isinstance(tensors, SharedTensors):
+            is_first = not self._has_adopted
             self.weights.adopt(tensors)
             self._has_adopted = True
             if self._graphs is not None:
                 self._graphs.clear()
+            if is_first and self.device.type == "cuda":  # the engine's own weights are gone: the learner wants their memory
+                torch.cuda.empty_cache()
         else:
             self.weights.load(tensors)
 
@@ -265,6 +268,8 @@ class SlotModel:
         self.cache.give_back(keep_tokens)
         if not self._has_adopted:
             self.weights.leave()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the memory again; the cache has what was kept, the weights no values. Raises GenerationError: too little."""

@@ -115,8 +115,6 @@ class WeightsInPlace:
             gone = torch.empty(0, dtype=own.dtype, device=own.device)
             for one in storage.objects:
                 one.data = gone
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def come_back(self) -> None:
         """Take the memory again; what was given up holds no values until weights are loaded. Raises RuntimeError: too little."""

@@ -149,7 +149,8 @@ class VLLMServer:
         key = await asyncio.to_thread(read_api_key, config.api_key_file)
         self._session = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-            connector=aiohttp.TCPConnector(limit=0),
+            # vLLM ends a connection that was idle for 5 s, and a request on one that has just ended is lost.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         )
         give_up_s = self._clock.now() + config.start_timeout_s
         while True:

@@ -137,6 +137,13 @@ class PolicyOptimizer:
         """Add the gradients of a loss."""
         (loss if self.scale is None else loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield each parameter's gradient, in order, unclipped and without the loss scale (float64; zeros where it has none)."""
+        scale = 1.0 if self.scale is None else self.scale.value
+        for master in self._masters.values():
+            gradient = torch.zeros_like(master.parameter) if master.gradient is None else master.gradient
+            yield gradient.detach().double() / scale
+
     def clip(self) -> float:
         """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
         gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]

@@ -210,10 +210,9 @@ class OpenStep:
         """
         for number in range(len(self.plan.prepared.updates)):
             self.backward(number)
-        trained = [parameter for parameter in self._state.model.parameters() if parameter.requires_grad]
-        parts = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in trained]
+        gradient = torch.cat([part.flatten() for part in self._state.optimizer.gradients()])
         self.abandon()
-        return torch.cat([part.detach().double().flatten() for part in parts]), self._objective.metrics()
+        return gradient, self._objective.metrics()
 
     def abandon(self) -> None:
         """Forget the gradients that `backward` has added up."""

@@ -47,9 +47,10 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     sequence_s, decode_s, decode_s_per_sequence = fit_decode(samples, _started_in_slots(samples, num_slots))
     tokens = {(item.attributes["group"], item.attributes["index"]): float(item.attributes["tokens"]) for item in samples}
     usual = statistics.median(tokens.values())
-    members = itertools.product(range(int(max(group for group, _ in tokens)) + 1), range(group_size))
-    # From the start of one step to that of the next, without the wait for its batch. An outside learner does not say how long it
-    # waited: there it is from taking a batch to reporting it as trained.
+    groups = sorted({int(group) for group, _ in tokens})  # of a long run the spans of the first groups are gone
+    members = itertools.product(range(groups[0], groups[-1] + 1), range(group_size))
+    # From the start of one step to that of the next, without the wait for its batch. Of an outside learner it is from taking a
+    # batch to reporting it as trained.
     is_outside = config.learner.kind != "builtin"
     waited = {item.attributes["step"]: item.end_s - item.start_s for item in spans[WAIT]}
     step_s = (

@@ -12,6 +12,7 @@ from asyncrl.buffer import events as ev
 from asyncrl.buffer.open import open_buffer
 from asyncrl.config.live import changed
 from asyncrl.config.load import parse_config
+from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.control.peers import Peers
@@ -106,14 +107,16 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     bench = Bench()
     bench.buffer.know_vocabulary(100, 0.0)
     bench.dispatcher.hold(groups=True, evaluation=False)
-    bench.dispatcher.evaluation = evaluation = Evaluation(bench.config, [Prompt(name, answer="46") for name in "abcd"], 0, 0.0)
+    bench.dispatcher.evaluation = evaluation = Evaluation(bench.config, [Prompt(name, answer="46") for name in "abcde"], 0, 0.0)
     reward, _ = await bench.join("reward", "reward-0")
-    await _received(await bench.with_generator(), 4)
+    await _received(await bench.with_generator(), 5)
     bench.peers.remove(bench.peers.get("generator-0"))
     bench.dispatcher.generator_dead("generator-0")
-    beyond, *works = await _received(await bench.with_generator("generator-1"), 4)
+    beyond, too_long, *works = await _received(await bench.with_generator("generator-1"), 5)
     assert (beyond.purpose, beyond.group_id < 0) == ("eval", True)
     bench.dispatcher.take_samples([answer_to(beyond, token_ids=ids_to_bytes([3, 500]))], "generator-1")
+    failure = SampleFailure(too_long.group_id, 0, too_long.attempt, "generate", "its prompt has no room", "eval")
+    assert bench.dispatcher.take_failure(failure, "generator-1") is True
     verdicts = ((math.nan, {}), (1.0, {"answer_match": math.inf}), (1.0, {"answer_match": 1.0}))
     for work, verdict in zip(works, verdicts, strict=True):
         bench.dispatcher.take_samples([answer_to(work)], "generator-1")
@@ -121,9 +124,11 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
         about = {"attempt": asked.attempt, "purpose": asked.purpose, "worker": "reward-0"}
         bench.dispatcher.take_answers([score_of(asked.group_id, *asked.indices, *verdict, **about)])
     assert evaluation.done
-    assert (evaluation.report(1.0).num_samples, evaluation.report(1.0).accuracy) == (4, 0.25)
+    assert (evaluation.report(1.0).num_samples, evaluation.report(1.0).accuracy) == (5, 0.2)
     assert bench.dispatcher.refused_samples == 1
-    assert [kind.reason for kind in bench.dispatcher.failures.kinds.values()] == ["the reward of an evaluation is not finite"]
+    said = [kind.reason for kind in bench.dispatcher.failures.kinds.values()]
+    assert said == ["its prompt has no room", "the reward of an evaluation is not finite"]
+    assert bench.dispatcher.failures.share == 0.0
     assert bench.buffer.counts().issued == 0
 
 
@@ -152,6 +157,27 @@ async def test_only_a_prompt_that_failed_four_times_in_a_row_is_set_aside():
 async def test_a_group_of_remax_has_one_member_more_which_is_greedy():
     (work,) = await _received(await Bench({"advantage": "remax", "group_size": 3}).with_generator(), 1)
     assert (work.indices, work.greedy_index) == ((0, 1, 2, 3), 3)
+
+
+@pytest.mark.parametrize(("group_ids", "waited_s"), [((), 5.0), ((2, 3), 8.0)])
+async def test_an_outside_learner_waits_in_its_call_and_one_that_names_its_groups_since_its_step_before(group_ids, waited_s):
+    bench, ending = Bench(learner={"kind": "external"}), asyncio.Event()
+    for work in await _received(await bench.with_generator(), 2 * B):
+        bench.answer(work, [0.0, 1.0])
+    feeder = BatchFeeder(bench.config, bench.dispatcher, bench.clock)
+    feeder.hold(False)
+    assert (await feeder.take_outside(ending)).step == 0
+    bench.clock.advance(2.0)
+    first = feeder.outside_step(0, {}, bench.clock.now())
+    feeder.step_done(first)
+    feeder.hold(True)
+    bench.clock.advance(3.0)
+    taking = asyncio.get_running_loop().create_task(feeder.take_outside(ending, group_ids))
+    await asyncio.sleep(0)
+    bench.clock.advance(5.0)
+    feeder.hold(False)
+    assert (await asyncio.wait_for(taking, 30)).step == 1
+    assert (first.waited_s, feeder.outside_step(1, {}, bench.clock.now()).waited_s) == (0.0, waited_s)
 
 
 # -- groups that teach nothing

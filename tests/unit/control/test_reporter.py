@@ -10,7 +10,9 @@ from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import EVENTS_FILE, MOST_LINE_BYTES, STEPS_FILE, RunEvent, StepReport, read_events
+from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.weights import VersionLive
 from tests.builders import bytes_read, score_of, write_rows
 from tests.virtual_clock import VirtualClock
 
@@ -68,6 +70,24 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
         ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0),
         ("reward-0", "a sample to score", 4.0, 5.0), ("reward-0", "a sample to score", 5.5, 6.0),
     ]  # fmt: skip
+
+
+async def test_of_several_generators_the_slowest_and_the_one_that_differs_most_is_told_until_it_is_gone(tmp_path):
+    dispatcher, peers = Mock(generated_tokens=0, refused_samples=0), Mock(values=list, of=lambda _: [])
+    dispatcher.buffer.state.lead.versions = 1.0
+    dispatcher.buffer.counts.return_value = Mock(ready=0, running=0, scoring=0, dropped={}, failed={})
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
+
+    def told():
+        metrics = reporter._step_metrics(StepDone(0, 1, {}, 0.0, 0.0), dispatcher, peers, 1.0)
+        return [metrics[f"weights/{name}"] for name in ("fetch_ms", "swap_ms", "probe_error")]
+
+    reporter.note_live(VersionLive(1, "generator-0", 0.0, 20.0, 9.0, 0.5), peers)
+    reporter.note_live(VersionLive(1, "generator-1", 0.0, 30.0, 3.0, 0.001), peers)
+    assert told() == [30.0, 9.0, 0.5]
+    reporter.forget("generator-0")
+    assert told() == [30.0, 3.0, 0.001]
+    await reporter.close(tmp_path)
 
 
 async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screens_is_none(tmp_path):

@@ -107,9 +107,11 @@ def test_an_open_step_is_told_once_and_the_next_step_ends_it():
     assert set(TROUBLE) | {"stall.early", "reward.hollow"} == {rule.name for rule in RULES}
 
 
-def evaluated(reward_gain, accuracy):
-    """Alarms of 40 steps whose reward grows so from step to step, with an evaluation behind every fifth."""
+def evaluated(reward_gain, accuracy, at_start=None):
+    """Alarms of 40 steps whose reward grows so from step to step, with an evaluation behind every fifth, maybe one before."""
     alarms, told = Alarms(groups_per_step=8), []
+    if at_start is not None:
+        alarms.take_evaluation(at_start)
     for step in range(40):
         told += alarms.take(report(step, 0.2 + reward_gain * step))
         if step % 5 == 4:
@@ -127,6 +129,8 @@ def test_a_reward_that_goes_up_while_held_out_accuracy_falls_is_hollow_until_tha
         ("reward.hollow", False, 21), ("reward.hollow", True, 26)
     ]  # fmt: skip
     assert "read samples of high reward" in told[0].text
+    from_the_start = evaluated(0.01, lambda _: 0.6, at_start=0.8)
+    assert [(alarm.rule, alarm.version) for alarm in from_the_start] == [("reward.hollow", 26)]
 
 
 def test_alarms_are_told_again_from_the_events_of_a_run():

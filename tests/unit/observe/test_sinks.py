@@ -3,7 +3,9 @@
 import json
 import logging
 import socket
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -49,6 +51,19 @@ def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) ->
     table = json.loads(path.read_text())
     [row] = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
     assert (row["prompt"], row["text"], row["reward"]) == ("1+1=", "2 | <b>\n", 0.5)
+
+
+def test_wandb_is_told_no_secret_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    launch = {"kind": "ray", "environment": {"pip": ["numpy"], "env_vars": {"HF_TOKEN": "secret"}}}
+    for table in ({"launch": launch}, {}):
+        observe = {"wandb": "offline", "webhook": "https://hooks.example/secret"}
+        open_sinks(parse_config({"observe": observe, "num_steps": 7, **table}), tmp_path).close()
+    (_, told), (_, of_local) = wandb.init.call_args_list
+    assert "secret" not in json.dumps([told["config"], of_local["config"]])
+    assert told["config"]["launch"]["environment"]["env_vars"] == {"HF_TOKEN": ""}
+    assert told["config"]["num_steps"] == 7
 
 
 def test_a_webhook_that_never_answers_holds_nobody_up_and_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

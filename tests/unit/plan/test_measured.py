@@ -61,6 +61,11 @@ def test_a_scenario_says_what_the_spans_said(tmp_path):
     assert times == pytest.approx([0.01, 0.01, 1.9, 0.2, 0.1], rel=1e-6)
 
 
+def test_lengths_begin_with_the_first_group_whose_spans_are_kept(tmp_path):
+    write_run(tmp_path, [item for item in busy_spans(16) if item.start_s >= 16.0])
+    assert scenario_of_run(tmp_path).lengths.values == (50.0,) * 32
+
+
 def test_a_pause_is_no_work(tmp_path):
     """With a sample in flight as the run was paused, and finished after."""
     through, paused = tmp_path / "through", tmp_path / "paused"

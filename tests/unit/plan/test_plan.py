@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -6,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import ModelShape, shape_of_json
 from asyncrl.plan.cli_args import ask
-from asyncrl.plan.planner import advice, gpu_memory, plan
+from asyncrl.plan.planner import advice, cache_bytes, engine_speed, gpu_memory, plan
 from asyncrl.plan.report import plan_text, plan_values
 from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
 from asyncrl.plan.validate import planned_peak_bytes
@@ -83,6 +84,13 @@ def test_hybrid_holds_the_weights_once():
     (hybrid,) = gpu_memory(question(placement="hybrid"), 1, 1)
     assert "engine weights" not in hybrid.phases["rollout"]
     assert hybrid.phases["rollout"]["policy weights"] == colocated.phases["rollout"]["engine weights"]
+
+
+def test_the_cache_gets_what_all_else_that_is_there_leaves():
+    apart = question(model=NAMED["qwen2.5-7b"], has_reference=True, response_tokens=7000)
+    beside_training = dataclasses.replace(apart, placement="async_hybrid")
+    assert [round(cache_bytes(one, 1) / 1e9) for one in (apart, beside_training)] == [54, 24]
+    assert engine_speed(beside_training, 1).batch < engine_speed(apart, 1).batch
 
 
 def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true():

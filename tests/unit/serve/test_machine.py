@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.serve.machine import Machine, admit, in_order, waits
+from asyncrl.config.load import resolve_config
+from asyncrl.serve.machine import Machine, admit, demand_of, in_order, waits
 from asyncrl.serve.records import Demand, RunRecord
 
 
@@ -16,6 +17,13 @@ def test_what_a_run_waits_for_is_said():
     live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))
     assert waits(machine, [live, run(2), run(1, gpus=2, memory=3 << 30)]) == ["2 GPUs (1 free), 3 GiB (2 free)", "1 before it"]
     assert waits(machine, [live, run(1)]) == ["its start"]
+
+
+def test_the_most_generators_that_a_run_may_grow_to_are_counted():
+    machine, elastic = Machine(cores=1000), {"launch": {"kind": "local", "elastic": {"max_generators": 64}}}
+    grown = demand_of(resolve_config("quickstart", {"generate.num_workers": 64}), machine)
+    assert demand_of(resolve_config("quickstart", {"generate.num_workers": 2, **elastic}), machine) == grown
+    assert grown.cores >= 64
 
 
 demands = st.integers(0, 3), st.integers(1, 4), st.integers(0, 4)

@@ -27,7 +27,15 @@ from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.errors import RunError
 from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.sinks import MetricsRow
-from asyncrl.observe.steps import MOST_READ_BYTES, SECONDS_FILE, JsonLines, SecondReport, set_behind
+from asyncrl.observe.steps import (
+    EVAL_FILE,
+    MOST_READ_BYTES,
+    SECONDS_FILE,
+    EvalReport,
+    JsonLines,
+    SecondReport,
+    set_behind,
+)
 from asyncrl.serve.client import Server
 from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
@@ -500,12 +508,16 @@ async def test_metrics_can_be_read_by_prometheus(service, client, tokens):
     every = {name.replace("*", "x"): 1.0 for name in METRICS}
     assert len(every) < MOST_SERIES
     write_rows(service.records.run_folder("all") / "metrics.jsonl", MetricsRow(6, 1.0, every))
+    write_rows(
+        service.records.run_folder("wide") / EVAL_FILE, *(EvalReport(version=v, num_samples=8, accuracy=v / 8) for v in (1, 2))
+    )
     text = await (await client.get("/metrics", headers=bearer(tokens["viewer"]))).text()
+    assert 'asyncrl_eval_accuracy{run="wide",project="\x00\r\\n<b>"} 0.25' in text  # metrics.jsonl has it no more
     for name, value in (("reward_mean", 0.5), ("eval_accuracy", 0.25), ("eval_reward_mean", 0.125), ("staleness_max", 1e300)):
         assert f'asyncrl_{name}{{run="live",project="a\\"b\\\\c"}} {value}' in text
     assert not re.search('asyncrl_staleness_histogram{run="live"', text)  # of a step that is over
     assert 'asyncrl_serve_runs{state="live"} 4' in text
-    assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 7.0' in text
+    assert 'asyncrl_serve_metrics_left_out{run="wide",project="\x00\r\\n<b>"} 9.0' in text
     families = [line.split()[2] for line in text.split("\n") if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
     left = {complaint for name, complaint in complaints(text) if name != "asyncrl_staleness_histogram"}
@@ -590,6 +602,7 @@ async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service
     assert (await (await client.get("/v1/session")).json())["name"] == ""
     (cookie,) = (await client.post("/v1/login", headers=origin, json={"token": tokens["operator"]})).cookies.values()
     assert (cookie["httponly"], cookie["samesite"], cookie.key) == (True, "Strict", f"asyncrl-{client.port}")
+    assert not cookie["secure"]
     assert (await client.get("/v1/runs")).status == 200
     assert (await (await client.get("/v1/session")).json())["role"] == "operator"
     assert (await client.get("/v1/tokens")).status == 403
@@ -606,6 +619,13 @@ async def test_a_page_has_a_cookie_that_is_no_token_and_names_its_origin(service
     assert (await client.get("/v1/runs", headers=good)).status == 200
     service.records.forget_token("operator")
     assert (await client.get("/v1/runs", headers=good)).status == 401
+
+
+async def test_behind_a_proxy_that_does_tls_the_cookie_is_secure(service, tokens):
+    service.behind_proxy = True
+    async with TestClient(TestServer(service.app())) as client:
+        (cookie,) = (await client.post("/v1/login", json={"token": tokens["viewer"]})).cookies.values()
+    assert cookie["secure"]
 
 
 def test_a_page_is_logged_out_after_twelve_hours(service, tokens):

@@ -25,9 +25,23 @@ def faults_of(folder, **given):
     return {fault.field: fault for fault in refused.value.faults}
 
 
-@pytest.mark.parametrize("config", ["no\nTOML [", {"num_steps": {"a": 1}}, "/etc/passwd", "../../secret", "nowhere", {"a": []}])
+NO_CONFIGS = ["no\nTOML [", {"num_steps": {"a": 1}}, "/etc/passwd", "../../secret", "nowhere", {"a": []}, "\0", "\u2603" * 90]
+
+
+@pytest.mark.parametrize("config", NO_CONFIGS, ids=range(len(NO_CONFIGS)))
 def test_what_is_no_config_is_refused(tmp_path, config):
     assert faults_of(tmp_path, config=config)
+
+
+def test_a_name_means_a_shipped_config_whatever_lies_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").mkdir()
+    Path("quickstart/mine.toml").write_text("seed = 7\n")
+    for name in ("quickstart/mine", "quickstart/mine.toml", "./quickstart/mine.toml"):
+        assert "not the name of a shipped config" in faults_of(tmp_path, config=name)["config"].allowed
+    for name in ("quickstart", "quickstart.toml", "configs/quickstart.toml"):
+        assert resolve(Submission(name), tmp_path, (), MACHINE)[0].name == "quickstart"
+    assert resolve(Submission(presets=("algorithms/gspo",)), tmp_path, (), MACHINE)
 
 
 def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):
@@ -97,9 +111,13 @@ def test_every_folder_whose_code_a_model_trusts_lies_below_a_code_root(tmp_path)
     model = {"kind": "pretrained", "path": str(roots / "model"), "trust_remote_code": True}
     assert "trust_remote_code" in faults_of(tmp_path, set={"model": model})["functions"].allowed
     assert "functions" not in faults_of(tmp_path, set={"model": model}, roots=(roots,))
-    for field, elsewhere in (("generate.model_folder", str(tmp_path)), ("algorithm.critic", {"path": str(tmp_path)})):
-        refused = faults_of(tmp_path, set={"model": model, field: elsewhere}, roots=(roots,))["functions"]
+    elsewhere = {"path": str(tmp_path)}
+    outside = {"generate.model_folder": str(tmp_path), "algorithm.critic": elsewhere, "algorithm.reference": elsewhere}
+    for field, value in outside.items():
+        refused = faults_of(tmp_path, set={"model": model, "algorithm.kl": {}, field: value}, roots=(roots,))["functions"]
         assert (refused.given, field in refused.allowed) == (str(tmp_path), True)
+    on_worker = {"algorithm.kl": {}, "algorithm.reference": {**elsewhere, "where": "worker"}}  # where none of its code is run
+    assert "functions" not in faults_of(tmp_path, set={"model": model, **on_worker}, roots=(roots,))
 
 
 SECRETS = ["admin.token", "session.key", "server.sqlite-wal", "runs/r/api.json", "runs/r/keys/server.key", "runs/../admin.token"]

@@ -4,6 +4,7 @@ import pytest
 
 from asyncrl.config.run import AdditionTask, PythonTask, ReasoningGymTask
 from asyncrl.errors import ConfigError
+from asyncrl.schema.samples import ChatMessage
 from asyncrl.tasks.registry import build_task
 
 
@@ -17,13 +18,26 @@ def test_the_splits_are_disjoint_and_together_are_all_pairs_and_no_held_out_pair
 
 
 MODULE = """
-from asyncrl.schema.samples import Prompt
-from asyncrl.tasks.task import TaskData
+from asyncrl.schema.samples import ChatMessage, Prompt
+from asyncrl.tasks.task import ComputedSequence, TaskData
 
 def colours(seed):
     return TaskData(train=[Prompt(prompt_id=f"c{seed}", text="red", answer="rot")], held_out=[])
 
+def of(*prompts):
+    return lambda seed: TaskData(train=[Prompt("c0"), *prompts], held_out=[])
+
 nothing, wrong, number = lambda seed: TaskData(train=[], held_out=[]), lambda seed: ["red"], 3
+answer, columns, text = of(Prompt("c1", answer=46)), of(Prompt("c1", reference_json={"tests": []})), of("red")
+role, ids = of(Prompt("c1", messages=[ChatMessage("bot", "a")])), of(Prompt("c1", token_ids={1: object()}))
+held_out = lambda seed: TaskData(train=[Prompt("c0")], held_out=(Prompt("c1", text="\\ud800"),))
+turns = of(Prompt("c1", messages=[{"role": "user", "content": "red"}]))
+
+def lazy(seed):
+    return TaskData(train=ComputedSequence(10**9, lambda index: Prompt(f"c{index}", answer=4 if index == 7 else "")), held_out=[])
+
+def raising(seed):
+    return {}["colour"]
 """
 
 
@@ -37,10 +51,24 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed(module):
     assert build_task(PythonTask(path="my_colours:colours"), 7).train[0].prompt_id == "c7"
 
 
+def test_prompts_of_a_users_function_are_as_other_processes_read_them(module):
+    assert build_task(PythonTask(path="my_colours:turns"), 0).train[1].messages == (ChatMessage("user", "red"),)
+    train = build_task(PythonTask(path="my_colours:lazy"), 0).train
+    assert (len(train), train[-1].prompt_id) == (10**9, "c999999999")
+    with pytest.raises(ConfigError, match=r"lazy.*'c7'.*Expected `str`, got `int` - at `\$\.answer`"):
+        train[7]
+
+
 @pytest.mark.parametrize(("task", "message"), [
     (AdditionTask(digits=1), "under 100.*got 512"), (PythonTask(path="my_colours:number"), "no function 'number'"),
     (PythonTask(path="my_colours:wrong"), "must return .*TaskData, got list"),
     (PythonTask(path="my_colours:nothing"), "no prompts"),
+    (PythonTask(path="my_colours:raising"), r"raised KeyError at my_colours.py:\d+: 'colour'"),
+    (PythonTask(path="my_colours:answer"), r"my_colours:answer.*'c1'.*got `int` - at `\$.answer`"),
+    (PythonTask(path="my_colours:columns"), r"'c1'.*at `\$.reference_json`"),
+    (PythonTask(path="my_colours:role"), r"'c1'.*at `\$.messages\[0\].role`"),
+    (PythonTask(path="my_colours:ids"), "'c1' cannot be used"), (PythonTask(path="my_colours:held_out"), "'c1' cannot be used"),
+    (PythonTask(path="my_colours:text"), "Prompt, got str"),
 ])  # fmt: skip
 def test_what_is_not_a_task_or_holds_everything_out_is_refused(module, task, message):
     with pytest.raises(ConfigError, match=message):

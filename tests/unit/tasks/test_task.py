@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.tasks.task import ComputedSequence, permuted
+from asyncrl.tasks.task import ComputedSequence, TaskData, permuted, warm_start_examples
 
 
 @given(size=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
@@ -22,3 +22,13 @@ def test_a_computed_sequence_has_no_item_outside_of_it_and_says_so():
     for index in (12, 10, -11):
         with pytest.raises(IndexError, match=f"^index {index} is outside a sequence of 10$"):
             squares[index]
+
+
+def test_a_warm_start_gets_all_worked_examples_or_of_very_many_some_that_the_seed_draws():
+    def task(size):
+        return TaskData([], [], worked_examples=ComputedSequence(size, lambda index: (str(index), "")))
+
+    assert warm_start_examples(task(200_000), 3) == list(task(200_000).worked_examples)
+    drawn = warm_start_examples(task(81_000_000), 3)
+    assert len(set(drawn)) == 200_000
+    assert drawn == warm_start_examples(task(81_000_000), 3) != warm_start_examples(task(81_000_000), 4)

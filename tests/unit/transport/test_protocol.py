@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
+from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
 from asyncrl.transport.packets import Parcel
 from asyncrl.transport.protocol import Connection, Lane, Refused
 
@@ -65,3 +66,15 @@ async def lossy_story(window: int, actions) -> None:
         delivery.ack()
     near.resend_all()
     assert await near.flush(1.0)
+
+
+async def test_a_message_that_cannot_be_decoded_is_left_out_with_a_warning_that_says_why(caplog):
+    near, far = (Connection(HELLO, 4, 1 << 20, AsyncMock(), Refused()) for _ in range(2))
+    near.wire, far.wire = far.deliver, near.deliver
+    near.try_send(GroupWork(0, 1, Prompt("p", answer=46), (0,), SamplingParams(max_new_tokens=1), 0))
+    near.try_send(AbortGroup(1))
+    assert (await far.receive()).message == AbortGroup(1)
+    assert far.refused == {"malformed": 1}
+    (warning,) = caplog.messages
+    assert warning.startswith("a message from generator-0 is left out, and later ones in silence: not a message")
+    assert warning.endswith("Expected `str`, got `int` - at `$.prompt.answer`")

@@ -79,6 +79,28 @@ def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
         assert remove_leftover_segments(tmp_path) == [path]
 
 
+def test_what_another_user_made_under_a_name_of_the_run_stays_and_stops_nobody(tmp_path, monkeypatch):
+    foreign = [segment_path(tmp_path, name) for name in ("a", "b", "x.y")]
+    own, unlink = segment_path(tmp_path, "c"), Path.unlink
+
+    def refuse(path, missing_ok=False):
+        if path in foreign:
+            raise PermissionError(path)
+        unlink(path, missing_ok)
+
+    try:
+        foreign[0].mkdir()
+        for path in (*foreign[1:], own):
+            path.touch()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", refuse)
+            assert remove_leftover_segments(tmp_path) == [own]
+    finally:
+        foreign[0].rmdir()
+        for path in foreign[1:]:
+            path.unlink()
+
+
 def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):
     now_s = [100.0]
     writer = SharedMemoryWriter(tmp_path, lambda: now_s[0])

@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.broadcast import BroadcastConfig
+from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.errors import BroadcastError, GenerationError
+from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.learner_memory import HybridPublisher, HybridSubscriber
 from asyncrl.weights.shm_segments import remove_leftover_segments
+from asyncrl.weights.tensors import SharedTensors
 
 
 def a_model() -> torch.nn.Module:
@@ -72,3 +77,25 @@ async def test_another_dtype_is_refused_and_nothing_is_adopted(ends):
     with pytest.raises(GenerationError, match=r"generate\.engine\.dtype"):
         WeightsInPlace(engine).adopt(tensors)
     assert engine[0].weight.data_ptr() == before
+
+
+def test_on_a_gpu_the_first_adoption_and_every_sleep_return_memory_to_the_driver(monkeypatch):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    model, learner = (LlamaForCausalLM(LlamaConfig(**sizes)) for _ in range(2))
+    engine, times = SlotModel(model, TransformersEngineConfig(num_slots=1), adapters_only=False), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(len(times)))
+    engine.sleep()
+    engine.wake()
+    assert times == []
+    engine.device = torch.device("cuda")  # no tensor is there
+    named = dict(learner.named_parameters())
+    manifest = make_manifest(named, "model", 1 << 20)
+    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    copy_out(named, view_tensors(flat, manifest))
+    for _ in range(2):
+        engine.load_weights(SharedTensors(manifest, flat))
+    assert len(times) == 1
+    for switch in (2, 3):
+        engine.sleep()
+        assert len(times) == switch
+        engine.wake()

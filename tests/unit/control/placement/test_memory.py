@@ -138,6 +138,17 @@ def test_inference_workers_on_the_same_device_and_a_rows_activations_are_in_the_
     assert "inference workers" not in said(**reference, inference={"device": "cuda"})
 
 
+@pytest.mark.parametrize(("medium", "num_versions"), [("cuda_ipc", 2), ("auto", 2), ("shared_memory", 0)])
+def test_versions_that_engines_fetch_from_the_learners_gpu_are_in_the_sum(medium, num_versions):
+    settings = msgspec.to_builtins(beside("cuda", device_memory_gib=0.001)) | {"broadcast": {"medium": {"kind": medium}}}
+    made = parse_config(settings)
+    with pytest.raises(ConfigError) as refused:
+        memory.check_shares(made)
+    told = re.search(r"weight versions to fetch ([0-9.]+) GiB", str(refused.value))
+    assert (0.0 if told is None else float(told[1])) == pytest.approx(num_versions * memory.version_bytes(made) / GIB, abs=1e-3)
+    assert (told is not None) == bool(num_versions)
+
+
 # -- against real models and optimizers ----------------------------------------------------------------------------------
 
 

@@ -34,6 +34,19 @@ def test_non_finite_loss_stops_with_the_batch_saved_and_the_weights_untouched(ki
     assert saved.step == 7
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_a_step_is_the_same_in_16_bits_but_for_their_precision(kit, dtype):
+    gradients = []
+    for each in ("float32", dtype):
+        config, model = kit.config({}, {"dtype": each}), kit.model(dtype=each)
+        gradient, _ = OpenStep(kit.train_state(model, config), kit.batch(kit.samples(), 24), config).gradient()
+        assert gradient.shape == (sum(parameter.numel() for parameter in model.parameters()),)
+        gradients.append(gradient)
+    exact, rounded = gradients
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.9
+    assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.1)
+
+
 BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9+": (9, 99)}
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # `as`: exported
     from asyncrl.observe.steps import EvalReport as EvalReport
     from asyncrl.observe.steps import RunEvent as RunEvent
     from asyncrl.observe.steps import StepReport as StepReport
-    from asyncrl.schema.batches import GroupsTaken as GroupsTaken
     from asyncrl.schema.samples import ChatMessage as ChatMessage
+    from asyncrl.schema.samples import GroupsTaken as GroupsTaken
     from asyncrl.schema.samples import Prompt as Prompt
     from asyncrl.schema.samples import Sample as Sample
     from asyncrl.schema.samples import ScoredGroup as ScoredGroup
@@ -73,9 +73,8 @@ _HOMES = {
     "asyncrl.groups": ("GroupStream", "batched", "group_norm", "with_rewards"),
     "asyncrl.learner.step.train_step": ("StepResult",),
     "asyncrl.observe.steps": ("EvalReport", "RunEvent", "StepReport"),
-    "asyncrl.schema.batches": ("GroupsTaken",),
-    "asyncrl.schema.samples": ("ChatMessage", "Prompt", "Sample", "ScoredGroup", "ScoredSample", "ids_from_bytes", "ids_to_bytes",
-                               "logprobs_from_bytes", "logprobs_to_bytes", "mask_from_bytes"),
+    "asyncrl.schema.samples": ("ChatMessage", "GroupsTaken", "Prompt", "Sample", "ScoredGroup", "ScoredSample", "ids_from_bytes",
+                               "ids_to_bytes", "logprobs_from_bytes", "logprobs_to_bytes", "mask_from_bytes"),
     "asyncrl.schema.status": ("ExternalGroup", "RunStatus", "SubmitResult"),
     "asyncrl.schema.weights": ("WeightsAvailable", "WeightsManifest"),
     "asyncrl.serve.client": ("Server",),

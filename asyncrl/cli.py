@@ -164,7 +164,7 @@ def resume(
     """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
     from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
     from asyncrl.config.load import load_config
-    from asyncrl.control.launch.controller_process import is_live, until_gone
+    from asyncrl.control.launch.processes import is_live, until_gone
     from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row
 
     folder = _newest(folder)
@@ -339,7 +339,7 @@ def token_add(
     """Make a token for a daemon and print it, once. A daemon that runs makes them by POST /v1/tokens."""
     from asyncrl.clock import SystemClock
     from asyncrl.serve.daemon import own_records
-    from asyncrl.serve.guard import new_token
+    from asyncrl.serve.records import new_token
 
     with own_records(folder) as records:
         print(new_token(records, name, role, SystemClock()))
@@ -461,9 +461,9 @@ def plan(
         return
     if not model:
         raise ConfigError("name a model to plan for, as `asyncrl plan 7B`; `asyncrl plan --validate` needs none")
-    from asyncrl.plan.cli_args import ask
     from asyncrl.plan.planner import plan as make_plan
     from asyncrl.plan.report import plan_text, plan_values
+    from asyncrl.plan.spec import ask
 
     question = ask(
         model, hardware, algorithm=algorithm, placement=placement, critic=critic, reward_model=reward_model, overrides=overrides,
@@ -492,10 +492,10 @@ def simulate_run(
         return
     import dataclasses
 
-    from asyncrl.plan.cli_args import scenario_of, sweep
     from asyncrl.plan.report import plot, table
+    from asyncrl.plan.simulator.engine import sweep
     from asyncrl.plan.simulator.measured import scenario_of_run
-    from asyncrl.plan.simulator.scenario import Scenario
+    from asyncrl.plan.simulator.scenario import Scenario, scenario_of
 
     scenario = scenario_of(scenario_of_run(_newest(from_run)) if from_run else Scenario(), overrides)
 
@@ -683,7 +683,3 @@ def _interrupts(run: Run) -> Iterator[list[asyncio.Task[Any]]]:
             loop.remove_signal_handler(number)
         for task in asked:
             task.cancel()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import logging
 import os
+import platform
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,19 +26,22 @@ import msgspec
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import ConfigLike, Overrides, dump_config, resolve_config
-from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import (
+from asyncrl.config.run import RayLaunch, RunConfig
+from asyncrl.control.launch.process_main import take_lease
+from asyncrl.control.launch.processes import (
     ControllerProcess,
+    LocalLauncher,
+    ProcessHandle,
+    ProcessSpec,
     find_controllers,
     is_live,
     kill_controllers,
     read_endpoint,
+    until_gone,
 )
-from asyncrl.control.launch.process_main import take_lease
-from asyncrl.control.tools.choices import with_choices
-from asyncrl.control.tools.inputs import start_faults, wrong_kinds
-from asyncrl.errors import ConfigError, LaunchError, LedgerError, RunError, RunLostError
-from asyncrl.folders import lock_folder, write_whole
+from asyncrl.control.tools.choices import start_faults, with_choices, wrong_kinds
+from asyncrl.errors import AlreadyRunsError, ConfigError, LaunchError, LedgerError, RunError, RunLostError
+from asyncrl.folders import is_locked, lock_folder, write_whole
 from asyncrl.observe.decisions import RECORD_FOLDER
 from asyncrl.observe.steps import (
     EVAL_FILE,
@@ -52,12 +55,15 @@ from asyncrl.observe.steps import (
     newest_row,
 )
 from asyncrl.reward.registry import Reward, judge_for
-from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import Progress, ScoreRequest
+from asyncrl.schema.samples import GroupsTaken, Progress, ScoreRequest
 from asyncrl.schema.status import ENDED, ExternalGroup, GroupGiven, GroupsAsked, Judged, Released, RunStatus, SubmitResult
 from asyncrl.schema.weights import WeightsAvailable
 
 CONTROLLER_LOG = Path("logs", "controller.log")
+LOCK_FILE = "ledger.sqlite.lock"
+"""Locked by the controller while it has the ledger open (buffer/ledger/store.py)."""
+UNLOCK_S = 5.0
+"""For a controller that was killed to let go of its ledger: it is in no list of processes by then."""
 START_TIMEOUT_S = 120.0
 """For the controller to answer; models load later."""
 CONTROLLER_END_S = 60.0
@@ -70,7 +76,6 @@ STOP_TIMEOUT_S = 1.0
 """For a run to end by itself once it is told to end at once; then its processes are killed."""
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class RunClient:
@@ -102,8 +107,7 @@ class RunClient:
             await self._close()
             if not isinstance(error, RunError):
                 raise
-            advice = "" if self._url else "; `asyncrl resume` picks it up"
-            raise LaunchError(f"the run in {self._url or self.run_folder} does not answer ({error}){advice}") from error
+            raise LaunchError(f"the run in {self._url or self.run_folder} does not answer ({error})") from error
         if self._url:
             self.run_folder = Path(status.run_folder)
         return self
@@ -233,7 +237,7 @@ class RunClient:
     async def progress(self, asked: GroupsAsked) -> AsyncGenerator[Progress, None]:
         """Have groups generated as `generate` does, and yield the tokens of the first, which is followed, as they come.
 
-        It ends once the group is ready, or over. Where a generator was lost, tokens come again, of a later attempt.
+        It ends once the group is ready, or over. Where a generator or the newest weights were lost, all tokens come again.
 
         Raises:
             RunError: The run gives no such groups, the stream is closed, or nothing answers.
@@ -291,6 +295,10 @@ class RunClient:
         if not folder.exists():
             return RunLostError(f"{folder} was moved or removed while the run was live, and its controller has ended")
         reason = _full_disk(folder) or f"{_last_words(folder)[0]}; `asyncrl resume {folder}` goes on with it"
+        if machine := _elsewhere(folder):
+            return RunLostError(
+                f"the run in {folder} is on {machine} and answers there only; where that machine is gone: {reason}"
+            )
         return RunLostError(f"the run in {folder} is lost, its controller has ended: {reason}")
 
     async def _close(self) -> None:
@@ -392,16 +400,29 @@ class Run(RunClient):
     async def __aenter__(self) -> Self:
         if self._http is not None:
             raise RunError(f"the run in {self.run_folder} is open already; make another Run for another run")
+        if self._detached and isinstance(self.config.launch, RayLaunch):
+            raise LaunchError(
+                "a run on Ray cannot be detached, as Ray ends it with its driver: use `ray job submit` (docs/scale.md)"
+            )
         faults = await asyncio.to_thread(start_faults, self.config, resumed=self._resumed)
         if faults := [*faults, *wrong_kinds(self.run_folder)]:
             raise ConfigError("\n".join(faults))
-        if self._resumed:
-            await self._wait_for_end()
+        # The controller of a run that has ended answers no more, and its process is about to go.
+        if self._resumed and not is_live(self.run_folder) and not await until_gone(self.run_folder, CONTROLLER_END_S):
+            late = f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
+            raise AlreadyRunsError(late)
+        if not is_live(self.run_folder):
+            until_s = asyncio.get_running_loop().time() + UNLOCK_S
+            while is_locked(self.run_folder / LOCK_FILE) and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         with self._prepared_folder():
-            self._controller = ControllerProcess(self.config, self.run_folder)
+            self._controller = ControllerProcess(self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
             try:
-                await self._controller.start(self._environment if self._detached else None)
+                if self._detached:
+                    await self._controller.start(None, self._environment)
+                else:
+                    await self._controller.start(self._launch)
                 async with asyncio.timeout(START_TIMEOUT_S):
                     endpoint = await self._controller.endpoint()
                 if endpoint is not None:
@@ -457,16 +478,6 @@ class Run(RunClient):
             pass
         return await self.status()
 
-    async def _wait_for_end(self) -> None:
-        """Wait for the controller of a run that has ended: it answers no more, and its process is about to go."""
-        try:
-            async with asyncio.timeout(CONTROLLER_END_S):
-                while not is_live(self.run_folder) and bool(await asyncio.to_thread(find_controllers, self.run_folder)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-        except TimeoutError as error:
-            late = f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
-            raise LaunchError(late) from error
-
     @contextlib.contextmanager
     def _prepared_folder(self) -> Iterator[None]:
         """Write the run's folder and config, and hold the folder's lock while the run starts: of several starts one goes on."""
@@ -475,26 +486,31 @@ class Run(RunClient):
             self.run_folder.chmod(0o700)
         except OSError as error:
             raise self._unwritable(self.run_folder, error) from error
-        try:
-            lock = lock_folder(self.run_folder)
-        except BlockingIOError as error:
-            starts = f"{self.run_folder} is being started by another process; `asyncrl attach {self.run_folder}` follows it"
-            raise LaunchError(starts) from error
-        except OSError:
-            lock = -1  # a file system without locks
-        try:
+        with contextlib.ExitStack() as starting:
+            try:
+                starting.callback(os.close, lock_folder(self.run_folder))
+            except BlockingIOError as error:
+                starts = f"{self.run_folder} is being started by another process; `asyncrl attach {self.run_folder}` follows it"
+                raise AlreadyRunsError(starts) from error
+            except OSError:
+                pass  # a file system without locks
             self._prepare_folder()
             yield
-        finally:
-            if lock >= 0:
-                os.close(lock)
+
+    async def _launch(self, spec: ProcessSpec) -> ProcessHandle:
+        if isinstance(launch := self.config.launch, RayLaunch):
+            from asyncrl.control.launch.ray import start_beside  # noqa: PLC0415 - only runs on Ray need Ray
+
+            return await start_beside(launch, spec, self.run_folder)
+        return await LocalLauncher().start(spec)
 
     def _unwritable(self, path: Path, error: OSError) -> LaunchError:
         return LaunchError(f"cannot write {path}: {_full_disk(self.run_folder) or error.strerror}")
 
     def _prepare_folder(self) -> None:
-        if find_controllers(self.run_folder):
-            raise LaunchError(f"{self.run_folder} already runs; `asyncrl stop {self.run_folder}` first")
+        if find_controllers(self.run_folder) or is_locked(self.run_folder / LOCK_FILE):  # by one on another machine
+            where = f" on {machine}" if (machine := _elsewhere(self.run_folder)) else ""
+            raise AlreadyRunsError(f"{self.run_folder} already runs{where}; `asyncrl stop {self.run_folder}`{where} first")
         config_file = self.run_folder / "config.toml"
         if self._resumed and self.config.buffer.ledger == "memory" and (saved := newest_saved(self.run_folder)) > 0:
             raise ConfigError(
@@ -543,16 +559,20 @@ class Run(RunClient):
                 await self._controller.end()
 
     async def _score_all(self, reward: Reward) -> None:
-        try:
+        with contextlib.suppress(RunError):  # the run says why it ended
             await self.score(reward)
-        except RunError as error:
-            log.debug("the rewards of this program are not asked for any more: %s", error)  # the run says why it ended
 
 
 def newest_saved(run_folder: Path) -> int:
     """Return the version of a run's newest checkpoint; -1 where there is none."""
     numbers = [path.name.removeprefix("step-") for path in (run_folder / "checkpoints").glob("step-*")]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
+def _elsewhere(run_folder: Path) -> str:
+    """Return the machine that a run answers on, where it is another than this; else nothing."""
+    endpoint = read_endpoint(run_folder)
+    return "" if endpoint is None or endpoint.machine == platform.node() else endpoint.machine
 
 
 def _holds_samples(run_folder: Path) -> bool:

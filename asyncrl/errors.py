@@ -67,6 +67,10 @@ class LaunchError(AsyncRLError):
     """A process could not be started, or died more often than the config allows."""
 
 
+class AlreadyRunsError(LaunchError):
+    """The run that is to be started has a controller that lives, or another process is starting it."""
+
+
 class RunError(AsyncRLError):
     """A run ended without reaching its goal; the message is the recorded reason."""
 

@@ -88,7 +88,20 @@ def lock_folder(path: Path) -> int:
         BlockingIOError: Another process holds it.
         OSError: It is no folder, or its file system has no locks.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return _lock(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process, over NFS on any machine, holds a file's lock; not where there is no file, or are no locks."""
+    try:
+        os.close(_lock(path, os.O_RDWR))
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _lock(path: Path, flags: int) -> int:
+    handle = os.open(path, flags)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -58,6 +58,8 @@ class GroupStream:
         self._run, self._size, self._max_new_tokens = run, size, max_new_tokens
         self._window, self._is_over, self._say_after_s, self._is_followed = window, is_over, say_after_s, is_followed
         self._name = uuid.uuid4().hex
+        self.num_given = 0
+        """Prompts whose group was given, or never will be."""
         self._prompts = enumerate(prompts)
         self._waiting: deque[GroupAsked] = deque()
         """Asked for and not given yet."""
@@ -81,11 +83,10 @@ class GroupStream:
 
     async def __anext__(self) -> ScoredGroup:
         while True:
-            if self._is_over():
-                raise StopAsyncIteration
-            if (following := await self._next()) is None:
+            if self._is_over() or (following := await self._next()) is None:
                 raise StopAsyncIteration
             number, given = following
+            self.num_given = number + 1
             if given.group is not None:
                 return given.group
             log.warning("the group of prompt %d of a stream is left out: %s", number, given.why_over)

@@ -269,10 +269,6 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
             publisher.close()
 
 
-WITH_TORCH = frozenset({"generator", "inference", "learner"})
-"""Stages whose interpreter is not torn down."""
-
-
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
     """Connect to the controller, run one stage until it is told to stop, and return the exit code.
 
@@ -341,9 +337,9 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
     process.watch_parent()
     try:
         with imports_without_gc():
-            from asyncrl.learner.ranks.worker import run_rank_worker
+            from asyncrl.learner.worker import run_rank_worker
 
-        run_rank_worker(config, run_folder, rank, address)
+        run_rank_worker(config, run_folder, rank, address, clock_of("learner"))
     except Exception:
         log.exception("rank %d cannot go on", rank)
         return EXIT_FAULT
@@ -397,7 +393,7 @@ def main() -> None:
         if detached:
             process.leave_parent(Path(folder))
         code = asyncio.run(_main(kind, name, Path(folder), detached=detached))  # type: ignore[arg-type]
-        if kind in WITH_TORCH:
+        if kind in {"generator", "inference", "learner"}:  # with torch: the interpreter is not torn down
             leave(code)
     except AsyncRLError as error:
         print(f"asyncrl: {error}", file=sys.stderr)  # noqa: T201 - the log is not set up where the config is wrong

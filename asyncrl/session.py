@@ -34,16 +34,14 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import ConfigLike, Overrides, resolve_config
 from asyncrl.errors import AsyncRLError, BroadcastError, ConfigError, LearnerError, RunError
 from asyncrl.groups import GroupStream, PromptLike, by_member, to_its_end, with_rewards
-from asyncrl.learner.checkpoint import save_checkpoint
+from asyncrl.learner.checkpoint import InitialState, load_or_make, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.policy import make_probe, publishable_tensors
-from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import OpenStep, StepResult, division_of
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import TokenFile
-from asyncrl.packing.pack import RankPlan
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import RankPlan, pack_step
 from asyncrl.reward.registry import Reward
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 from asyncrl.schema.status import Released
@@ -64,6 +62,7 @@ LEASE_S = 2.0
 """For the run to give a step its groups; one that is paused gives none, and is asked again."""
 P = ParamSpec("P")
 T = TypeVar("T")
+Method = Callable[Concatenate["Session", P], Coroutine[Any, Any, T]]
 log = logging.getLogger(__name__)
 
 
@@ -71,9 +70,7 @@ class _PausedError(Exception):
     """The run gives no groups to a step now: nothing of the step is done."""
 
 
-def _whole(
-    method: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]:
+def _whole(method: Method[P, T]) -> Method[P, T]:
     """Have a call of an open session done whole, also where its caller is cancelled, and alone: after those before it."""
 
     @functools.wraps(method)
@@ -88,9 +85,7 @@ def _whole(
     return call
 
 
-def _in_order(
-    method: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]:
+def _in_order(method: Method[P, T]) -> Method[P, T]:
     """Have a call that trains wait for those before it, and try again while the run is paused: until then it can be cancelled."""
 
     @functools.wraps(method)
@@ -167,6 +162,10 @@ class Session:
         """Whether the run knows of the newest step."""
         self._own: GroupStream | None = None
         """Of the config's task."""
+        self._first_prompt = self._next_prompt = 0
+        """Of the config's task: where this session began, and the one behind the last that was trained, where a resume begins."""
+        self._behind: dict[int, int] = {}
+        """The prompt behind each group of the task that is not trained."""
         self._taking = asyncio.Lock()
         self._gathered: list[ScoredGroup] = []
         """What `take` will give, as far as it has come."""
@@ -235,9 +234,11 @@ class Session:
         self._token_file = TokenFile(folder, lambda token: policy.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         self._policy, self.version, self._is_open = policy, policy.version, True
         self._group_ids, self._metrics = group_ids, policy.saved.metrics
-        prompts, size = PromptSequence(task.train, config.seed), config.algorithm.groups_per_step
-        ordered = (prompts[index] for index in itertools.count(self.version * size))
-        self._own = self.stream(ordered)
+        self._next_prompt = policy.saved.next_prompt
+        if self._next_prompt < 0:  # a new session, or a checkpoint that does not say it
+            self._next_prompt = self.version * config.algorithm.groups_per_step
+        prompts, self._first_prompt = PromptSequence(task.train, config.seed), self._next_prompt
+        self._own = self.stream(prompts[index] for index in itertools.count(self._first_prompt))
         await self.sync_weights()
         if is_untold:
             await self.run.take_these(group_ids)
@@ -344,7 +345,8 @@ class Session:
         assert self._own is not None
         while (missing := self.config.algorithm.groups_per_step - len(self._gathered)) > 0:
             self._own.wanted = missing
-            self._gathered.append(await anext(self._own))
+            self._gathered.append(group := await anext(self._own))
+            self._behind[group.group_id] = self._first_prompt + self._own.num_given
         groups, self._gathered = self._gathered, []
         if self.config.buffer.policy != "mask":  # there the run says what is masked once they are trained
             with contextlib.suppress(AsyncRLError):  # said by the step that trains them
@@ -443,7 +445,9 @@ class Session:
         folder, keep_last, policy = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last, self._ready
         # Those of an open step are not in the weights yet, and the run knows of the steps before it.
         group_ids, metrics = (self._group_ids, self._metrics) if self._open is None else ((), {})
-        saved = TrainerState(self.version, "", memory=policy.train_state.memory, group_ids=group_ids, metrics=metrics)
+        saved = TrainerState(
+            self.version, memory=policy.train_state.memory, group_ids=group_ids, metrics=metrics, next_prompt=self._next_prompt
+        )  # fmt: skip
         return await self._on_thread(lambda: save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last))
 
     @property
@@ -547,6 +551,8 @@ class Session:
             self._last = await self._on_thread(updated)
             self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
             self._metrics = finite(self._last.metrics | self._last.timings_s)
+            self._next_prompt = max([self._next_prompt, *(self._behind.get(group_id, 0) for group_id in group_ids)])
+            self._behind = {group_id: behind for group_id, behind in self._behind.items() if behind > self._next_prompt}
         if self._last is None:
             raise LearnerError("there are no gradients; `forward_backward` comes first")
         await self._tell()

@@ -9,6 +9,8 @@ from asyncrl.control.launch.processes import ProcessSpec
 class FakeProcess:
     """A process that exits when told to; `terminate` and `kill` end it unless it is stubborn."""
 
+    node = ""
+
     def __init__(self, spec: ProcessSpec, pid: int, *, ignores_terminate: bool) -> None:
         self.spec, self.pid, self.terminated, self._ignores_terminate = spec, pid, 0, ignores_terminate
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()

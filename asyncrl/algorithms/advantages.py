@@ -1,7 +1,9 @@
 """How good each sample, or each of its tokens, was. No torch: runs on rewards, and a critic's values, before any loss exists.
 
 Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo, opo, reinforce_pp_baseline), of samples alone
-(remax, reward), of tokens (reinforce_pp, gae, vtrace: recursions over rows without gaps, as in returns.py).
+(remax, reward), of tokens (reinforce_pp, gae, vtrace). Each of the last kind is `backwards`, y_t = x_t + f_t y_{t+1}, on rows
+without gaps: tokens the policy did not write (tool output, padding) are taken out first, so they cost no discount (verl, AReaL;
+OpenRLHF discounts through them). Also here: DAPO's penalty on a sample's reward for its length.
 
 Legend: S samples of one step, in any order; G groups; T the most response tokens of a sample, right-padded; L at most T: its
 trained tokens moved to the left. A trained token is one the policy wrote and the step trains; tool output and padding are not.
@@ -22,8 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.diagnostics import bounded_exp
-from asyncrl.algorithms.returns import FloatArray, backwards, discounted_returns, rewards_on_last_tokens, to_places, to_the_left
+from asyncrl.algorithms.diagnostics import FloatArray, bounded_exp
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 from asyncrl.user_code import load_own, wrong_shape
@@ -320,3 +321,76 @@ def whitened(values: FloatArray, mask: NDArray[np.bool_], over: bool | Literal["
     mean = counted_N.mean()
     variance = float(np.square(counted_N - mean).sum()) / max(len(counted_N) - 1, 1) + WHITEN_EPSILON
     return np.where(mask, (distances_ST - mean) / np.sqrt(variance), 0.0)
+
+
+def rewards_on_last_tokens(rewards: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
+    """Return [S, T], each sample's reward [S] on its last trained token and 0 elsewhere; `mask` [S, T] says which are trained."""
+    rewards_ST = np.zeros(mask.shape)
+    if not mask.any():
+        return rewards_ST
+    trained_S = np.flatnonzero(mask.any(axis=1))
+    last_S = mask.shape[1] - 1 - np.argmax(mask[trained_S, ::-1], axis=1)
+    rewards_ST[trained_S, last_S] = rewards[trained_S]
+    return rewards_ST
+
+
+def discounted_returns(token_rewards: FloatArray, mask: NDArray[np.bool_], gamma: float) -> FloatArray:
+    """Return G_t = r_t + gamma G of the next trained token, [S, T].
+
+    Args:
+        token_rewards: [S, T].
+        mask: [S, T]; what is false is skipped and costs no discount.
+        gamma: In [0, 1].
+
+    Source: REINFORCE++ (arXiv 2501.03262); verl `compute_reinforce_plus_plus_outcome_advantage`.
+    """
+    rewards_SL = to_the_left(token_rewards, mask)
+    return to_places(backwards(rewards_SL, np.full_like(rewards_SL, gamma)), mask)
+
+
+def backwards(terms: FloatArray, factors: FloatArray) -> FloatArray:
+    """Return y_t = x_t + f_t y_{t+1} along the last axis, 0 after its end; x, f and y are [S, T]."""
+    terms_TS, factors_TS = np.ascontiguousarray(terms.T), factors.T
+    sums_TS = np.empty_like(terms_TS)
+    sum_S = np.zeros(terms.shape[0])
+    for token in reversed(range(terms.shape[1])):
+        sum_S = terms_TS[token] + factors_TS[token] * sum_S
+        sums_TS[token] = sum_S
+    return np.ascontiguousarray(sums_TS.T)
+
+
+def to_the_left(values: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
+    """Return [S, L], the entries where `mask` is true moved to the left of their rows, 0 after them; L is the most of a row."""
+    places = _places_on_the_left(mask)
+    moved = np.zeros(places.shape)
+    moved[places] = values[mask]
+    return moved
+
+
+def to_places(values: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
+    """Undo `to_the_left`: return [S, T], 0 where `mask` is false."""
+    placed = np.zeros(mask.shape)
+    placed[mask] = values[_places_on_the_left(mask)]
+    return placed
+
+
+def _places_on_the_left(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    lengths_S = mask.sum(axis=1)
+    places: NDArray[np.bool_] = np.arange(lengths_S.max(initial=0)) < lengths_S[:, None]
+    return places
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Return DAPO's soft punishment of long answers, in [-1, 0].
+
+    0 up to max_tokens - buffer_tokens, then down linearly to -1 at max_tokens, and -1 beyond. A caller scales it.
+
+    Args:
+        length: Generated tokens.
+        max_tokens: The longest answer wanted.
+        buffer_tokens: Over how many tokens the penalty grows; at least 1.
+
+    Source: DAPO (arXiv 2503.14476), equation 13; OpenRLHF `apply_overlong_penalty` (AReaL and verl go on falling beyond -1).
+    """
+    excess = length - (max_tokens - buffer_tokens)
+    return max(-max(excess, 0) / buffer_tokens, -1.0)

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms.kl import KL_ESTIMATORS
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.algorithms.types import (
+    KL_ESTIMATORS,
     CorrectionOutputs,
     LossInputs,
     bounded_exp,
@@ -166,7 +165,6 @@ def m2po_clip(inputs: LossInputs, config: kinds.SecondMomentClip) -> CorrectionO
         capped_sums_K = squares_K.cumsum(0) + squares_K * num_larger_K
         num_under = int((capped_sums_K < len(squares_K) * config.threshold).sum())
         tau = math.sqrt(squares_K[num_under - 1].item()) if num_under else 0.0
-        assert tau <= LOG_RATIO_LIMIT
         clip_low, clip_high = 1.0 - math.exp(-tau), math.exp(tau) - 1.0
     weights = inputs.mask.to(inputs.behaviour_logprobs.dtype)
     return CorrectionOutputs(weights=weights, kept=inputs.mask, clip_low=clip_low, clip_high=clip_high)

@@ -13,9 +13,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT, FloatArray
-from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import StepBatch
 
+FloatArray = NDArray[np.float64]
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are held within plus and minus this before `exp`: e^20 is far past every cap, and e^90 is infinite in float32."""
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 """Versions behind the learner, in the groups that figures are told by."""
 _BUCKET_STARTS = (1, 2, 3, 5, 9)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from asyncrl.algorithms.diagnostics import LOG_RATIO_LIMIT
 from asyncrl.algorithms.loss_terms import Objective, aggregate, corrections_of, finish, known_advantages
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
 from asyncrl.algorithms.types import (
     CorrectionOutputs,
     Denominators,

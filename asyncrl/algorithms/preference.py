@@ -16,20 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from asyncrl.algorithms.types import masked, segment_sum
+from asyncrl.algorithms.types import LossInputs, segment_sum, sequence_sum
 from asyncrl.config.algorithm import PreferenceConfig
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceInputs:
-    """One micro-batch, flat; the first five are as in `LossInputs`."""
+class Pairs:
+    """Which sequences of a micro-batch make pairs."""
 
-    logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor
-    mask: torch.Tensor
-    sequence_ids: torch.Tensor
-    num_sequences: int
-    pair_ids: torch.Tensor
+    ids: torch.Tensor
     """int64 [S], any number that both sequences of a pair share; -1: of no pair."""
     is_chosen: torch.Tensor
     """bool [S]."""
@@ -82,7 +77,7 @@ PREFERENCE_LOSSES: dict[str, MarginLoss] = {"sigmoid": sigmoid, "robust": robust
 """By `algorithm.preference.loss`."""
 
 
-def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def preference_loss(inputs: LossInputs, pairs: Pairs, config: PreferenceConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of one micro-batch of pairs, and what it says about them.
 
     Returns:
@@ -91,21 +86,17 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> tuple
         the loss saw it, from sums or from per-token averages; beta (policy - reference), summed over the chosen and over the
         rejected sequence whatever the margins are made of.
     """
-    log_ratios_S = segment_sum(
-        masked(inputs.logprobs - inputs.reference_logprobs, inputs.mask), inputs.sequence_ids, inputs.num_sequences
-    )
+    assert inputs.reference_logprobs is not None, "a preference loss needs LossInputs.reference_logprobs"
+    log_ratios_S = sequence_sum(inputs.logprobs - inputs.reference_logprobs, inputs)
     lengths_S = segment_sum(inputs.mask.to(log_ratios_S.dtype), inputs.sequence_ids, inputs.num_sequences).clamp(min=1.0)
     scores_S = log_ratios_S / lengths_S if config.average else log_ratios_S
     # The chosen and the rejected sequences, both by rising pair id.
     sides = []
-    for of_side in (inputs.is_chosen, ~inputs.is_chosen):
-        sequences = (of_side & (inputs.pair_ids >= 0)).nonzero().flatten()
-        sides.append(sequences[inputs.pair_ids[sequences].argsort()])
+    for of_side in (pairs.is_chosen, ~pairs.is_chosen):
+        sequences = (of_side & (pairs.ids >= 0)).nonzero().flatten()
+        sides.append(sequences[pairs.ids[sequences].argsort()])
     chosen_P, rejected_P = sides
-    chosen_ids, rejected_ids = inputs.pair_ids[chosen_P].tolist(), inputs.pair_ids[rejected_P].tolist()
-    assert chosen_ids == rejected_ids == sorted(set(chosen_ids)), (
-        f"a pair needs one chosen and one rejected sequence, got pair ids {chosen_ids} and {rejected_ids}"
-    )
+    assert torch.equal(pairs.ids[chosen_P], pairs.ids[rejected_P]), "a pair needs one chosen and one rejected sequence"
     margins_P = scores_S[chosen_P] - scores_S[rejected_P]
     losses_P = PREFERENCE_LOSSES[config.loss](margins_P, config)
     rewards_S = config.beta * log_ratios_S.detach()
@@ -116,4 +107,4 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceConfig) -> tuple
         "dpo/chosen_reward": rewards_S[chosen_P],
         "dpo/rejected_reward": rewards_S[rejected_P],
     }
-    return losses_P.sum() / inputs.num_pairs, figures
+    return losses_P.sum() / pairs.num_pairs, figures

@@ -1,4 +1,9 @@
-"""What policy losses take and give, and the ratios between two policies.
+"""What policy losses take and give, the ratios between two policies, and estimators of KL(policy || reference).
+
+An estimator gives one value a token, from the sampled token alone; d = logprobs - reference. k1 is unbiased and may be negative;
+k2 is biased, low variance; k3 is unbiased and never negative. That is said of the values: differentiated as they stand on the
+policy's own samples, k1's gradient is zero on average, k3's is that of KL(reference || policy), and k2's is the unbiased one.
+Source: Schulman 2020, "Approximating KL divergence"; on the gradients: Liu et al. 2025 (arXiv 2510.01555).
 
 Legend: N tokens of one micro-batch laid end to end (trained ones and, where a caller has them, masked ones), S sequences of
 it. Log-probabilities are of the sampled token, natural logarithm, at the sampling temperature. Three policies: `behaviour`
@@ -12,11 +17,12 @@ gradients of micro-batches and ranks add up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
+from asyncrl.algorithms.diagnostics import LOG_RATIO_LIMIT
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 
 
@@ -163,3 +169,18 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor, inputs: LossInputs) 
     sums_S = segment_sum(masked(values, mask), inputs.sequence_ids, inputs.num_sequences)
     lengths_S = segment_sum(mask.to(values.dtype), inputs.sequence_ids, inputs.num_sequences)
     return sums_S / lengths_S.clamp(min=1)
+
+
+def k3(difference: torch.Tensor) -> torch.Tensor:
+    """Return exp(-d) - 1 + d, with d held within plus and minus LOG_RATIO_LIMIT (verl does the same)."""
+    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(-difference) + difference
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda difference: difference,
+    "k2": lambda difference: 0.5 * difference.square(),
+    "k3": k3,
+    "abs": torch.abs,
+}
+"""Of d [N]. `abs` estimates no KL but is 0 where the policies agree (verl)."""

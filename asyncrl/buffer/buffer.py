@@ -23,11 +23,10 @@ import msgspec
 import asyncrl.buffer.ledger.records as rec
 from asyncrl.algorithms.screening import members_of, trained_members
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.events import BufferInstruction, GroupMoved
-from asyncrl.buffer.group import Counts, Group
+from asyncrl.buffer.events import BufferInstruction, GroupMoved, StalenessFigures, VersionCounts
+from asyncrl.buffer.group import Counts, Group, staleness_figures
 from asyncrl.buffer.ledger.records import HeldGroup, OnCommitted, Record, Restored, StepParams
 from asyncrl.buffer.ledger.store import Ledger
-from asyncrl.buffer.staleness import StalenessFigures, VersionCounts, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.buffer.validate import examine, group_error, largest_id, score_error, version_counts
 from asyncrl.config.live import settings_of
@@ -85,7 +84,8 @@ class Buffer:
     """State, ledger and payloads of one run.
 
     Example:
-        >>> from asyncrl.schema.samples import Prompt
+        >>> from asyncrl.buffer.group import BufferLimits
+        >>> from asyncrl.buffer.ledger.store import MemoryLedger
         >>> buffer = Buffer(BufferState(BufferLimits(groups_per_step=1, max_staleness=0)), MemoryLedger())
         >>> buffer.issue(Prompt("p0"), "generator-0", version=0, group_size=4, now=0.0).pending
         (0, 1, 2, 3)
@@ -164,14 +164,13 @@ class Buffer:
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
         """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
-        held = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
-        pending = {group.group_id: (group.pending, group.attempt) for group in held}
+        running = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
+        held = [(group, group.attempt, group.pending) for group in running]
         reason, records = f"generator {name} died once too often", list[Record]()
         instructions = self._handle(ev.GeneratorGone(name), records, now)
-        for group in held:
-            indices, attempt = pending[group.group_id]
-            lost = indices if not group.pending else ()
-            records += [rec.FailureRecord(group.group_id, index, attempt, "generate", reason, now) for index in lost]
+        for group, attempt, lost in held:
+            if not group.pending:
+                records += [rec.FailureRecord(group.group_id, index, attempt, "generate", reason, now) for index in lost]
         if records:
             self.ledger.write(records)
         return instructions

@@ -1,13 +1,16 @@
-"""The events that the buffer's state machine handles, and the instructions it returns. Plain values."""
+"""The events that the buffer's state machine handles, the instructions it returns, and what both hold. Plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
+import msgspec
+
 from asyncrl.observe.decisions import Value
 
+VersionCounts = tuple[tuple[int, int], ...]
+"""(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
 
@@ -181,6 +184,17 @@ class StepSetAside(BufferEvent, frozen=True):
 
 
 # -- instructions --------------------------------------------------------------------------------------------------------
+
+
+class StalenessFigures(msgspec.Struct, frozen=True):
+    """Of the trained tokens of one step, and of the samples that have some."""
+
+    num_samples: int
+    num_tokens: int
+    token_max: int
+    """Versions; 0 for no token."""
+    metrics: dict[str, float]
+    """By name. Tokens that are masked for being older than eta are counted apart; all others are 0 for no sample."""
 
 
 class ScoreMembers(Value, frozen=True, gc=False):

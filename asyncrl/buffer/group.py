@@ -1,4 +1,4 @@
-"""Groups: what the buffer knows of one and how they are counted, what becomes of a scored one, and which of them a step takes.
+"""Groups: what the buffer knows of one and how they are counted, what becomes of a scored one, which a step takes, how old.
 
 A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, with B groups a step and B only,
 it is not enough that a step takes the groups whose deadline it is: those of one later deadline may be more than B. A step
@@ -6,6 +6,9 @@ must leave behind, for every later step k', at most `(k' - step) * B` groups due
 it that this can always be done. Taking ready groups earliest deadline first does it whenever it can be done at all, so the
 rule is: earliest deadline first, unless too few of those due by some k' are ready; then wait for the others. Proof in
 docs/buffer.md.
+
+Staleness of a token at step k is k minus its version; that of a sample is that of its oldest trained token. The in-flight part of
+a sample's staleness is newest minus oldest version (it grew while the sample was generated), the in-queue part is k minus newest.
 
 Pure.
 """
@@ -18,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.algorithms.screening import Member, Screen, objection, trained_members
-from asyncrl.buffer.events import BufferEvent, BufferInstruction, GroupState, MemberState, ScreenLifted, ScreenStands, Wait
-from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.buffer import events as ev
 
 MOST_REASONS = 32
 OTHER_REASONS = "other reasons"
@@ -69,7 +71,7 @@ class StepRecord:
     """It was trained at least once; repeating it is a replay."""
 
 
-class GroupsRestored(BufferEvent, frozen=True):
+class GroupsRestored(ev.BufferEvent, frozen=True):
     """Event: what a ledger held; the first that a machine is told, if at all."""
 
     groups: tuple[Group, ...]
@@ -136,9 +138,9 @@ class Group:
     retries: int = 0
     """Failed groups that had this prompt before."""
     external: bool = False
-    state: GroupState = "running"
-    members: list[MemberState] = field(default_factory=list)
-    version_counts: list[VersionCounts | None] = field(default_factory=list)
+    state: ev.GroupState = "running"
+    members: list[ev.MemberState] = field(default_factory=list)
+    version_counts: list[ev.VersionCounts | None] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     """Of scored members."""
     truncated: set[int] = field(default_factory=set)
@@ -201,7 +203,7 @@ class Group:
         return bool(self.trained) and age >= step - limits.max_staleness
 
 
-def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | Wait:
+def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | ev.Wait:
     """Return the groups of `step`, ascending, or what it waits for.
 
     Args:
@@ -212,7 +214,7 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
     """
     size = limits.groups_per_step
     if num_ready < size:
-        return Wait(step, f"{num_ready} of {size} groups are ready for step {step}")
+        return ev.Wait(step, f"{num_ready} of {size} groups are ready for step {step}")
     ready, unfinished = list[tuple[int, int]](), list[tuple[int, int]]()
     for group in live:  # oldest version first, which is the earliest deadline, then in order of issue
         (ready if group.state == "ready" else unfinished).append((group.oldest, group.group_id))
@@ -229,11 +231,11 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
             if num_due < min(num_due + num_unfinished - slack * size, size):
                 groups = f"{num_unfinished} group{'s' * (num_unfinished > 1)} not finished yet"
                 reason = f"step {step} must leave room for {groups} that must be trained by step {step + slack}"
-                return Wait(step, reason if slack else f"step {step} is the last chance of {groups}")
+                return ev.Wait(step, reason if slack else f"step {step} is the last chance of {groups}")
     return tuple(sorted(group_id for _, group_id in sorted(ready)[:size]))
 
 
-def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int, list[BufferInstruction]]:
+def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int, list[ev.BufferInstruction]]:
     """Settle a group whose last member is scored: it is ready, or dropped because it teaches nothing.
 
     Without preferences at most `max_resamples` x B groups are dropped in a row; then groups are ready as they come, until the
@@ -255,7 +257,47 @@ def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int
         return "", 0, []
     num_in_row += 1
     if limits.screen.preference is not None:
-        return reason, num_in_row, [] if num_in_row % most else [ScreenStands(group.group_id, reason, num_in_row)]
+        return reason, num_in_row, [] if num_in_row % most else [ev.ScreenStands(group.group_id, reason, num_in_row)]
     if num_in_row <= most:
         return reason, num_in_row, []
-    return "", num_in_row, [ScreenLifted(group.group_id, reason, most)] if num_in_row == most + 1 else []
+    return "", num_in_row, [ev.ScreenLifted(group.group_id, reason, most)] if num_in_row == most + 1 else []
+
+
+def staleness_figures(
+    step: int, samples: Iterable[ev.VersionCounts], *, mask_below: int = 0, queue_s: Sequence[float] = ()
+) -> ev.StalenessFigures:
+    """Return how old the trained tokens of a step are.
+
+    Args:
+        step: The optimizer step, which trains version `step`.
+        samples: Version counts of every scored sample of the step.
+        mask_below: Tokens of a version under this one are masked.
+        queue_s: Seconds each group was ready before it was taken.
+    """
+    tokens, num_masked = Counter[int](), 0
+    oldest, in_flight, in_queue = list[int](), list[int](), list[int]()
+    for counts in samples:
+        num_masked += sum(count for version, count in counts if version < mask_below)
+        if trained := [pair for pair in counts if pair[0] >= mask_below]:
+            for version, count in trained:
+                tokens[step - version] += count
+            first, last = trained[0][0], trained[-1][0]
+            oldest.append(step - first)
+            in_flight.append(last - first)
+            in_queue.append(step - last)
+    num_tokens, num_samples = tokens.total(), max(len(oldest), 1)
+    metrics = {
+        "staleness/masked_tokens": float(num_masked),
+        "staleness/token_mean": sum(age * count for age, count in tokens.items()) / max(num_tokens, 1),
+        "staleness/token_max": float(max(tokens, default=0)),
+        "staleness/mean": sum(oldest) / num_samples,
+        "staleness/max": float(max(oldest, default=0)),
+        "staleness/in_flight_mean": sum(in_flight) / num_samples,
+        "staleness/in_flight_max": float(max(in_flight, default=0)),
+        "staleness/in_queue_mean": sum(in_queue) / num_samples,
+        "staleness/in_queue_max": float(max(in_queue, default=0)),
+        "queue/wait_mean_s": sum(queue_s) / max(len(queue_s), 1),
+        "queue/wait_max_s": max(queue_s, default=0.0),
+    }
+    metrics |= {f"staleness/histogram/{age}": count / num_tokens for age, count in sorted(tokens.items())}
+    return ev.StalenessFigures(len(oldest), num_tokens, max(tokens, default=0), metrics)

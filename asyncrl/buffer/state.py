@@ -21,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+import asyncrl.buffer.group as gr
 from asyncrl.algorithms.screening import NO_PAIR, surely_trained
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.admission import Generator, GeneratorPool, Lead
 from asyncrl.buffer.events import BufferInstruction, GroupMoved, GroupState, MemberState
-from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord, choose, count_reason, judge
-from asyncrl.buffer.staleness import staleness_figures
+from asyncrl.buffer.group import STALE, BufferLimits, Counts, Group, GroupsRestored, StepRecord
 from asyncrl.observe.decisions import Machine
 
 
@@ -131,7 +131,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         self._num_forgotten_groups = held.forgotten_steps * self.limits.groups_per_step
         for counts, before in ((self._dropped, held.dropped), (self._failed, held.failed)):
             for reason, num_groups in Counter(before).most_common():
-                count_reason(counts, reason, num_groups)
+                gr.count_reason(counts, reason, num_groups)
         for group in self.groups.values():
             if group.state == "running":
                 group.attempt, group.generator, group.holders = group.attempt + 1, "", {}
@@ -364,7 +364,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             return [self._end(group, "failed", f"no greedy baseline: {group.last_failure or 'it has no such member'}")]
         if len(scored) - has_baseline < max(1, min(self.limits.min_group_members, group.size - has_baseline)):
             return [self._end(group, "failed", group.last_failure or "no reason given")]
-        reason, self._num_objected, said = judge(group, self.limits, self._num_objected)
+        reason, self._num_objected, said = gr.judge(group, self.limits, self._num_objected)
         if reason:
             return [*said, self._end(group, "dropped", reason, returns=False)]
         return [*said, self._move(group, "ready", now)]
@@ -388,7 +388,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         del self.groups[group.group_id]
         self._unplaced.discard(group.group_id)
         self._ready.pop(group.group_id, None)
-        count_reason(self._dropped if after == "dropped" else self._failed, reason)
+        gr.count_reason(self._dropped if after == "dropped" else self._failed, reason)
         retries = group.retries + (after == "failed")
         if returns and self.limits.reissue_dropped and not group.external and retries <= self.limits.max_group_retries:
             self.returned[group.group_id] = retries
@@ -411,14 +411,14 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         for group in [group for group in self._ready.values() if not group.is_fit(step, self.limits)]:
             returns = bool(group.trained)
             instructions.append(self._end(group, "dropped", STALE if returns else NO_PAIR, returns=returns))
-        chosen = event.group_ids or choose(step, self.groups.values(), len(self._ready), self.limits)
+        chosen = event.group_ids or gr.choose(step, self.groups.values(), len(self._ready), self.limits)
         if not isinstance(chosen, tuple):
             return [*instructions, chosen]
         groups = [self.groups.pop(group_id) for group_id in chosen]
         for group_id in chosen:
             del self._ready[group_id]
         mask_below = max(0, step - self.limits.max_staleness) if self.limits.policy == "mask" else 0
-        figures = staleness_figures(
+        figures = gr.staleness_figures(
             step,
             (counts for group in groups for index in group.trained or () if (counts := group.version_counts[index])),
             mask_below=mask_below,
@@ -466,8 +466,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
 
     def _learner_restarted(self, event: ev.LearnerRestarted, _: float) -> list[BufferInstruction]:
         version, first, self._taken_s = event.version, min(self.steps, default=self.next_step), None
-        assert version <= self.next_step, f"the learner stands at version {version}, but only {self.next_step} steps were taken"
-        assert version >= first, f"the learner stands at version {version}, but steps before {first} are forgotten"
+        assert first <= version <= self.next_step, f"the learner stands at version {version}, not at {first} to {self.next_step}"
         for step, record in self.steps.items():
             record.trained = step < version
             record.trained_before |= step < version
@@ -490,5 +489,5 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
             self.steps[moved.step] = moved
         self.next_step -= 1
         self._taken_s = None
-        count_reason(self._dropped, event.reason, len(record.group_ids))
+        gr.count_reason(self._dropped, event.reason, len(record.group_ids))
         return [GroupMoved(group_id, "taken", "dropped", event.reason) for group_id in record.group_ids]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.buffer.events import VersionCounts
 from asyncrl.schema.samples import Progress, Sample, Samples, Score, ids_from_bytes, logprobs_from_bytes
 
 LOGPROB_SLACK = 1e-3

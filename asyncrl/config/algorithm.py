@@ -164,9 +164,6 @@ def is_importance_weight(item: CorrectionConfig) -> bool:
     return isinstance(item, Truncated) or (isinstance(item, Rejection) and item.weight != "none")
 
 
-Probability = Annotated[float, Meta(ge=0, le=1)]
-
-
 def sees_whole_update(item: CorrectionConfig) -> bool:
     """Return whether the correction looks at all tokens of an update at once."""
     return isinstance(item, SecondMomentMask | SecondMomentClip) or (isinstance(item, Truncated) and item.normalize)
@@ -254,7 +251,7 @@ class AlgorithmConfig(_Stage, frozen=True):
     advantage_epsilon: PositiveFloat = 1e-6
     gamma: Fraction = 1.0
     """Discount of token rewards (`reinforce_pp`, `gae`, `vtrace`)."""
-    gae_lambda: Probability = 1.0
+    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 1.0
     whiten: bool | Literal["samples"] = False
     """Advantages of the step get mean 0 and variance 1 over all trained tokens (the reinforce_pp forms do so always), or, each
     sample counted once, over all `"samples"`."""

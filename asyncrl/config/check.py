@@ -7,7 +7,6 @@ Rules of algorithms are in algorithm_table.py. Pure.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -46,18 +45,14 @@ class Fault(msgspec.Struct, frozen=True):
         return self.allowed if self.field in self.allowed else f"{self.field}: {self.allowed}"
 
 
-def faults_of(config: RunConfig, wrong: Collection[str] = ()) -> list[Fault]:
-    """Return all that is wrong by the rules.
+def faults_in(config: RunConfig, messages: Iterable[str], wrong: Collection[str] = ()) -> list[Fault]:
+    """Return what messages say of a config, each with the field that it names first and the value there.
 
     Args:
         config: To be looked at.
+        messages: What is wrong with it, by RULES, say.
         wrong: Fields that are at their defaults, because what was given cannot be taken: nothing is said of those.
     """
-    return faults_in(config, itertools.islice((said for rules in RULES for said in rules(config)), MOST_FAULTS), wrong)
-
-
-def faults_in(config: RunConfig, messages: Iterable[str], wrong: Collection[str] = ()) -> list[Fault]:
-    """Return what messages say of a config, each with the field that it names first and the value there."""
     faults, tables = [], msgspec.to_builtins(config)
     for said in messages:
         named = list(_fields_in(said, tables)) or [("config", None)]
@@ -159,7 +154,7 @@ def _inference(config: RunConfig) -> Iterator[str]:
 
 
 def _learner(config: RunConfig) -> Iterator[str]:
-    """Optimizer, kernels and ranks against the device."""
+    """Optimizer, kernels and ranks against the device; nothing needs the model that a fake learner does not have."""
     learner, device, ranks = config.learner, config.learner.device, config.learner.ranks
     on_cuda, is_paged = device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
     if ranks > 1 and device not in {"cpu", "cuda"}:
@@ -175,20 +170,16 @@ def _learner(config: RunConfig) -> Iterator[str]:
         yield f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'"
     if learner.compile and not on_cuda:
         yield f"learner.compile is for CUDA and learner.device is {device!r}: set it to false"
-    if learner.fake_step_s is not None:
-        yield from _no_model(config)
-
-
-def _no_model(config: RunConfig) -> Iterator[str]:
-    """Nothing needs the model that a fake learner does not have."""
-    where, learner = "learner.fake_step_s trains no model", config.learner
+    if learner.fake_step_s is None:
+        return
+    where = "learner.fake_step_s trains no model"
     if learner.kind != "builtin":
         yield f"{where}, and learner.kind {learner.kind!r} has no learner process: set 'builtin', or leave it out"
     if config.generate.engine.has_model or config.generate.engine.replays:
         yield f"{where} and generate.engine.kind {config.generate.engine.kind!r} needs one: set 'fake'"
     if config.needs_inference:
         yield f"{where} and [inference] would load some: leave out its reward models and algorithm.reference.where = 'worker'"
-    if learner.ranks > 1:
+    if ranks > 1:
         yield f"{where}, so there is nothing to divide: set learner.ranks = 1"
     if config.placement.takes_turns:
         yield f"{where}, and placement.kind {config.placement.kind!r} moves some: set 'disaggregated'"
@@ -329,6 +320,9 @@ def _launch(config: RunConfig) -> Iterator[str]:
         yield f"generate.engine.url names {len(engine.urls)} servers, one a generator, and {most}"
     if not isinstance(launch, RayLaunch):
         return
+    if config.transport.kind == "tcp" and is_every_interface(config.transport.host):
+        instead = "set an address of the controller's machine, or leave it out"
+        yield f"transport.host {config.transport.host!r} is told to every process, and names no machine: {instead}"
     if launch.address.startswith("ray://"):
         instead = "run on a node of the cluster (`ray job submit`), with launch.address = 'auto' or HOST:PORT"
         yield f"launch.address {launch.address!r} is Ray's client, which cannot own a run: {instead}"

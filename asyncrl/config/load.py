@@ -19,7 +19,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config.algorithm import CHOSEN_BY_HAND
-from asyncrl.config.check import MOST_FAULTS, Fault, faults_of
+from asyncrl.config.check import MOST_FAULTS, RULES, Fault, faults_in
 from asyncrl.config.places import at_node
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
@@ -126,7 +126,8 @@ def take_values(raw: dict[str, Any]) -> tuple[RunConfig | None, list[Fault], set
 
 def faults_beside(config: RunConfig, gone: Collection[str]) -> list[Fault]:
     """Return what else is wrong with a config from which these fields were removed."""
-    faults = faults_of(config, gone)
+    broken = itertools.islice((said for rules in RULES for said in rules(config)), MOST_FAULTS)
+    faults = faults_in(config, broken, gone)
     try:
         msgspec.json.encode(config)
     except UnicodeEncodeError as error:

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import inspect
 import os
+import platform
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -29,8 +30,7 @@ from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
 from asyncrl.schema import status as st
-from asyncrl.schema.batches import GroupsTaken
-from asyncrl.schema.samples import Score, ScoreRequest
+from asyncrl.schema.samples import GroupsTaken, Score, ScoreRequest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.asked import AskedPrompts
 
@@ -92,7 +92,8 @@ async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = R
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        endpoint = st.ApiEndpoint(url=f"http://127.0.0.1:{runner.addresses[0][1]}", token=token, pid=os.getpid())
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        endpoint = st.ApiEndpoint(url=url, token=token, pid=os.getpid(), machine=platform.node())
         write_whole(run_folder / "api.json", msgspec.json.encode(endpoint), private=True, onto_disk=False)
         yield endpoint
     finally:

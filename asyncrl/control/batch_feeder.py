@@ -29,11 +29,9 @@ from asyncrl.control.peers import Peers
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.folders import write_whole
 from asyncrl.observe.decisions import STEPS_FOLDER
-from asyncrl.packing.pack import RankPlan
-from asyncrl.packing.tensors import pack_step
-from asyncrl.schema.batches import GroupsTaken, StepBatch, StepDone
+from asyncrl.packing.pack import RankPlan, pack_step
 from asyncrl.schema.control import Checkpoint, CheckpointDone
-from asyncrl.schema.samples import ScoredGroup
+from asyncrl.schema.samples import GroupsTaken, ScoredGroup, StepBatch, StepDone
 from asyncrl.transport.protocol import Connection
 
 log = logging.getLogger(__name__)

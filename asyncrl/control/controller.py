@@ -34,7 +34,7 @@ from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer, TakenStep
 from asyncrl.clock import Clock
 from asyncrl.config.live import ChangeResult, changed, write_revision
-from asyncrl.config.load import dump_config
+from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
@@ -57,12 +57,11 @@ from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
 from asyncrl.folders import write_whole
 from asyncrl.observe.decisions import Beginning, Recorder
-from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.sinks import open_sinks, without_secrets
 from asyncrl.observe.spans import IDLE, span, spans_of
 from asyncrl.schema import control as msg
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores
+from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores, StepDone
 from asyncrl.schema.status import Alarm, Phase
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.tasks.task import PromptSequence, TaskData
@@ -120,7 +119,6 @@ class Controller:
             logs_folder=str(self.run_folder / "logs"),
         )
         if (recorder := self.recorder) is not None:
-            self.lifecycle.watchers = (recorder.note,)
             if config.observe.records_batches:
                 self.feeder.record = lambda taken: RecordedStep(
                     taken.step, recorder.life, taken.groups, taken.params
@@ -144,9 +142,9 @@ class Controller:
                 self.peers, self.dispatcher, self.feeder, self.reporter, self.stall_detector, clock,
                 judges_too=inference_takes_turns(config),
             )  # fmt: skip
-        for machine in (self.autoscaler.scaler, self.switching.phases if self.switching else None):
-            if machine is not None and self.recorder is not None:
-                machine.watchers = (self.recorder.note,)
+        for machine in (self.lifecycle, self.autoscaler.scaler, self.switching.phases if self.switching else None):
+            if machine is not None and recorder is not None:
+                machine.watchers = (recorder.note,)
         self.weights: WeightsAvailable | None = None
         """The version that was announced last."""
         self.model_folder = ""
@@ -155,7 +153,6 @@ class Controller:
         self.ending, self.over = asyncio.Event(), asyncio.Event()
         self.moved = asyncio.Event()
         """Set by every step and phase."""
-        self._ended_well = False
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.feeder.on_taken = self.reporter.note_taken
         self.buffer.state.watchers += (self.reporter.bias.note,)
@@ -192,7 +189,7 @@ class Controller:
         await asyncio.to_thread(self.buffer.check)
         await asyncio.to_thread(self.buffer.close)
         try:
-            await self.reporter.close(self.run_folder)
+            await self.reporter.close()
         except OSError as error:  # on a full disk, say: the run's end and its reason are still to be told
             log.error("the pictures of the run could not be written: %s; `asyncrl report` draws them", error)  # noqa: TRY400
         self.over.set()
@@ -200,7 +197,7 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await owner.nobody.wait()
-        return self._ended_well
+        return self.lifecycle.phase == "stopped"
 
     # -- the loops -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +239,8 @@ class Controller:
                 self.membership.heartbeats.expect(peer.name, self.clock.now())
                 self.membership.heartbeats.beat(peer.name, self.clock.now())
                 self.reporter.note_event("joined", peer.name, version=self.feeder.version)
-                peer.tell(msg.JoinTerms(dump_config(self.config), str(self.run_folder.resolve()), platform.node()))
+                told = dump_config(parse_config(without_secrets(self.config)))
+                peer.tell(msg.JoinTerms(told, str(self.run_folder.resolve()), platform.node()))
             if self.ending.is_set():
                 peer.tell(msg.Shutdown(self.lifecycle.reason))
             elif peer.kind == "reward":
@@ -368,9 +366,9 @@ class Controller:
             self.reporter.note_second(self.dispatcher, self.peers, learner_idle=learner_idle)
             waits = self.waits(now)
             self.reporter.tick(waits, self.heartbeats())
-            if (asked := self.dispatcher.asked) is not None and (not asked.num_waiting or self._caller_holds_all()):
-                self.stall_detector.moved("waited for its caller", now)
-            if self.caller is not None and self.caller.is_lost(now):
+            asked = self.dispatcher.asked
+            is_callers_turn = asked is not None and (not asked.num_waiting or self._caller_holds_all())
+            if is_callers_turn or (self.caller is not None and self.caller.is_lost(now)):
                 self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
             counts, scores = self.buffer.counts(), self.dispatcher.scores
@@ -425,12 +423,10 @@ class Controller:
                     asked.progress(piece)
         elif kind is SampleFailure:
             for failure in messages:
-                is_awaited = self.dispatcher.take_failure(failure, peer.name)
-                told = (failure.group_id, failure.index, failure.stage, failure.reason, "" if is_awaited else " (not awaited)")
-                log.debug("g%d.%d failed at %s: %s%s", *told)
+                self.dispatcher.take_failure(failure, peer.name)
         else:
             for message in messages:
-                self._handle_control(peer, message, is_current=self.peers.get(peer.name) is peer)
+                self._handle_control(peer, message)
 
     def take_answers(self, answers: Sequence[Scores | InferResult]) -> None:
         """Take in scores, whoever judged."""
@@ -439,15 +435,9 @@ class Controller:
         for purpose in {answer.purpose for answer in answers}:
             self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", self.clock.now())
 
-    def _handle_control(self, peer: Peer, message: Message, *, is_current: bool) -> None:
-        """Take in what a process says of itself.
-
-        Args:
-            peer: Who says it.
-            message: What.
-            is_current: No other connection has taken its name. What a process says that was replaced meanwhile is passed over.
-        """
-        now = self.clock.now()
+    def _handle_control(self, peer: Peer, message: Message) -> None:
+        """Take in what a process says of itself; one whose name another connection has taken meanwhile is passed over."""
+        now, is_current = self.clock.now(), self.peers.get(peer.name) is peer
         match message:
             case msg.Heartbeat():
                 peer.heartbeat = message
@@ -513,10 +503,9 @@ class Controller:
         self.tell_model_folder()
         self.post(ev.ProcessReady(peer.name))
         every, version = self.config.eval.every_steps, ready.version
-        if not self._reach_goal() and has_resumed and every and version > 0 and version % every == 0:
-            is_judged = any(report.version == version for report in self.reporter.evaluations)
-            if not is_judged:  # its evaluation was under way as the run ended
-                self._start_evaluation(version)
+        is_judged = any(report.version == version for report in self.reporter.evaluations)
+        if not self._reach_goal() and has_resumed and every and version > 0 and version % every == 0 and not is_judged:
+            self._start_evaluation(version)  # it was under way as the run ended
 
     def _engine_ready(self, peer: Peer, ready: msg.EngineReady) -> None:
         if peer.num_slots:
@@ -797,8 +786,7 @@ class Controller:
             # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
             self.post(ev.Drained())
 
-    def _on_end(self, ok: bool, reason: str) -> None:
-        self._ended_well = ok
+    def _on_end(self, _: bool, reason: str) -> None:
         self.checkpoints.fail(f"the run ended: {reason}")
         self.ending.set()
         if self.dispatcher.asked is not None:

@@ -81,8 +81,6 @@ class Dispatcher:
         self._clock = clock
         self.sampling = sampling_of(config)
         """Of groups that are issued from now on."""
-        self._asks_rules, self._asks_models = config.has_rules, bool(config.inference.reward_models)
-        self._asks_reference = config.has_reference_worker
         self._groups_held = self._evaluation_held = False
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
@@ -257,29 +255,26 @@ class Dispatcher:
             del self._out[generator][group_id, attempt]
         return answered
 
-    def take_failure(self, failure: SampleFailure, generator: str) -> bool:
-        """Note a member that will never come; return False where nobody waits for it: its group is over, or given out again."""
+    def take_failure(self, failure: SampleFailure, generator: str) -> None:
+        """Note a member that will never come; nothing where its group is over, or given out again."""
         why = failure.reason or "no reason given"
         given = generator, failure.group_id, failure.attempt, (failure.index,)
         if failure.purpose == "eval":
             freed = self._answered(*given)
-            is_awaited = bool(freed)
-            if is_awaited and self.evaluation is not None:
+            if freed and self.evaluation is not None:
                 self.evaluation.take_failure(failure.group_id, failure.index, generator)
                 if not generator.startswith(JOINED_PREFIX):  # what fails at a joined one is tried again elsewhere
                     self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
             self._note_guest(generator, why)
         else:
             receipt = self.buffer.add_failure(failure, self._clock.now())
-            is_awaited = bool(receipt.stored)
-            if is_awaited:
+            if receipt.stored:
                 self._note_failure(failure.stage, failure.kind, failure.reason, failure.trace)
                 self._note_guest(generator, why, failure.group_id)
             self._note_refused(receipt.refused)
             self.follow(receipt.instructions)  # which may take back what was not sent yet
             freed = self._answered(*given)
         self.tell(ev.MembersFinished(generator, len(freed)))
-        return is_awaited
 
     def _evaluate(self, samples: Samples, generator: str) -> str:
         """Ask for the rewards of an evaluation's samples; return what is wrong with one that then counts as failed."""
@@ -356,7 +351,6 @@ class Dispatcher:
                     self._spoiled.discard(item.group_id)
                     self.fruitless = ""
                 case ev.GroupMoved(group_id=group_id, after="dropped" | "failed"):
-                    log.debug("group %d %s: %s", group_id, item.after, item.reason)
                     if self.asked is not None:
                         kind, said = self._newest_failure
                         self.asked.over(group_id, f"{item.after}: {said if item.reason == kind else item.reason}")
@@ -382,8 +376,8 @@ class Dispatcher:
 
     def _ask_scores(self, rules: ScoreRequest, samples: Sequence[Sample]) -> None:
         """Ask the rules, the models, or both, as the config and the samples' purpose want it."""
-        requests: list[ScoreRequest | InferRequest] = [rules] if self._asks_rules else []
-        if self._asks_models or (self._asks_reference and rules.purpose == "train"):
+        requests: list[ScoreRequest | InferRequest] = [rules] if self._config.has_rules else []
+        if self._config.inference.reward_models or (self._config.has_reference_worker and rules.purpose == "train"):
             # The learner divides its logits by the temperature, and so must the reference.
             requests += [
                 InferRequest(

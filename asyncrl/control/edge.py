@@ -22,9 +22,8 @@ from asyncrl.control.batch_feeder import BatchFeeder
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.peers import Peer
 from asyncrl.schema import control as msg
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.codec import Message
-from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores
+from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores, StepDone
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 EVERYBODY: frozenset[type] = frozenset({msg.Heartbeat, msg.Fault})
@@ -88,7 +87,8 @@ class Edge:
                 speaks_for, refusal = getattr(message, speaker, peer.name), ""
                 if speaks_for != peer.name and (speaks_for or speaker != "worker"):
                     refusal = f"it speaks for {speaks_for[:100]!r}"
-                refusals.append(refusal or odd_value(message) or self._refusal(peer, message))
+                refusal = refusal or odd_value(message) or _beyond("attempt", getattr(message, "attempt", 0), 0, MAX_ATTEMPT)
+                refusals.append(refusal or self._refusal(peer, message))
         return refusals
 
     def _refusal(self, peer: Peer, message: Message) -> str:
@@ -98,14 +98,12 @@ class Edge:
             case Samples() | SampleFailure():
                 refusal = self._member_refusal(peer, message)
             case Scores() | InferResult():
-                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
-                refusal = refusal or self._dispatcher.scores.refusal(message, peer.name)
+                refusal = self._dispatcher.scores.refusal(message, peer.name)
             case Progress(group_id=group_id, index=index):
                 group = self._buffer.state.groups.get(group_id)
-                refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
+                refusal = progress_fault(message, self._dispatcher.sampling.max_new_tokens)
                 if group is not None and (group.holders.get(message.attempt) != peer.name or not 0 <= index < group.size):
-                    refusal = refusal or f"member {index} of group {group_id} was not given to it"
-                refusal = refusal or progress_fault(message, self._dispatcher.sampling.max_new_tokens)
+                    refusal = f"member {index} of group {group_id} was not given to it"
             case msg.Heartbeat(waiting_for=what):
                 short = len(what) <= MOST_WORDS and what.isprintable()
                 refusal = "" if short else f"what it waits for is no line of {MOST_WORDS} characters at most"
@@ -136,12 +134,11 @@ class Edge:
 
     def _member_refusal(self, peer: Peer, message: Samples | SampleFailure) -> str:
         """Return why this peer cannot speak of those members; of a group that is over it may, and that changes nothing."""
-        indices = message.indices if isinstance(message, Samples) else (message.index,)
-        refusal = _beyond("attempt", message.attempt, 0, MAX_ATTEMPT)
         if isinstance(message, Samples):
-            refusal = refusal or shape_fault(message)
-        elif message.stage != "generate":
-            refusal = f"a generator cannot fail at {message.stage}"
+            indices, refusal = message.indices, shape_fault(message)
+        else:
+            indices = (message.index,)
+            refusal = "" if message.stage == "generate" else f"a generator cannot fail at {message.stage}"
         if not refusal and (not indices or len(set(indices)) < len(indices)):
             refusal = f"its members are {indices[:8]}"
         if refusal:

@@ -25,6 +25,7 @@ import platform
 import re
 import signal
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,10 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config.broadcast import ZeroMQMedium
-from asyncrl.config.load import load_config
-from asyncrl.config.places import why_weights_do_not_reach
+from asyncrl.config.load import dump_config, load_config, resolve_config
+from asyncrl.config.places import is_every_interface, is_loopback, why_weights_do_not_reach
 from asyncrl.config.run import RunConfig, SupervisionConfig, TransportConfig
-from asyncrl.control.launch.processes import ProcessSpec, child_environment
+from asyncrl.control.launch.processes import ProcessSpec, child_environment, read_endpoint
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.lifecycle.state import Heartbeats
 from asyncrl.errors import ConfigError
@@ -211,7 +212,7 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
             terms = delivery.message
             assert isinstance(terms, JoinTerms), f"the run's first message was {type(terms).__name__}"
             is_here = terms.machine == host
-            config = own_config(terms, request.overrides, owned.path)
+            config = own_config(terms, request.overrides, is_here=is_here)
             if not request.run_folder and is_here and (Path(terms.run_folder) / "config.toml").exists():
                 folder = Path(terms.run_folder)
             if not is_here:
@@ -238,27 +239,29 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
     except asyncio.CancelledError:
         log.info("leaving; unfinished groups go back to the run")
         return 0
-    finally:
+    finally:  # a second Ctrl-C does not wait for what is still to be delivered
         for number in LEAVE_ON:
             loop.remove_signal_handler(number)
 
 
-def own_config(terms: JoinTerms, overrides: tuple[str, ...], folder: Path) -> RunConfig:
-    """Return the run's config with this generator's own settings laid over it; `folder` is where its file is put.
+def own_config(terms: JoinTerms, overrides: tuple[str, ...], *, is_here: bool) -> RunConfig:
+    """Return the run's config with this generator's own settings laid over it; `is_here`: the run is on this machine.
 
     Raises:
         ConfigError: The settings are wrong, or this generator's samples would not be the run's.
     """
-    file = folder / "config.toml"
-    file.write_text(terms.config_toml, encoding="utf-8")
-    own = load_config(file, overrides)
-    theirs, ours = load_config(file).generate.engine, own.generate.engine
+    run = resolve_config(tomllib.loads(terms.config_toml))
+    # What the run has of generators is not this one's to bring: servers for all of them, say.
+    alone = replace(run, generate=replace(run.generate, num_workers=1), launch=replace(run.launch, elastic=None))
+    own = resolve_config(tomllib.loads(dump_config(alone)), overrides)
+    own = replace(own, generate=replace(own.generate, num_workers=run.generate.num_workers), launch=run.launch)
+    theirs, ours = run.generate.engine, own.generate.engine
     if type(theirs) is not type(ours) and not (theirs.has_model and ours.has_model):
         raise ConfigError(
             f"the run's engine is {theirs.kind!r}, and one of kind {ours.kind!r} does not "
             "generate what it trains on; leave generate.engine.kind as it is"
         )
-    taken = set(theirs.urls)
+    taken = {url for url in theirs.urls if is_here or not is_loopback(url)}  # another machine's loopback is not ours
     if taken & set(ours.urls):
         raise ConfigError(
             f"the servers {', '.join(sorted(taken))} each serve a generator of the run; name another: "
@@ -273,7 +276,13 @@ def _find_run(request: JoinRequest, private: Path, endpoint_file: str) -> tuple[
         folder = Path(request.run_folder).resolve()
         if not (folder / "api.json").exists() or not (folder / endpoint_file).exists():
             raise ConfigError(f"{folder} has no live run (no api.json); start one with `asyncrl run` or `asyncrl resume`")
-        address = (folder / endpoint_file).read_text(encoding="utf-8").strip()
+        address, endpoint = (folder / endpoint_file).read_text(encoding="utf-8").strip(), read_endpoint(folder)
+        machine = endpoint.machine if endpoint is not None else ""
+        if machine and machine != platform.node() and is_every_interface(urlsplit(address).hostname or ""):
+            raise ConfigError(
+                f"{address} stands for every address of {machine}, where the run is, and names none that this machine "
+                f"reaches: --address tcp://HOST:{urlsplit(address).port}, and --keys {folder / KEYS_FOLDER / CLIENT_FILE}"
+            )
     else:
         folder, address = private, request.address
         if request.keys:

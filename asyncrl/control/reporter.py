@@ -34,15 +34,13 @@ from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import CheckpointDone, Heartbeat
-from asyncrl.schema.samples import InferResult, Scores
+from asyncrl.schema.samples import InferResult, Scores, StepDone
 from asyncrl.schema.status import SCREENED, Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
 
-ALARM_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 REMEMBERED_STEPS = 8
 """Taken steps whose staleness figures are kept until they are done."""
 MOST_SPANS_BYTES = 32 << 20
@@ -189,14 +187,14 @@ class Reporter:
     def note_evaluation(self, report: st.EvalReport) -> None:
         """Record an evaluation."""
         self.evaluations.append(report)
+        values, judged = {"eval/reward_mean": report.reward_mean}, dict[str, float]()
         if report.accuracy is not None:
             self.alarms.take_evaluation(report.accuracy)
+            values["eval/accuracy"] = judged["accuracy"] = report.accuracy
         name, value = report.headline
         self.note_event("evaluation", name, f"{value:.3f}", report.version)
         self._evals_file.write(report)
-        judged = {} if report.accuracy is None else {"accuracy": report.accuracy}
         self.spans.write(sp.span(sp.EVALUATE, report.started_s, report.finished_s, "controller", **judged))
-        values = {"eval/reward_mean": report.reward_mean, **{f"eval/{name}": value for name, value in judged.items()}}
         self.sinks.write(report.version, self._clock.now(), values)
 
     def note_step(self, done: StepDone, dispatcher: Dispatcher, peers: Peers) -> list[Alarm]:
@@ -248,7 +246,7 @@ class Reporter:
             self.note_event("alarm", alarm.rule, alarm.text, alarm.version)
             if self._webhook is not None:
                 self._webhook.tell({"run": self._config.name, "time_s": self._clock.now(), **msgspec.structs.asdict(alarm)})
-            log.log(ALARM_LEVELS[alarm.level], "alarm %s: %s", alarm.rule, alarm.text)
+            log.log(logging.getLevelNamesMapping()[alarm.level.upper()], "alarm %s: %s", alarm.rule, alarm.text)
         return [alarm for alarm in alarms if not alarm.is_over]
 
     def _step_metrics(self, done: StepDone, dispatcher: Dispatcher, peers: Peers, now: float) -> dict[str, float]:
@@ -357,7 +355,7 @@ class Reporter:
         self.spans.write(*before.values())
         self.spans.flush()
 
-    async def close(self, run_folder: Path) -> None:
+    async def close(self) -> None:
         """Close every file, whatever becomes of the others, and draw the pictures."""
         with contextlib.ExitStack() as closing:
             files = (self.spans, self._evals_file, self._steps_file, self._events_file, self._seconds_file)
@@ -368,9 +366,9 @@ class Reporter:
             await asyncio.to_thread(self._webhook.close)
         try:
             if self._config.observe.trace:
-                await asyncio.to_thread(sp.write_trace, run_folder)
+                await asyncio.to_thread(sp.write_trace, self._run_folder)
             if self.newest and self._config.observe.pictures:
                 report = await asyncio.to_thread(import_module, "asyncrl.observe.report")  # loads matplotlib, once, at the end
-                await asyncio.to_thread(report.write_report, run_folder)
+                await asyncio.to_thread(report.write_report, self._run_folder)
         except ConfigError as error:  # a file of another version: the run itself is done
-            log.warning("no pictures: %s; `asyncrl report %s` draws them", error, run_folder)
+            log.warning("no pictures: %s; `asyncrl report %s` draws them", error, self._run_folder)

@@ -154,8 +154,6 @@ class ScoreDispatcher:
             score = Score(answer.index, reward, answer.rewards, answer.error, answer.reference_logprobs)
             times = answer.started_s, answer.finished_s
             scores = Scores(answer.group_id, answer.attempt, (score,), answer.worker, *times, answer.purpose)
-        if not other and not self._answered:
-            return scores
         complete, halves = [], [scores]
         for member, score in zip(members, scores.scores, strict=True):
             if member in other:

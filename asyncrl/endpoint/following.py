@@ -26,7 +26,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{OPENING}\s*(.*?)\s*(?:{CLOSING}|$)", re.DOTALL)
 UNFINISHED = "\ufffd"
 """What a tokenizer gives for bytes that are no whole character yet."""
-_OTHER_TOKENS = "a generator was lost, and another one has sampled other tokens; ask again"
+_OTHER_TOKENS = "a generator or the newest weights were lost, and other tokens were sampled; ask again"
 
 
 class Following:
@@ -53,7 +53,7 @@ class Following:
         """Yield the events of a stream until the group can be had.
 
         Raises:
-            RunError: Another generator has sampled other tokens.
+            RunError: Generation began anew and sampled other tokens.
         """
         async with contextlib.aclosing(self.stream.progress()) as pieces:
             async for piece in pieces:
@@ -62,7 +62,7 @@ class Following:
                 known = text.token_ids[piece.start : piece.start + len(ids)]
                 if piece.start > len(text.token_ids) or known != ids[: len(known)]:
                     raise RunError(_OTHER_TOKENS)
-                if new := ids[len(known) :]:  # else a later attempt says again what was told
+                if new := ids[len(known) :]:  # else what was told is said again, after a beginning anew
                     tokens = self._tokens(new, piece.logprobs[4 * len(known) :])
                     yield self.writer.chunk(Choice(index=piece.index, text=text.add(new), tokens=tokens, is_first=is_first))
 

@@ -162,23 +162,19 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     turns = list[dict[str, Any]]()
     for number, message in enumerate(messages):
         where, role = f"messages[{number}]", ROLES.get(str(message.get("role")), str(message.get("role")))
+        content, calls, why = message.get("content"), message.get("tool_calls") or [], ""
+        parts = content if isinstance(content, list) else [{"text": content or ""}]
         if role not in {"system", "user", "assistant", "tool"}:
-            raise RefusedError(
-                400, f"{where}.role is {role!r:.80}, none of system, user, assistant, tool", "invalid_value", where
-            )
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise RefusedError(
-                    400, f"{where}.content has parts that are no text; only texts are understood", "invalid_value", where
-                )
-            content = "".join(part["text"] for part in content)
-        calls = message.get("tool_calls") or []
-        if content is not None and not isinstance(content, str):
-            raise RefusedError(400, f"{where}.content must be a text, got {content!r:.80}", "invalid_value", where)
-        if content is None and not calls:
-            raise RefusedError(400, f"{where} has neither a content nor tool calls", "invalid_value", where)
-        turn: dict[str, Any] = {"role": role, "content": content or ""}
+            why = f".role is {role!r:.80}, none of system, user, assistant, tool"
+        elif content is None and not calls:
+            why = " has neither a content nor tool calls"
+        elif isinstance(content, list) and not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in content):
+            why = ".content has parts that are no text; only texts are understood"
+        elif not isinstance(content, str | list | None):
+            why = f".content must be a text, got {content!r:.80}"
+        if why:
+            raise RefusedError(400, where + why, "invalid_value", where)
+        turn: dict[str, Any] = {"role": role, "content": "".join(part["text"] for part in parts)}
         turn |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         try:
             for call in calls:

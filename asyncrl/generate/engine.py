@@ -217,11 +217,18 @@ class RequestRules:
 
     def check(self, request: EngineRequest, running: Container[str]) -> None:
         """Raise GenerationError, with the numbers, where the request cannot be served beside those `running`."""
-        what = f"request {request.request_id}"
-        self.check_ids(request.prompt_ids, what)
+        what, ids = f"request {request.request_id}", request.prompt_ids
+        if not ids:
+            raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocabulary_size:
+            raise GenerationError(
+                f"{what}: token id {low if low < 0 else high} is outside the vocabulary: "
+                f"allowed are 0 to {self.vocabulary_size - 1}"
+            )
         if request.request_id in running:
             raise GenerationError(f"{what} is running already; request ids must be unique")
-        prompt, limit, answer = len(request.prompt_ids), self.max_sequence_tokens, len(request.answer_ids)
+        prompt, limit, answer = len(ids), self.max_sequence_tokens, len(request.answer_ids)
         response, named = (answer, "an answer of") if answer else (request.sampling.max_new_tokens, "max_new_tokens")
         if response < 1:
             raise GenerationError(f"{what}: max_new_tokens must be at least 1, got {response}")
@@ -231,39 +238,12 @@ class RequestRules:
                 f"over generate.engine.max_sequence_tokens ({limit}); shorten the prompt, ask for fewer tokens or raise the limit"
             )
 
-    def check_ids(self, token_ids: Sequence[int], what: str) -> None:
-        """Raise GenerationError where there are no ids, or one is outside the vocabulary."""
-        if not token_ids:
-            raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocabulary_size:
-            wrong = low if low < 0 else high
-            raise GenerationError(
-                f"{what}: token id {wrong} is outside the vocabulary: allowed are 0 to {self.vocabulary_size - 1}"
-            )
-
-    def scorable(self, token_ids: Sequence[int], limit: int = 0) -> tuple[int, ...]:
-        """Return the ids of a sequence to score.
-
-        Args:
-            token_ids: At least one.
-            limit: The most that the engine takes; 0: `max_sequence_tokens`.
-
-        Raises:
-            GenerationError: There are none, too many, or one is outside the vocabulary.
-        """
-        ids, most = tuple(int(token) for token in token_ids), limit or self.max_sequence_tokens
-        self.check_ids(ids, "score")
-        if len(ids) > most:
-            raise GenerationError(f"cannot score {len(ids)} tokens: {most} is the most (generate.engine.max_sequence_tokens)")
-        return ids
-
     def stop_ids(self, request: EngineRequest) -> frozenset[int]:
         """Return the tokens that end this request: the model's and its own, or none where it ignores them."""
         return frozenset() if request.sampling.ignore_eos else self.end_ids | set(request.sampling.stop_token_ids)
 
 
-def refuse_asleep(what: str, *, is_asleep: bool) -> None:
+def check_awake(what: str, *, is_asleep: bool) -> None:
     """Raise GenerationError where an engine that must be awake is not."""
     if is_asleep:
         raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
@@ -329,11 +309,11 @@ class KVRoom:
     expected_tokens: int
     num_slots: int = field(init=False)
     """As of the last `update`; `most` before the first."""
-    _mean_tokens: float = field(init=False, default=0.0)
+    _mean_tokens: float = field(init=False)
     _num_finished: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.num_slots = self.most
+        self.num_slots, self._mean_tokens = self.most, float(self.expected_tokens)
 
     def note_finished(self, num_tokens: int) -> None:
         """Take a finished sequence's length (prompt and response) into the mean."""
@@ -351,8 +331,7 @@ class KVRoom:
             free_blocks: KV blocks that nobody holds; blocks of cached prefixes count as free.
             running: Requests in the batch; those that wait inside the engine are not among them.
         """
-        tokens = self._mean_tokens if self._num_finished else float(self.expected_tokens)
-        fits = running + int((free_blocks - running) / math.ceil(tokens / self.block_tokens))
+        fits = running + int((free_blocks - running) / math.ceil(self._mean_tokens / self.block_tokens))
         now = min(self.most, max(1, fits))
         if now == self.most or abs(now - self.num_slots) * _NOTICEABLE >= self.num_slots:
             self.num_slots = now
@@ -360,13 +339,11 @@ class KVRoom:
 
 
 _GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    words = (words ^ (words >> np.uint64(30))) * _MULTIPLY_1
-    words = (words ^ (words >> np.uint64(27))) * _MULTIPLY_2
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 

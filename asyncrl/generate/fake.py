@@ -25,7 +25,7 @@ import numpy as np
 from asyncrl.clock import Clock
 from asyncrl.config.generate import FakeEngineConfig, ReplayEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, TokenChunk, TokenStream, uniforms
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, RequestRules, TokenChunk, TokenStream, check_awake, uniforms
 from asyncrl.schema.samples import FinishReason
 
 _BLOCK_TOKENS = 16
@@ -64,7 +64,6 @@ class FakeEngine:
         self._waiting: deque[_Scripted] = deque()
         self._due: list[tuple[float, int, _Scripted]] = []
         self._num_placed = 0
-        self._num_in_slots = 0
         self._engine_s = 0.0
         self._running_since_s: float | None = None
         self._holds: set[str] = {"no weights"} if self._replays else set()
@@ -157,8 +156,7 @@ class FakeEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
         """Stamp later tokens with `version`; the tensors are not looked at."""
         del tensors, kv
-        if "sleep" in self._holds:
-            raise GenerationError("cannot load weights: the engine is asleep; wake it first")
+        check_awake("load weights", is_asleep="sleep" in self._holds)
         before_s = self._clock.now()
         for scripted in self._by_id.values():
             self._tell(scripted, self._num_done(scripted), None)
@@ -168,8 +166,7 @@ class FakeEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of a uniform model."""
-        if "sleep" in self._holds:
-            raise GenerationError("cannot score: the engine is asleep; wake it first")
+        check_awake("score", is_asleep="sleep" in self._holds)
         return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
 
     async def close(self) -> None:
@@ -189,10 +186,9 @@ class FakeEngine:
                 if self._by_id.get(scripted.request_id) is scripted:  # not aborted; its id may be another's by now
                     self._tell(scripted, len(scripted.token_ids), scripted.finish_reason)
                     self._room.note_finished(scripted.prompt_tokens + len(scripted.token_ids))
-            while self._waiting and not self._holds and self._num_in_slots < self.num_slots:
+            while self._waiting and not self._holds and len(self._by_id) - len(self._waiting) < self.num_slots:
                 scripted = self._waiting.popleft()
                 scripted.started_s = self._now_s()
-                self._num_in_slots += 1
                 self._num_placed += 1
                 due_s = scripted.started_s + len(scripted.token_ids) * self._config.token_latency_s
                 heapq.heappush(self._due, (due_s, self._num_placed, scripted))
@@ -242,5 +238,3 @@ class FakeEngine:
         del self._by_id[scripted.request_id]
         if scripted.started_s < 0:
             self._waiting.remove(scripted)
-        else:
-            self._num_in_slots -= 1

@@ -1,7 +1,8 @@
 """From a group of work to its samples: tokenise once, submit every member, hand on together what finishes together.
 
-Prompts become token ids, and completions text, by the model's own tokenizer, or, for the fake engine, by bytes. Completions are
-decoded once, for rewards and people; training uses the sampled ids and never this text.
+Makes the engine too, and the tokenizer that goes with it: one row a kind, heavy imports only for the kind chosen. Prompts become
+token ids, and completions text, by the model's own tokenizer, or, for the fake engine, by bytes. Completions are decoded once,
+for rewards and people; training uses the sampled ids and never this text.
 
 Invariants:
 - Every member of the work is in exactly one Samples or SampleFailure, whatever the prompt, the tokenizer or the engine does.
@@ -23,7 +24,15 @@ from typing import Any
 import msgspec
 
 from asyncrl.clock import Clock
-from asyncrl.errors import MOST_TRACE_CHARS, EngineDied, GenerationError, kind_of, trace_of
+from asyncrl.config.generate import (
+    FakeEngineConfig,
+    ReplayEngineConfig,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+    VLLMServerEngineConfig,
+)
+from asyncrl.config.run import RunConfig
+from asyncrl.errors import MOST_TRACE_CHARS, ConfigError, EngineDied, GenerationError, kind_of, trace_of
 from asyncrl.generate.engine import Engine, EngineRequest, TokenStream
 from asyncrl.schema.samples import (
     FinishReason,
@@ -153,9 +162,6 @@ PromptCodec = TokenizerCodec | ByteCodec
 """What tokenises prompts and decodes completions."""
 
 
-SendResult = Callable[[Samples | SampleFailure | Progress], Awaitable[None]]
-
-
 @dataclass(slots=True)
 class Rollout:
     """What turns work into samples: an engine, a codec, and where results go."""
@@ -165,9 +171,10 @@ class Rollout:
     clock: Clock
     generator: str
     """Name that samples carry."""
-    send: SendResult
+    send: Callable[[Samples | SampleFailure | Progress], Awaitable[None]]
     is_aborted: Callable[[GroupWork], bool] = lambda _: False
-    """Asked before a member begins: an engine forgets an abort of what it was not given yet."""
+    """Asked before a member begins: an engine forgets an abort of what it was not given yet. A member of another group that is
+    aborted begins again."""
     num_tokens: int = 0
     """That came so far, those of unfinished samples too."""
 
@@ -191,7 +198,8 @@ class Rollout:
                     await self.send(_failure(work, index, "aborted before it began"))
                     continue
                 try:
-                    members.append(_Member(index, self.engine.submit(self._request(work, index, prompt_ids), news)))
+                    request = self._request(work, index, prompt_ids)
+                    members.append(_Member(request, index, self.engine.submit(request, news)))
                 except EngineDied:
                     raise
                 except GenerationError as error:
@@ -201,7 +209,7 @@ class Rollout:
                 news.clear()
                 finished = list[_Member]()
                 for member in tuple(members):
-                    failure = self._take(work, member)
+                    failure = self._take(work, member, news)
                     if work.is_followed and (progress := member.progress(work)) is not None:
                         await self.send(progress)
                     if failure is not None or member.finish_reason is not None:
@@ -227,7 +235,7 @@ class Rollout:
             answer_ids=self.codec.answer(work.prompt, index) if isinstance(self.codec, TokenizerCodec) else (),
         )
 
-    def _take(self, work: GroupWork, member: _Member) -> SampleFailure | None:
+    def _take(self, work: GroupWork, member: _Member, news: asyncio.Event) -> SampleFailure | None:
         """Take what came for a member; return why it has failed, if it has. Raises EngineDied."""
         try:
             while member.finish_reason is None and (chunk := member.stream.take()) is not None:
@@ -236,9 +244,12 @@ class Rollout:
                 member.logprobs += chunk.logprobs
                 member.versions += chunk.versions
                 member.finish_reason = chunk.finish_reason
-            if member.finish_reason == "abort":
+            if member.finish_reason == "abort" and self.is_aborted(work):
                 return _failure(work, member.index, f"aborted after {len(member.token_ids)} tokens")
-            if member.finish_reason is not None:
+            if member.finish_reason == "abort":
+                member.stream, member.finish_reason = self.engine.submit(member.request, news), None
+                member.token_ids, member.logprobs, member.versions, member.num_told = [], [], [], 0
+            elif member.finish_reason is not None:
                 member.text = self.codec.decode(member.token_ids)
         except EngineDied:
             raise
@@ -269,6 +280,7 @@ class Rollout:
 class _Member:
     """A sample that is being generated."""
 
+    request: EngineRequest
     index: int
     stream: TokenStream
     token_ids: list[int] = field(default_factory=list)
@@ -297,3 +309,74 @@ def request_id_of(work: GroupWork, index: int) -> str:
 def _failure(work: GroupWork, index: int, reason: str, error: Exception | None = None) -> SampleFailure:
     kind, trace = (kind_of(error), trace_of(error)) if error is not None else ("aborted", "")
     return SampleFailure(work.group_id, index, work.attempt, "generate", reason[:MOST_TRACE_CHARS], work.purpose, kind, trace)
+
+
+ENGINE_MODULES = {
+    "transformers": "asyncrl.generate.transformers.engine",
+    "vllm": "asyncrl.generate.vllm.embedded",
+    "vllm_server": "asyncrl.generate.vllm.server",
+    "fake": "asyncrl.generate.fake",
+    "replay": "asyncrl.generate.fake",
+}
+
+
+def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
+    """Import what the engine needs, which may take seconds, and make it."""
+    settings, lora, trusts = config.generate.engine, config.learner.lora, config.trusts_code
+    fp32_head = config.model.fp32_head
+    if settings.needs_folder and not folder.is_dir():
+        raise GenerationError(
+            f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
+            "(generate.model_folder; `asyncrl join --model FOLDER`)"
+        )
+    module: Any = import_module(ENGINE_MODULES[settings.kind])
+    engine: Engine
+    match settings:
+        case FakeEngineConfig() | ReplayEngineConfig():
+            engine = module.FakeEngine(settings, clock)
+        case TransformersEngineConfig():
+            engine = module.TransformersEngine(settings, folder, trust_remote_code=trusts, fp32_head=fp32_head, lora=lora)
+        case VLLMEngineConfig() | VLLMServerEngineConfig():
+            is_server = isinstance(settings, VLLMServerEngineConfig)
+            backend = module.VLLMServer(settings, clock) if is_server else module.EmbeddedVLLM(settings, fp32_head=fp32_head)
+            made = import_module("asyncrl.generate.vllm.engine").VLLMEngine
+            engine = made(backend, folder, trust_remote_code=trusts, lora=lora)
+    return engine
+
+
+async def start_engine(
+    config: RunConfig, model_folder: Path, clock: Clock, generator: str = "generator-0"
+) -> tuple[Engine, PromptCodec]:
+    """Make the engine configured for this generator and start it.
+
+    Args:
+        config: Of the run.
+        model_folder: Where the learner has the model.
+        clock: Of engines that need one.
+        generator: This process's name.
+
+    Raises:
+        ConfigError: There is no server for this generator.
+        GenerationError: The model is not on this machine, or the engine does not start.
+    """
+    config, folder = with_own_server(config, generator), Path(config.generate.model_folder or model_folder)
+    settings = config.generate.engine
+    engine = await asyncio.to_thread(_build, config, folder, clock)
+    codec: PromptCodec = TokenizerCodec(folder, trust_remote_code=config.trusts_code, replays=settings.replays)
+    if isinstance(settings, FakeEngineConfig):
+        codec = ByteCodec(settings.vocabulary_size)
+    await engine.start()
+    return engine, codec
+
+
+def with_own_server(config: RunConfig, generator: str) -> RunConfig:
+    """Return the config with the one server that is this generator's, by the number at the end of its name."""
+    engine = config.generate.engine
+    if not isinstance(engine, VLLMServerEngineConfig):
+        return config
+    number = generator.rpartition("-")[2]
+    index = int(number) if number.isdecimal() else 0
+    if index >= len(engine.urls):
+        raise ConfigError(f"generate.engine.url names {len(engine.urls)} servers; {generator} is without one")
+    own = msgspec.structs.replace(engine, url=engine.urls[index])
+    return msgspec.structs.replace(config, generate=msgspec.structs.replace(config.generate, engine=own))

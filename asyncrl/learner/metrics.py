@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.diagnostics import (
     RATIO_LEVELS,
     STALENESS_BUCKETS,
+    FloatArray,
     bounded_exp,
     divergence,
     mismatch_figures,
@@ -28,12 +29,11 @@ from asyncrl.algorithms.diagnostics import (
     token_figures,
     weight_figures,
 )
-from asyncrl.algorithms.returns import FloatArray
 from asyncrl.algorithms.types import LossInputs, LossOutputs
 from asyncrl.config.algorithm import CorrectionConfig, Truncated, TruncatedGeometric, TruncatedToken
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.observe.samples import CLIPPED, KEPT, MOST_ROW_TOKENS, TRAINED, TokenRow, kept_members
-from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import StepBatch
 
 Places = NDArray[np.int64]
 Columns = dict[str, FloatArray]
@@ -44,27 +44,24 @@ class StepTokens:
     """Collects what the rows of a step computed, token by token.
 
     Example:
-        tokens = StepTokens(len(rows), corrections=algorithm.corrections, ranks=state.ranks)
-        tokens.add(inputs, outputs, proximal_is_learner=True)
+        tokens = StepTokens(len(rows), state.ranks, corrections=algorithm.corrections, keeps_tokens=False)
+        tokens.add(inputs, outputs, proximal_is_learner=True, is_first_update=True, places=row.places)
         metrics = tokens.metrics()
     """
 
-    def __init__(
-        self, rows: int, *, corrections: tuple[CorrectionConfig, ...] = (), ranks: Ranks | None = None, keeps_tokens: bool = False
-    ) -> None:
+    def __init__(self, rows: int, ranks: Ranks, *, corrections: tuple[CorrectionConfig, ...] = (), keeps_tokens: bool) -> None:
         """Begin a step.
 
         Args:
             rows: Records of one pass over this rank's part of the batch; figures of the policy before the step come from the
                 first pass.
+            ranks: All ranks' tokens are measured together.
             corrections: Of the step; over their cap a ratio counts as high (over 2 without one, or with one of 1).
-            ranks: All ranks' tokens are measured together; None: this process has all of them.
-            keeps_tokens: Whether `first` is wanted; `add` then needs `places`.
+            keeps_tokens: Whether `first` is wanted.
         """
         self.first: Columns = {}
         """After `metrics`, where tokens are kept: the first pass over the batch."""
-        self._keeps_tokens, self._rows, self._corrections = keeps_tokens, rows, corrections
-        self._ranks = ranks or Ranks()
+        self._keeps_tokens, self._rows, self._corrections, self._ranks = keeps_tokens, rows, corrections, ranks
         self._tables: list[torch.Tensor] = []
         """float32 (float64 of a float64 model) [C, M] a row; ids and versions are exact up to 2^24."""
         self._names: tuple[str, ...] = ()
@@ -78,8 +75,8 @@ class StepTokens:
         outputs: LossOutputs,
         *,
         proximal_is_learner: bool,
-        is_first_update: bool = True,
-        places: tuple[Places, Places] | None = None,
+        is_first_update: bool,
+        places: tuple[Places, Places],
     ) -> None:
         """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token.
 
@@ -111,7 +108,7 @@ class StepTokens:
             "sequence_ids": inputs.sequence_ids + self._num_sequences,
             "is_first_pass": float(len(self._tables) < self._rows),
         }
-        if self._keeps_tokens and places is not None:
+        if self._keeps_tokens:
             samples, offsets = (torch.from_numpy(each) for each in places)
             columns |= {"advantages": inputs.advantages, "samples": samples, "offsets": offsets}
         dtype = torch.promote_types(current.dtype, torch.float32)
@@ -124,7 +121,7 @@ class StepTokens:
         self._num_sequences += inputs.num_sequences
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's figures, the same on every rank; a collective call. Empty where no token was trained."""
+        """Return the step's figures, the same on every rank; a collective call. Empty where the policy was not trained."""
         if not self._tables:
             return {}
         own = torch.cat(self._tables, dim=1)
@@ -134,8 +131,6 @@ class StepTokens:
             own = self._ranks.gather(own.T).T
         every = dict(zip(self._names, own.cpu().numpy().astype(np.float64), strict=True))
         every = _where(every, every["mask"] > 0)
-        if not len(every["mask"]):
-            return {}
         first = _where(every, every["is_first_pass"] > 0)
         self.first = first if self._keeps_tokens else {}
         return {name: value for name, value in step_figures(every, first, self._corrections).items() if not math.isnan(value)}

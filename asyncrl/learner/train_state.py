@@ -28,15 +28,13 @@ from asyncrl.clock import Clock
 from asyncrl.config.run import LocalLaunch, RunConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.learner.checkpoint_folder import StepMemory
-from asyncrl.learner.model.critic import Critic
-from asyncrl.learner.model.policy import Reference
+from asyncrl.learner.model.policy import Critic, Reference
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import part_here
 from asyncrl.learner.ranks.group import Ranks, rank_device
 from asyncrl.models.memory import BYTES, forward_row, shape_of_json
-from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import Device, SimulatedDevice, device_at
-from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import GIB, SWAP_FOLDER, PhaseNeeds, gib
 from asyncrl.schema.control import Phase, PhaseReached
 

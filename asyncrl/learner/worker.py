@@ -1,6 +1,6 @@
-"""The learner process: batches in, versions out.
+"""The learner process: batches in, versions out; and the processes of its other ranks (`run_rank_worker`).
 
-Owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
+The learner owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
 checkpoints), and four loops over one connection:
 - batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
 - steps: switch to the phase that is asked for, else write a checkpoint that is due, else (in phase `train`) train the batch that
@@ -11,6 +11,8 @@ checkpoints), and four loops over one connection:
 Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
 learner waits for batches and, where its device is shared by turns, for its turn; publishing blocks for one copy of the weights;
 Shutdown lets the step in hand finish. `publish`, worked examples and the alphabet are given: stages do not import each other.
+What another rank calls, and in which order, follows from rank 0's commands, config and batches alone, so it meets rank 0 in every
+collective.
 """
 
 from __future__ import annotations
@@ -31,23 +33,35 @@ from asyncrl.clock import Clock
 from asyncrl.config.live import with_settings
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, record_of, save_checkpoint
+from asyncrl.learner.checkpoint import (
+    VERSIONS_FILE,
+    Examples,
+    InitialState,
+    VersionRecord,
+    build_train_state,
+    contribute_checkpoint,
+    load_or_make,
+    load_trainer,
+    record_of,
+    save_checkpoint,
+)
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.policy import compile_now, make_probe, publishable_tensors
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.ranks.group import Help, RankLauncher, ReachPhase
-from asyncrl.learner.resume import Examples, InitialState, load_or_make
+from asyncrl.learner.ranks.fsdp import whole
+from asyncrl.learner.ranks.group import Begin, Help, RankLauncher, ReachPhase, command_decoder, join_run
 from asyncrl.learner.step.microbatch import PreparedBatch, prepare
 from asyncrl.learner.step.train_step import StepResult, division_of, train_step
-from asyncrl.learner.train_state import Offload, needs_offload, open_offload
+from asyncrl.learner.train_state import TrainState, needs_offload, open_offload
 from asyncrl.observe.decisions import RECORD_FOLDER
 from asyncrl.observe.samples import TokenFile
 from asyncrl.observe.steps import JsonLines
-from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, LearnerReady, Message, Phase, PhaseReached, SetPhase, Shutdown
+from asyncrl.schema.samples import StepBatch, StepDone
 from asyncrl.schema.weights import Probe
 from asyncrl.transport.protocol import Connection, Delivery
 from asyncrl.transport.stage import Stage
+from asyncrl.weights.media.collective_group import join_store
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +101,6 @@ class LearnerWorker:
         self._wanted_phase: SetPhase | None = None
         self._phase: Phase = "rollout" if config.placement.takes_turns else "train"
         """Where phases take turns it may train once the controller says that the device is its own."""
-        self._offload: Offload | None = None
         self._is_ending = False
         self._failure: Exception | None = None
         """Why no version may reach the generators any more."""
@@ -141,8 +154,8 @@ class LearnerWorker:
         try:
             await asyncio.to_thread(self._thread.shutdown)
             self._token_file.close()
-            if self._offload is not None:
-                self._offload.manager.close()
+            if self._initial is not None and (offload := self._initial.train_state.offload) is not None:
+                offload.manager.close()
             if self._versions is not None:
                 self._versions.close()
         finally:
@@ -168,11 +181,11 @@ class LearnerWorker:
         await self._on_thread(self._publish_version)
         if needs_offload(self._config):
 
-            def start_offload() -> Offload:
+            def start_offload() -> None:
                 self._launcher.tell(Help("offload"))
-                return open_offload(initial.train_state, self._config, self._run_folder, self._clock)
+                open_offload(initial.train_state, self._config, self._run_folder, self._clock)
 
-            self._offload = await self._on_thread(start_offload)
+            await self._on_thread(start_offload)
         checkpoint = str(initial.checkpoint or "")
         ready = LearnerReady(initial.version, str(initial.model_folder), initial.metrics, checkpoint)
         await self._stage.tell(ready)
@@ -220,7 +233,7 @@ class LearnerWorker:
 
     async def _reach(self, wanted: SetPhase) -> None:
         """Bring about a phase between steps, and answer."""
-        offload, self._phase = self._offload, wanted.phase
+        offload, self._phase = self._policy.train_state.offload, wanted.phase
         assert offload is not None, "phases are those of a device that is shared by turns"
 
         def move() -> PhaseReached:
@@ -301,7 +314,8 @@ class LearnerWorker:
         if policy.checkpoint is None or policy.saved != saved:
             folder, keep_last = self._run_folder / "checkpoints", self._config.checkpoint.keep_last
             self._launcher.tell(Help("save"))
-            with contextlib.nullcontext() if self._offload is None else self._offload.manager.readable():
+            offload = policy.train_state.offload
+            with contextlib.nullcontext() if offload is None else offload.manager.readable():
                 policy.checkpoint = save_checkpoint(folder, policy.train_state, policy.tokenizer, saved, keep_last)
             policy.saved = saved
         return policy.checkpoint
@@ -315,3 +329,51 @@ class LearnerWorker:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str, clock: Clock) -> None:
+    """Be another rank than 0: join rank 0 and follow its commands until it says stop; there is no other connection.
+
+    Args:
+        config: Of the run.
+        run_folder: Of the run.
+        rank: This one.
+        address: Where rank 0 is joined.
+        clock: Of the run; moves are timed by it.
+
+    Raises:
+        ConfigError: The policy cannot be opened.
+        LearnerError: A step could not be taken; rank 0 has the same error.
+        RuntimeError: Another rank is gone.
+    """
+    torch.set_num_threads(config.learner.num_threads)
+    store = join_store(address, config.supervision.start_timeout_s)
+    state: TrainState | None = None
+    with join_run(config, rank, store) as ranks, contextlib.ExitStack() as leaving:
+        while (command := command_decoder.decode(ranks.hear())) != Help("stop"):
+            if isinstance(command, Begin):
+                checkpoint = Path(command.checkpoint) if command.checkpoint else None
+                state = build_train_state(config, run_folder / "model", checkpoint, ranks)
+                if checkpoint is not None:
+                    load_trainer(checkpoint, state)
+                log.info("rank %d of %d begins from %s", ranks.rank, ranks.size, checkpoint or run_folder / "model")
+                continue
+            assert state is not None, "rank 0 says Begin first"
+            match command:
+                case StepBatch():
+                    if command.settings:
+                        config = with_settings(config, command.settings)
+                        state.follow(config)
+                    train_step(state, command, config)
+                case Help("publish"):
+                    make_probe(state.model, config.generate.engine.max_sequence_tokens)
+                    for tensor in publishable_tensors(state.model).values():
+                        whole(tensor)  # as rank 0 does when it copies them out
+                case Help("offload"):
+                    leaving.callback(open_offload(state, config, run_folder, clock).manager.close)
+                case Help("save"):
+                    with contextlib.nullcontext() if state.offload is None else state.offload.manager.readable():
+                        contribute_checkpoint(state)
+                case ReachPhase():
+                    assert state.offload is not None, "rank 0 has its offload first"
+                    state.offload.reach(command.phase, command.number)

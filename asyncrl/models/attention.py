@@ -68,8 +68,6 @@ class SequenceLayout:
     """int64 [M], the token in each slot; padding repeats a token of its own sequence."""
     owner_slots: torch.Tensor
     """int64 [N], the slot whose output is the token's."""
-    is_owner: torch.Tensor
-    """bool [M]."""
     copies: torch.Tensor
     """int64 [C], slots that hold a token another slot owns (shared prefixes)."""
     shapes: tuple[tuple[int, int], ...]
@@ -110,13 +108,10 @@ def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> Sequenc
     owner_slots = np.full(num_tokens, -1, dtype=np.int64)
     owner_slots[all_slots[real_slots][::-1]] = real_slots[::-1]
     assert (owner_slots >= 0).all(), "every token must be part of a sequence"
-    is_owner = np.zeros(len(all_slots), dtype=bool)
-    is_owner[owner_slots] = True
-    copies = np.flatnonzero(all_real & ~is_owner)
+    copies = np.setdiff1d(real_slots, owner_slots, assume_unique=True)
     return SequenceLayout(
         slots=torch.from_numpy(all_slots),
         owner_slots=torch.from_numpy(owner_slots),
-        is_owner=torch.from_numpy(is_owner),
         copies=torch.from_numpy(copies),
         shapes=tuple(slots.shape for slots, _ in buckets),
         shared=_shared_buckets(sequences, num_tokens) if len(copies) > LEAST_COPIES * len(all_slots) else (),
@@ -301,8 +296,8 @@ class _FromSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         layout: SequenceLayout = ctx.layout
-        grad_slots = grad_tokens.index_select(0, layout.slots)
-        return grad_slots.masked_fill_(~layout.is_owner[:, None, None], 0.0), None
+        grad_slots = grad_tokens.new_zeros(len(layout.slots), *grad_tokens.shape[1:])
+        return grad_slots.index_copy_(0, layout.owner_slots, grad_tokens), None
 
 
 class _SharedAttention(torch.autograd.Function):

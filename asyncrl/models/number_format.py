@@ -32,20 +32,16 @@ def ask_driver(query: str, gpu: int | None = None) -> str:
     """Return what nvidia-smi says of a GPU, by torch's number, or of all of them, a line each; nothing where there is none."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return ""
-    of_one = [] if gpu is None else [f"--id={driver_id(gpu)}"]
+    of_one = []
+    if gpu is not None:
+        # CUDA_VISIBLE_DEVICES counts anew those that it names. nvidia-smi does not know what else may stand there (a part of a
+        # UUID, a MIG device): then the number stays.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        named = visible[gpu].strip() if gpu < len(visible) else ""
+        of_one = [f"--id={named if re.fullmatch(r'[0-9]+|GPU-[0-9a-f-]{36}', named) else gpu}"]
     command = [tool, *of_one, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
     return "" if done.returncode else done.stdout.strip()
-
-
-def driver_id(gpu: int) -> str:
-    """Return what nvidia-smi calls a GPU of this number: CUDA_VISIBLE_DEVICES counts anew those that it names.
-
-    It does not know what else may stand there (a part of a UUID, a MIG device): then the number stays.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    named = visible[gpu].strip() if gpu < len(visible) else ""
-    return named if re.fullmatch(r"[0-9]+|GPU-[0-9a-f-]{36}", named) else str(gpu)
 
 
 def format_of_cpu(cpuinfo: str) -> tuple[str, str]:

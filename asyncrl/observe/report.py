@@ -16,13 +16,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.config.load import load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.folders import replacing
 from asyncrl.observe.spans import CHECKPOINT, GENERATE, PUBLISH, SCORE, STEP, SWAP, WAIT, Span, read_spans
-from asyncrl.observe.steps import EvalReport, StepReport, read_evals, read_steps
+from asyncrl.observe.steps import STEPS_FILE, EvalReport, read_evals, read_lines
 
 MOST_GENERATORS_SHOWN = 8
 
@@ -48,7 +49,8 @@ def write_report(run_folder: Path) -> dict[str, Path]:
         Name (`reward`, `timeline`) to path; a picture without data is absent.
     """
     drawn: dict[str, Figure] = {}
-    steps, evals = read_steps(run_folder), read_evals(run_folder)
+    newest = {row.step: row for row in read_lines(run_folder / STEPS_FILE, DrawnStep)}  # of a repeated step the last counts
+    steps, evals = [newest[step] for step in sorted(newest)], read_evals(run_folder)
     config = load_config(run_folder / "config.toml") if (run_folder / "config.toml").exists() else RunConfig()
     if steps:
         drawn["reward"] = draw_reward(steps, evals, config)
@@ -65,14 +67,26 @@ def write_report(run_folder: Path) -> dict[str, Path]:
 # -- reward --------------------------------------------------------------------------------------------------------------
 
 
-def draw_reward(steps: Sequence[StepReport], evals: Sequence[EvalReport], config: RunConfig) -> Figure:
+class DrawnStep(Struct, frozen=True):
+    """What is drawn of a `StepReport`, of which a long run has many and each holds a hundred metrics."""
+
+    step: int
+    version: int
+    reward_mean: float
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+
+
+def draw_reward(steps: Sequence[DrawnStep], evals: Sequence[EvalReport], config: RunConfig) -> Figure:
     """Return reward and held-out accuracy over the policy version, staleness below."""
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     versions = [report.version for report in steps]
     width = max(3, len(steps) // 12)
     rewards = [report.reward_mean for report in steps]
-    smooth = [np.mean(rewards[max(end - width, 0) : end]) for end in range(1, len(rewards) + 1)]
+    sums, ends = np.cumsum([0.0, *rewards]), np.arange(1, len(rewards) + 1)
+    starts = np.maximum(ends - width, 0)
+    smooth = (sums[ends] - sums[starts]) / (ends - starts)
     above.plot(versions, rewards, ".", color=GENERATE_COLOURS[0], ms=5, label="reward of a step")
     above.plot(versions, smooth, color="#2868b8", lw=2.2, label=f"mean of {width} steps")
     if evals:

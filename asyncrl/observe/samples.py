@@ -150,8 +150,8 @@ def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleR
                 text=member.sample.text,
                 reward=member.reward,
                 parts=member.parts,
-                oldest_version=int(versions.min()) if len(versions) else -1,
-                newest_version=int(versions.max()) if len(versions) else -1,
+                oldest_version=int(versions.min()),
+                newest_version=int(versions.max()),
                 num_tokens=member.sample.num_tokens,
                 finish_reason=member.sample.finish_reason,
             )

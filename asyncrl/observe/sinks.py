@@ -115,7 +115,7 @@ class WandbSink:
             name=config.name,
             dir=str(run_folder),
             mode="online" if config.observe.wandb == "online" else "offline",
-            config=_without_secrets(config),
+            config=without_secrets(config),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
         )
         self._run.define_metric("version")
@@ -240,7 +240,7 @@ def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> d
     return {**{name: value for name, value in before.items() if not is_of_step or name.startswith("eval/")}, **values}
 
 
-def _without_secrets(config: RunConfig) -> dict[str, Any]:
+def without_secrets(config: RunConfig) -> dict[str, Any]:
     """Return a config as plain values, with blanks for what others must not read: a webhook, values of environment variables."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     plain["observe"]["webhook"] = ""

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.steps import NewLines, read_lines
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import PhaseReached
-from asyncrl.schema.samples import InferResult, Samples, Scores
+from asyncrl.schema.samples import InferResult, Samples, Scores, StepDone
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 SPANS_FILE = "spans.jsonl"

@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.memory import ModelShape, forward_row, trained_parts, training_row
 from asyncrl.plan.spec import Question
 from asyncrl.schema.control import Phase
+from asyncrl.weights.media.base import NUM_SLOTS
 
 PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
 Components = dict[str, float]
@@ -87,14 +88,6 @@ def activations(question: Question, model: ModelShape) -> float:
     return sum(row.values())
 
 
-def engine_memory(question: Question, tensor_parallel: int) -> Components:
-    """Return an engine's components on one GPU, with the least useful cache."""
-    model = question.model
-    weights = (model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel
-    least = MIN_CACHED_SEQUENCES * question.max_sequence_tokens * 2 * model.cached_values / tensor_parallel
-    return {"engine weights": weights, "engine overhead": ENGINE_OVERHEAD_BYTES, LEAST_CACHE: least}
-
-
 def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int) -> list[GPUMemory]:
     """Return what one GPU of each role holds, by the placement; reference and reward model are divided over the training GPUs."""
     trained: Components = {}
@@ -104,7 +97,11 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             on_gpu, in_host = training_state(question, model, num_training_gpus, is_policy=name == "policy")
             trained |= {f"{name} {part}": size for part, size in on_gpu.items()}
             host |= {f"{name} {part}": size for part, size in in_host.items()}
-    engine = engine_memory(question, tensor_parallel)
+    engine: Components = {
+        "engine weights": (question.model.parameters + question.lora_parameters) * question.bytes_per_weight / tensor_parallel,
+        "engine overhead": ENGINE_OVERHEAD_BYTES,
+        LEAST_CACHE: MIN_CACHED_SEQUENCES * question.max_sequence_tokens * 2 * question.model.cached_values / tensor_parallel,
+    }
     share = question.bytes_per_weight / num_training_gpus
     frozen: Components = {}
     if question.has_reference:
@@ -133,7 +130,9 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             phases = {"rollout": shared | whole | engine, "inference": shared | frozen | forward, "train": trained | step}
             return [GPUMemory("all", phases, away)]
         case "async_hybrid":
-            return [GPUMemory("all", {"train": trained | frozen | step | engine}, host)]
+            # An engine on the learner's only GPU opens versions there (the medium cuda_ipc); one elsewhere is sent them.
+            fetched = {"weight versions to fetch": NUM_SLOTS * question.version_bytes} if num_training_gpus == 1 else {}
+            return [GPUMemory("all", {"train": trained | frozen | step | engine | fetched}, host)]
 
 
 def cache_bytes(question: Question, tensor_parallel: int) -> float:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import BYTES, ModelShape, shape_of_json
+from asyncrl.plan.simulator.scenario import typed_fields
 
 GIB = 2**30
 MOST_GPUS = 1 << 16
@@ -206,3 +208,38 @@ class Question:
     def version_bytes(self) -> int:
         """Return what one weight version sends."""
         return (self.lora_parameters or self.model.parameters) * self.bytes_per_weight
+
+
+OF_CLUSTER = {"gpus_per_node": int, "dollars_per_hour": float}
+"""Overrides that are no fields of Question."""
+
+
+def ask(
+    model: str,
+    hardware: str,
+    *,
+    algorithm: Algorithm = "grpo",
+    placement: Placement = "disaggregated",
+    critic: str = "",
+    reward_model: str = "",
+    overrides: Sequence[str] = (),
+) -> Question:
+    """Return the question; models as `find_model` takes them, hardware as `parse_cluster`.
+
+    PPO has a critic like the policy unless another is named, and a reference; DPO has a reference. Overrides are `field=value`
+    of Question, `gpus_per_node=value` or `dollars_per_hour=value`.
+
+    Raises:
+        ConfigError: Something is not what it should be; the message says what is allowed.
+    """
+    values = typed_fields(Question, overrides, OF_CLUSTER)
+    cluster = parse_cluster(hardware, values.pop("gpus_per_node", 8))
+    price = values.pop("dollars_per_hour", cluster.accelerator.dollars_per_hour)
+    policy = find_model(model)
+    return Question(
+        model=policy,
+        cluster=replace(cluster, accelerator=replace(cluster.accelerator, dollars_per_hour=price)),
+        critic=(find_model(critic) if critic else policy) if algorithm == "ppo" else None,
+        reward_model=find_model(reward_model) if reward_model else None,
+        **({"has_reference": algorithm != "grpo", "algorithm": algorithm, "placement": placement} | values),
+    )

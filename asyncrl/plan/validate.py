@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from asyncrl.client import Run
 from asyncrl.config.algorithm import AlgorithmConfig
@@ -32,7 +32,7 @@ from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.plan.planner import activations, training_state
 from asyncrl.plan.simulator.engine import simulate
 from asyncrl.plan.simulator.measured import real_figures, scenario_of_run
@@ -151,14 +151,15 @@ def peak_bytes(*, checkpointing: bool) -> int:
     torch.set_num_threads(1)
     _train(TINY, 64, checkpointing=checkpointing)
     gc.collect()
-    before = _resident_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     _train(MODEL, TOKENS_PER_ROW, checkpointing=checkpointing)
-    return _resident_bytes("VmHWM") - before
+    return resident_bytes("VmHWM") - before
 
 
 def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> None:
     """Train NUM_STEPS steps of one group of NUM_ROWS samples, each as long as a row."""
     config = RunConfig(
+        num_steps=NUM_STEPS,
         algorithm=AlgorithmConfig(groups_per_step=1, group_size=NUM_ROWS),
         learner=LearnerConfig(learning_rate=1e-6, warmup_steps=0, gradient_checkpointing=checkpointing),
     )
@@ -167,8 +168,7 @@ def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> Non
         num_key_value_heads=size.kv_heads, head_dim=size.head_size, intermediate_size=size.intermediate,
         max_position_embeddings=tokens_per_row, tie_word_embeddings=size.is_tied,
     )  # fmt: skip
-    model = made_ready(LlamaForCausalLM(llama), config.learner)
-    trainee = TrainState(model, PolicyOptimizer(model.named_parameters(), config.learner, NUM_STEPS))
+    trainee = train_state(LlamaForCausalLM(llama), config)
     rng, length = np.random.default_rng(0), tokens_per_row - PROMPT_TOKENS
     for step in range(NUM_STEPS):
         prompt, *texts = (ids_to_bytes(rng.integers(2, size.vocabulary, number, dtype=np.int32))
@@ -185,7 +185,13 @@ def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> Non
         train_step(trainee, pack_step(step, [group], tokens_per_row=tokens_per_row, temperature=1.0), config)
 
 
-def _resident_bytes(kind: str) -> int:
+def train_state(model: PreTrainedModel, config: RunConfig) -> TrainState:
+    """Return what `train_step` trains."""
+    ready = made_ready(model, config.learner)
+    return TrainState(ready, PolicyOptimizer(ready.named_parameters(), config.learner, config.num_steps))
+
+
+def resident_bytes(kind: str) -> int:
     """Return a line of Linux's account of this process: VmRSS now, VmHWM at its highest."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))

@@ -39,17 +39,23 @@ from asyncrl.errors import ConfigError
 from asyncrl.generate.engine import EngineRequest, RequestRules
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
-from asyncrl.learner.checkpoint import VERSIONS_FILE, VersionRecord, load_trainer, record_of, save_checkpoint
+from asyncrl.learner.checkpoint import (
+    VERSIONS_FILE,
+    VersionRecord,
+    build_train_state,
+    load_trainer,
+    record_of,
+    resolve_functions,
+    save_checkpoint,
+)
 from asyncrl.learner.checkpoint_folder import TrainerState
 from asyncrl.learner.model.policy import open_tokenizer, publishable_tensors
-from asyncrl.learner.resume import build_train_state, resolve_functions
 from asyncrl.learner.step.train_step import OpenStep, train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.observe.decisions import RECORD_FOLDER, read_journal, recordings
 from asyncrl.observe.steps import read_lines
 from asyncrl.replay.untrained import untrained
-from asyncrl.schema.batches import StepBatch
-from asyncrl.schema.samples import Sample, SamplingParams, derive_seed, ids_from_bytes, ids_to_bytes, logprobs_to_bytes
+from asyncrl.schema.samples import Sample, SamplingParams, StepBatch, derive_seed, ids_from_bytes, ids_to_bytes, logprobs_to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +315,7 @@ class SampleReplay:
                 token_ids += news.token_ids
                 logprobs += news.logprobs
                 reason = news.finish_reason or reason
-        decoder.abort_all()
+        decoder.abort()
         if ids_to_bytes(token_ids) != sample.token_ids or reason != sample.finish_reason:
             was = [int(token) for token in ids_from_bytes(sample.token_ids)]
             return f"its tokens were {was} ({sample.finish_reason}), and are {token_ids} ({reason}) by versions {versions}"

@@ -1,4 +1,4 @@
-"""Components: named tensors that move between device, host memory and disk, and stay the same Python objects.
+"""Components: named tensors that move between device, host memory and disk, and stay the same Python objects; and their manager.
 
 A component is a module's weights, an optimizer's state or a frozen model. Invariants (tests/contract/test_component.py):
 - `residence` says where its bytes are. On `disk` it holds neither device nor host memory, on `host` no device memory.
@@ -13,26 +13,37 @@ placeholder of its dtype and device, so using it by mistake is an error of shape
 The file is the bytes of one storage after the other, each at a multiple of 64 bytes. It is written beside its name and renamed, a
 tensor at a time, and read back through the page cache. It is swap: not synced, and gone with the run. That of a frozen model is
 written once.
+
+`ResidencyManager` carries plans out, times every move and writes it to a timeline, knows what is where and what the peak of each
+phase was. After a move that failed it still knows where everything is, and the next switch plans from there. The phase is noted
+only once all its needs are met.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
+from asyncrl.clock import Clock
+from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
 from asyncrl.folders import replacing
 from asyncrl.models.layout import ALIGNMENT_BYTES
+from asyncrl.observe.steps import MemoryLine, open_memory
 from asyncrl.residency.device import Device
-from asyncrl.schema.control import Residence
+from asyncrl.residency.plan import GIB, Part, PhaseNeeds, gib, plan_switch
+from asyncrl.schema.control import ComponentMove, Phase, PhaseReached, Residence
 
 HELD_TOO = "asyncrl_held_too"
 """Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/ranks/fsdp.py)."""
+OWN_SWITCH = -1
+"""The number of a switch that no controller asked for."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -229,3 +240,98 @@ def write_spill(path: Path, contents: Iterable[torch.Tensor]) -> None:
             f"cannot write to {path}: {error.strerror or error}; make room there, or keep what is offloaded in host memory "
             '(placement.offload_to = "host")'
         ) from error
+
+
+class ResidencyManager:
+    """A process's components on one device.
+
+    Example:
+        >>> manager = ResidencyManager(placement, run_folder, "learner", components, phases, device, clock)  # doctest: +SKIP
+        >>> [(move.component, move.after) for move in manager.switch("rollout", 0).moves]  # doctest: +SKIP
+        [('policy', 'host')]
+    """
+
+    def __init__(
+        self, placement: PlacementConfig, run_folder: Path, process: str, components: Iterable[TensorComponent],
+        phases: Iterable[PhaseNeeds], device: Device, clock: Clock,
+    ) -> None:  # fmt: skip
+        """Take over components, each where it is.
+
+        Args:
+            placement: How much of host memory offloaded components may take, and where they go first.
+            run_folder: `memory/PROCESS.jsonl` in it gets a line of every switch and of every move within a phase.
+            process: As it said at hello.
+            components: Moved by nobody else from now on.
+            phases: What each declares.
+            device: Shared with other processes.
+            clock: Times moves.
+        """
+        self._process = process
+        self._components: dict[str, TensorComponent] = {component.name: component for component in components}
+        self._phases: Mapping[Phase, PhaseNeeds] = {needs.phase: needs for needs in phases}
+        self._device, self._clock, self._timeline = device, clock, open_memory(run_folder, process)
+        self._host_bytes, self._offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
+        self.phase: Phase | None = None
+        """That was reached last; None before the first."""
+        self._peak_bytes = 0
+        """Since the controller was last told, besides what the device measures."""
+        device.reset_peak()
+
+    def close(self) -> None:
+        """Close the timeline; what is where stays. Safe to repeat."""
+        self._timeline.close()
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Return component to bytes on the device."""
+        return {one.name: one.num_bytes for one in self._components.values() if one.residence == "device"}
+
+    def switch(self, phase: Phase, number: int = OWN_SWITCH) -> PhaseReached:
+        """Bring about what a phase needs.
+
+        Args:
+            phase: One of those declared.
+            number: Of the controller's switch; the process's own switches, within a phase, have none.
+
+        Returns:
+            The answer to the controller: the moves of this switch, what is resident, and the peak since its last one.
+
+        Raises:
+            ResidencyError: It cannot be done; everything is whole, some of it moved.
+        """
+        for component in self._components.values():
+            component.look()
+        parts = [Part(one.name, one.num_bytes, one.residence) for one in self._components.values()]
+        moves = plan_switch(parts, self._phases[phase], self._device.budget_bytes, self._host_bytes, self._offload_to)
+        started_s = self._clock.now()
+        done: list[ComponentMove] = []
+        peak_bytes = max(self._device.peak_bytes, sum(self.resident.values()))
+        try:
+            for move in moves:
+                began_s = self._clock.now()
+                self._components[move.component].move(move.after)
+                done.append(msgspec.structs.replace(move, seconds=self._clock.now() - began_s))
+            if number != OWN_SWITCH and self._phases[phase].gives_back:  # gradients and activations are no components
+                self._device.give_back()
+        except ResidencyError as error:
+            held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
+            raise type(error)(f"phase {phase!r} was not reached: {error}; on the device: {held or 'nothing'}") from error
+        finally:
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+            if done or number != OWN_SWITCH:
+                switched = phase, number, started_s, self._clock.now(), tuple(done), self.resident, peak_bytes, self.phase or ""
+                self._timeline.write(MemoryLine(self._process, *switched))
+                self._device.reset_peak()
+        self.phase = phase
+        reached = PhaseReached(self._process, phase, number, tuple(done), self.resident, self._peak_bytes, self._clock.now())
+        if number != OWN_SWITCH:
+            self._peak_bytes = 0
+        return reached
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let everything be read where it is, to save it, without a byte on the device."""
+        with contextlib.ExitStack() as stack:
+            for component in self._components.values():
+                stack.enter_context(component.readable())
+            yield

@@ -27,26 +27,20 @@ _MAX_DIGITS, _MAX_NESTING, _MAX_NUMBER_POWER, _MAX_LETTER_POWER, _MAX_FACTORIAL 
 _SYMBOLS = {
     "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u00d7": r"\times ", "\u222a": r"\cup ", "π": r"\pi ", "∞": r"\infty ",
     "√": r"\sqrt ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∈": r"\in ", "°": r"^{\circ}",
-    "∅": r"\emptyset ", "÷": "/", "\u2044": "/", "\u2215": "/",
+    "∅": r"\emptyset ", "÷": "/", "\u2044": "/", "\u2215": "/", "<=": r"\le ", ">=": r"\ge ", "**": "^",
 }  # fmt: skip
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))")
 _ATTACHED_LETTER = re.compile(r"\d[A-Za-z]$")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])|(?<!\\)\\[!,;: ]|~")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_RENAMED = {
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "lvert": "|", "rvert": "|", "lbrace": r"\{", "rbrace": r"\}",
+    "leq": r"\le", "leqslant": r"\le", "geq": r"\ge", "geqslant": r"\ge", "neq": r"\ne", "varnothing": r"\emptyset",
+}  # fmt: skip
 _SAME = (
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le"),
-    (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge"),
-    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\\(?:mathrm|mbox|textbf|textrm|textit|operatorname)\s*\{"), r"\\text{"),
     (re.compile(r"\\mathbf\s*\{\s*(\(?[A-Z]\)?)\s*\}"), r"\\text{\1}"),
-    (re.compile(r"\\[lr]vert(?![A-Za-z])"), "|"),
-    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
     (re.compile(r"!="), r"\\ne "),
-    (re.compile(r"\*\*"), "^"),
     (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
     (re.compile(r"\s+"), " "),
 )
@@ -132,7 +126,7 @@ def _normal(text: str) -> str:
     for symbol, latex in _SYMBOLS.items():
         text = text.replace(symbol, latex)
     text = lowered_exponents(text)
-    text = _NOISE.sub(" ", _THOUSANDS.sub("", text))
+    text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), _NOISE.sub(" ", _THOUSANDS.sub("", text)))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
     text = text.strip().removesuffix(".").strip()

@@ -127,7 +127,7 @@ def _parsed(text: str, reference_unit: str | None) -> Quantity | None:
     )
     text = _UNIT_OUTSIDE.sub(lambda m: f"{m[1] or m[2]} {m[3]}", lowered_exponents(text).strip())
     text, name = _unwrapped(text.translate(_SIGNS))
-    text = _LATEX_TEXT.sub(r" \1 ", _LATEX_NOISE.sub(" ", text.replace("{,}", ",").replace(r"\,", " ")))
+    text = _LATEX_TEXT.sub(r" \1 ", _LATEX_NOISE.sub(" ", text.replace("{,}", ",")))
     text = _LATEX_FRACTION.sub(lambda m: f" {m['a'] or m['b']}/{m['c'] or m['d']}", text)
     text = _DEGREES.sub("°", text).replace(r"\%", "%").replace(r"\$", "$").strip()
     match = _QUANTITY.fullmatch(re.sub(r"(?<=\d)\.$", "", re.sub(r"([-+])\s+(?=[\d.])", r"\1", text)))

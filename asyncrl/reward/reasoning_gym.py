@@ -40,10 +40,8 @@ _LARGE_EXPONENT = re.compile(r"\d[eE][-+]?\d{3,}")
 _TOKEN = re.compile(r"[A-Za-z_][A-Za-z_0-9]*|\d+(?:\.\d+)?|\*\*|\S")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "pi"})
 _OPERATORS = frozenset({"+", "-", "*", "/", "**", "^", "(", ")"})
-_FRACTION = re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?")
 _READ_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.ASCII)
 _READ = re.compile(rf"{_READ_NUMBER.pattern}(?:(?=[ij]\b)|(?!\w))|\w+|[^\w\s,'\"$.]")
-_LOCK_BUTTONS = re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*")
 
 
 def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
@@ -199,9 +197,9 @@ _SHAPES: dict[str, Shape | re.Pattern[str]] = {
         ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"), _expression
     ),
     # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
-    "fraction_simplification": _FRACTION,
+    "fraction_simplification": re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?"),
     "knights_knaves": lambda answer, reference: _statements(answer) == _statements(reference),
-    "quantum_lock": _LOCK_BUTTONS,
+    "quantum_lock": re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*"),
     "sokoban": re.compile(r"[UDLR]+"),
     **dict.fromkeys(("letter_jumble", "survo"), lambda answer, reference: len(answer.split()) == len(reference.split())),
     # Several answers are right, and the scorer checks their parts.

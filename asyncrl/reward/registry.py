@@ -18,7 +18,6 @@ Invariants: names are unique within a run and the same in every process; the sum
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
 import time
@@ -26,10 +25,10 @@ import uuid
 from asyncio.events import _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeVar, cast
 
-from asyncrl.algorithms.returns import overlong_penalty
+from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.config import reward as kinds
 from asyncrl.errors import ConfigError, RewardError, kind_of, leaves, trace_of
 from asyncrl.reward.expressions import Equal, within_budget
@@ -53,6 +52,7 @@ from asyncrl.schema.status import Judged
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 
 BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
+Inputs = TypeVar("Inputs")
 At = Callable[[int, int, bool], None]
 """Called before each function with the sample's index, the function's, and whether it has several samples."""
 
@@ -85,12 +85,11 @@ class TimeLimit:
         """Return the time by a clock that stands still while a plain function runs."""
         return time.monotonic() - self.plain_s
 
-    @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
-        """Have a plain function run within."""
+    def call(self, function: Callable[[Inputs], object], inputs: Inputs) -> object:
+        """Call a function that may be a plain one."""
         begun_s = time.monotonic()
         try:
-            yield
+            return function(inputs)
         finally:
             self.plain_s += time.monotonic() - begun_s
 
@@ -135,7 +134,7 @@ def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
 
 async def batch_values(
     rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At, limit: TimeLimit
-) -> dict[int, dict[int, float | RewardError]]:
+) -> dict[int, dict[int, float]]:
     """Have the functions that take several samples judge those that came together.
 
     Args:
@@ -147,14 +146,13 @@ async def batch_values(
     Returns:
         By sample, then by function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
     """
-    values: dict[int, dict[int, float | RewardError]] = defaultdict(dict)
+    values: dict[int, dict[int, float]] = defaultdict(dict)
     for number, reward in enumerate(rewards):
         wanted = [index for index, (_, skipped) in enumerate(items) if number not in skipped]
         if reward.batch is not None and len(wanted) > 1:
             at(wanted[0], number, True)
             try:
-                with limit.plain():
-                    told: object = reward.batch([items[index][0] for index in wanted])
+                told = limit.call(reward.batch, [items[index][0] for index in wanted])
                 if inspect.isawaitable(told):
                     told, _ = await _awaited(reward.name, told, limit, math.inf)
                 numbers = _checked_batch(reward.name, told, len(wanted))
@@ -170,7 +168,7 @@ async def batch_values(
 async def score_sample(
     rewards: Sequence[NamedReward],
     sample: RewardInput,
-    values: Mapping[int, float | RewardError],
+    values: Mapping[int, float],
     at: Callable[[int], None] = lambda _: None,
     limit: TimeLimit | None = None,
 ) -> Judgement:
@@ -194,11 +192,9 @@ async def score_sample(
         value = values.get(number)
         if value is None:
             at(number)
-            told: object
             plain_s = limit.plain_s
             try:
-                with limit.plain():
-                    told = function(sample)
+                told = limit.call(function, sample)
                 is_awaited = not isinstance(told, float | int) and inspect.isawaitable(told)
             except BaseException as error:  # SystemExit too is the function's own
                 raise _failure(name, error) from error
@@ -209,8 +205,6 @@ async def score_sample(
                     late.append(number)
                     until_s = limit.now() + limit.limit_s
             value = _checked(name, told)
-        if isinstance(value, RewardError):
-            raise value
         parts[name] = value
         total += weight * value
     if not math.isfinite(total):
@@ -257,11 +251,11 @@ def _checked(name: str, value: object) -> float:
         raise RewardError(f"{name}: returned {shown(value)}, which is not a finite number") from error
 
 
-def _checked_batch(name: str, values: object, num_wanted: int) -> list[float | RewardError]:
+def _checked_batch(name: str, values: object, num_wanted: int) -> list[float]:
     try:
         if isinstance(values, Set | Mapping):
             raise TypeError("a set has no order, and a dict gives its keys")  # noqa: TRY301 - as any other that is no list
-        numbers = [value if isinstance(value, RewardError) else _checked(name, value) for value in values]  # type: ignore[attr-defined]
+        numbers = [_checked(name, value) for value in values]  # type: ignore[attr-defined]
     except (MemoryError, RewardError):
         raise
     except Exception as error:
@@ -299,7 +293,7 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
 
     async def one_of_several(sample: RewardInput) -> float:
         values = several([sample])
-        return cast("float", _checked_batch("it", await values if inspect.isawaitable(values) else values, 1)[0])
+        return _checked_batch("it", await values if inspect.isawaitable(values) else values, 1)[0]
 
     return NamedReward(name, config.weight, one_of_several, several)
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -53,8 +52,6 @@ from asyncrl.schema.control import Message
 from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
-
-log = logging.getLogger(__name__)
 
 MAX_BATCH = 32
 """Cheap samples that are sent at a time."""
@@ -115,7 +112,6 @@ class RewardPool:
             output: File for what rewards print; None: standard error.
         """
         self.counts = PoolCounts()
-        self._stops: Counter[tuple[str, str]] = Counter()
         self._output_path = output
         self._config, self._clock, self._name = config, clock, name
         self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
@@ -310,34 +306,22 @@ class RewardPool:
             "time": f"ran past reward.timeout_s ({self._config.timeout_s:g} s)",
             "memory": f"ran over reward.process_memory_bytes ({self._config.process_memory_bytes})",
         }.get(stopped, "")
-        fails = not limit and isinstance(self._config.functions[mark.function], PythonReward)
         name = reward_names(self._config)[mark.function]
-        self._tell(name, limit or f"ended its process ({stopped})", fails=fails)
-        if fails:
+        if not limit and isinstance(self._config.functions[mark.function], PythonReward):
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
         self.counts.over_limit += 1
         job.skipped = (*job.skipped, mark.function)
-        job.over_limit = f"reward {name} {limit or 'ended its process'}"
+        job.over_limit = f"reward {name} {limit or f'ended its process ({stopped})'}"
         return None
-
-    def _tell(self, name: str, what: str, *, fails: bool) -> None:
-        """Log the first, second, fourth, ... time that a function does something."""
-        self._stops[name, what] += 1
-        count = self._stops[name, what]
-        if count & (count - 1) == 0:
-            done = self.counts.scored + self.counts.failed + 1
-            verb = "fail" if fails else "score 0 there"
-            log.warning("reward %s: %s on %d of %d samples so far; they %s", name, what, count, done, verb)
 
     def _finish(self, job: _Job, judgement: Judgement) -> None:
         self.counts.scored += not judgement.error
         self.counts.failed += bool(judgement.error)
         self.counts.busy_s += judgement.seconds
         for function in judgement.late:
-            name, limit = reward_names(self._config)[function], f"ran past reward.timeout_s ({self._config.timeout_s:g} s)"
-            self._tell(name, limit, fails=False)
+            name = reward_names(self._config)[function]
             self.counts.over_limit += 1
-            job.over_limit = f"reward {name} {limit}"
+            job.over_limit = f"reward {name} ran past reward.timeout_s ({self._config.timeout_s:g} s)"
         score = Score(
             job.sample.index, judgement.reward, judgement.parts, judgement.error[:MAX_ERROR_CHARS],
             error_kind=judgement.kind[:MAX_ERROR_CHARS], trace=judgement.trace, over_limit=job.over_limit,

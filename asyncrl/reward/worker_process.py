@@ -61,7 +61,7 @@ MAX_PRINTED_BYTES = 1 << 20
 """Of what rewards print, in each of two files: the older is overwritten."""
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
-_MARK = struct.Struct("<QiBd")
+_MARK = struct.Struct("<Qi?d")
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -232,8 +232,7 @@ class ScoringProcess:
         if not self._mark_file.closed:
             written = os.pread(self._mark_file.fileno(), _MARK.size, 0)  # mapped, a file that a function cut short would end us
             if len(written) == _MARK.size:
-                sample, function, in_batch, since_s = _MARK.unpack(written)
-                self._last_mark = Mark(sample, function, bool(in_batch), since_s)
+                self._last_mark = Mark(*_MARK.unpack(written))
         return self._last_mark
 
     def send(self, items: list[Item], *, alone: bool = False) -> None:
@@ -420,7 +419,7 @@ class _Marker:
         _MARK.pack_into(self._mark, 0, self._sample, function, in_batch, self._since_s)
 
     def rest(self) -> None:
-        _MARK.pack_into(self._mark, 0, self._sample, AT_REST, 0, self._since_s)
+        _MARK.pack_into(self._mark, 0, self._sample, AT_REST, False, self._since_s)
 
 
 def _read_message(stream: BinaryIO) -> bytes:

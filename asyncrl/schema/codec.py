@@ -12,7 +12,7 @@ import operator
 import msgspec
 
 from asyncrl.errors import CodecError
-from asyncrl.schema import batches, control, samples, weights  # noqa: F401 - they define the messages
+from asyncrl.schema import control, samples, weights  # noqa: F401 - they define the messages
 from asyncrl.schema.control import Message as Message
 
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(Message.__subclasses__())

@@ -1,4 +1,6 @@
-"""What travels between prompts, generators, reward workers and the ledger: members of a group that finish together go together.
+"""What travels between prompts, generators, reward workers, the ledger and the learner.
+
+Members of a group that finish together go together. A learner gets one optimizer step's worth of samples, packed in rows.
 
 Arrays are raw little-endian bytes: `token_ids` int32, `logprobs` float32, `versions` int32, `loss_mask` uint8; `ids_to_bytes`
 and friends convert. T below is the number of generated (response) tokens of a sample.
@@ -192,9 +194,9 @@ class Progress(Message, frozen=True, gc=False, tag="progress"):
     index: int
     attempt: int
     start: int
-    """Tokens of this member that were told before, in this attempt."""
+    """Tokens of this member that were told before; 0 again where it begins anew, in a later attempt or with older weights."""
     token_ids: bytes
-    """int32 [N], the next N of those that will be in its sample."""
+    """int32 [N], the next N of those that will be in its sample, if it does not begin anew."""
     logprobs: bytes
     """float32 [N], as in `Sample`."""
 
@@ -319,6 +321,91 @@ class ScoredGroup(Message, frozen=True, tag="scored_group"):
     group_id: int
     prompt: Prompt
     members: tuple[ScoredSample, ...]
+
+
+# -- one step's worth of samples, packed, and what became of it ------------------------------------------------------------
+# A row is one micro-batch: several whole samples laid end to end, L tokens. Position t of `behaviour_logprobs`, `versions` and
+# `loss_mask` belongs to token t itself (not to the next one); prompt tokens have mask 0, version -1, logprob 0.
+
+
+class PackedSample(msgspec.Struct, frozen=True):
+    """Where one sample lies in the batch, and what advantage computation needs of it."""
+
+    group_id: int
+    index: int
+    row: int
+    start: int
+    """Offset of its first prompt token in the row."""
+    prompt_tokens: int
+    response_tokens: int
+    """Tokens after the prompt, tool output included."""
+    reward: float
+    oldest_version: int
+    """The smallest version among its trained tokens."""
+    is_greedy: bool = False
+    """The greedy baseline of its group (ReMax): its reward counts, none of its tokens is trained."""
+    pair: int = -1
+    """Number of the preference pair it belongs to, within the batch; -1: none."""
+    is_chosen: bool = False
+    """Whether it is the better one of its pair."""
+
+
+class PackedRow(msgspec.Struct, frozen=True):
+    """L tokens of whole samples, end to end. All arrays little-endian."""
+
+    token_ids: bytes
+    """int32 [L]."""
+    loss_mask: bytes
+    """uint8 [L], 1 on the tokens that are trained."""
+    behaviour_logprobs: bytes
+    """float32 [L]."""
+    versions: bytes
+    """int32 [L]."""
+    rank: int = 0
+    """Learner rank that trains this row."""
+    reference_logprobs: bytes = b""
+    """float32 [L], 0 on prompt tokens; empty where the batch brings none."""
+
+
+class StepBatch(Message, frozen=True, tag="step_batch"):
+    """Controller to learner: train exactly this at optimizer step `step`, which makes version `step + 1`."""
+
+    step: int
+    samples: tuple[PackedSample, ...]
+    rows: tuple[PackedRow, ...]
+    num_trained_tokens: int
+    """Sum of the loss masks over all rows and ranks: the denominator of a token mean."""
+    temperature: float
+    """That the samples were drawn at; the learner divides its logits by it."""
+    replay: bool = False
+    """True when this step was trained before on this line of checkpoints and is repeated after a crash."""
+    settings: dict[str, float | int | None] = {}
+    """What the learner reads anew at each step, by field of the config; left out: as it was started with."""
+
+
+class StepDone(Message, frozen=True, tag="step_done"):
+    """Learner to controller: the optimizer step is done and its version exists."""
+
+    step: int
+    version: int
+    """`step + 1`."""
+    metrics: dict[str, float]
+    started_s: float
+    finished_s: float
+    waited_s: float = 0.0
+    """How long the learner had nothing to train before this step."""
+
+
+class GroupsTaken(Message, frozen=True, tag="groups_taken"):
+    """Controller to an outside learner: one step's worth of scored groups, oldest first."""
+
+    step: int
+    groups: tuple[ScoredGroup, ...]
+    mask_below: int = 0
+    """Tokens of a version under this one are too old to train (`buffer.policy = "mask"`)."""
+
+
+# -- seeds and arrays ----------------------------------------------------------------------------------------------------------
 
 
 def derive_seed(*parts: int | str) -> int:

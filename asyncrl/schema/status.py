@@ -191,3 +191,5 @@ class ApiEndpoint(msgspec.Struct, frozen=True):
     token: str
     pid: int
     """Of the controller."""
+    machine: str = ""
+    """Its hostname."""

@@ -29,15 +29,14 @@ from aiohttp import web
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
-from asyncrl.control.launch.controller_process import is_live
+from asyncrl.control.launch.processes import is_live
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, StepReport, newest_row, read_evals
 from asyncrl.schema.status import RunStatus
-from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine, machine
-from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Outcome, Records, RunRecord
+from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Guard, Outcome, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 
 log = logging.getLogger(__name__)

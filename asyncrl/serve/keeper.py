@@ -28,13 +28,13 @@ from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
-from asyncrl.control.launch.controller_process import find_controllers, is_live, kill_controllers, until_gone
+from asyncrl.control.launch.processes import find_controllers, is_live, kill_controllers, until_gone
 from asyncrl.control.lifecycle.supervisor import end_left
-from asyncrl.errors import AsyncRLError, RunError, RunLostError
+from asyncrl.errors import AlreadyRunsError, AsyncRLError, ConfigError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, Tail, newest_row, read_evals, read_events
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
-from asyncrl.serve.machine import Machine, admit, in_order, misfits
+from asyncrl.serve.machine import Machine, admit, demand_of, in_order, misfits
 from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord
 from asyncrl.serve.submit import Submission
 
@@ -104,7 +104,9 @@ class Keeper:
             if faults := misfits(self.machine, record.demand):
                 self._ended(replace(record, reason="; ".join(faults)), "failed")
         for run, gpus in admit(self.machine, self.records.runs.values()).items():
-            self.records.put_run(replace(self.records.runs[run], state="starting", gpus=gpus))
+            record = self.records.runs[run]
+            # The end of an earlier attempt is no longer the run's, also where this daemon is killed before `_start` notes so.
+            self.records.put_run(replace(record, state="starting", gpus=gpus, events_before=record.events_told))
             self._begin(run, of_before=False)
 
     def _settle(self, run: str) -> None:
@@ -118,14 +120,22 @@ class Keeper:
         self._tasks[run] = self._group.create_task(self._hold(run, of_before=of_before), name=f"run-{run}")
 
     async def _hold(self, run: str, *, of_before: bool) -> None:
-        """Have a run live to its end, and where that fails look at it again later: the others go on, whatever one meets."""
+        """Have a run live to its end, and where that fails look at it again later: the others go on, whatever one meets.
+
+        One that is held elsewhere and answers nobody here has failed after START_TIMEOUT_S.
+        """
+        held_s = 0.0
         while True:
             try:
                 lives = await self._find_again(self.records.runs[run]) if of_before else False
                 self._settle(run)
                 if lives is not None:
-                    await self._keep(self.records.runs[run], lives=lives)
-            except (OSError, sqlite3.Error) as error:
+                    await self._keep(self.records.runs[run], lives=lives, of_before=of_before)
+            except (AlreadyRunsError, OSError, sqlite3.Error) as error:
+                held_s = held_s + AGAIN_S if isinstance(error, AlreadyRunsError) else 0.0
+                if held_s > START_TIMEOUT_S:
+                    self._ended(replace(self.records.runs[run], reason=str(error)), "failed")
+                    return
                 log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
             except Exception as error:
                 log.exception("the run %s cannot be followed", run)
@@ -221,7 +231,7 @@ class Keeper:
             RunError: The run is not live, or refuses.
         """
         record = self.records.runs[run]
-        if record.state == "starting" and what in {"drain", "stop"}:
+        if record.state in {"starting", "live"} and what in {"drain", "stop"}:
             self.records.put_run(replace(record, drains=True))
             while (record := self.records.runs[run]).state == "starting":  # noqa: ASYNC110 - it has no event of its own
                 await asyncio.sleep(LOOK_S)
@@ -232,8 +242,6 @@ class Keeper:
                 f"{run} is {record.state}{f' ({record.outcome})' if record.outcome else ''}: only a live run can {what}"
             )
         self.tell("asked", run, what, asker)
-        if what in {"drain", "stop"}:
-            self.records.put_run(replace(record, drains=True))
         async with connect(self.records.run_folder(run)) as client:
             return await getattr(client, what)(**given)
 
@@ -302,16 +310,20 @@ class Keeper:
             self.tell("adopted", record.id)
             return True
         record = self.records.runs[record.id]  # it may have been told to end meanwhile
-        if (last := _last_phase(folder, record.events_before)) is not None and last[0] in ENDED:
+        if (end := _told_end(folder, record.events_before)) is not None:
             await self._pass_on(record.id, self._untold(record.id))
             record = self.records.runs[record.id]
             began_s = record.started_s or next(event.time_s for event in read_events(folder))  # it has its last one
-            await self._conclude(replace(record, started_s=began_s), *last)
+            await self._conclude(replace(record, started_s=began_s), *end)
             return None
         return False
 
-    async def _keep(self, record: RunRecord, *, lives: bool) -> None:
-        """Have a run live until it ends: start its controller, follow it, start the next where it is lost."""
+    async def _keep(self, record: RunRecord, *, lives: bool, of_before: bool) -> None:
+        """Have a run live until it ends: start its controller, follow it, start the next where it is lost.
+
+        Raises:
+            AlreadyRunsError: A controller of this or an earlier daemon has come into sight, so that none was started.
+        """
         in_vain = 0
         while True:
             before = record.version
@@ -321,16 +333,20 @@ class Keeper:
                     return
                 async with contextlib.AsyncExitStack() as starting:
                     if not lives:
-                        await self._start(record, starting)
+                        await self._start(record, starting, of_before=of_before)
                     record = self.records.runs[record.id]  # it may have been told to end meanwhile
                     self.records.put_run(replace(record, state="live", started_s=record.started_s or self._clock.now()))
                     phase, reason = await self._follow(record.id, starting)
             except RunLostError as error:
                 phase, reason = "", str(error)
             except AsyncRLError as error:
-                self._ended(replace(self.records.runs[record.id], reason=str(error)), "failed")
+                found = self.records.runs[record.id]
+                if isinstance(error, AlreadyRunsError) and of_before:
+                    self.records.put_run(replace(found, attempts=record.attempts, events_before=record.events_before))
+                    raise  # it was not to be seen yet: the daemon was killed as it started it, say
+                self._ended(replace(found, reason=str(error)), "failed")
                 return
-            lives, record = False, self.records.runs[record.id]
+            lives, of_before, record = False, True, self.records.runs[record.id]
             goes_on = phase == "stopped" and not record.drains and record.version < record.num_steps
             if self._drains and (goes_on or phase not in ENDED):  # by the next daemon
                 self.records.put_run(replace(record, state="queued", gpus=()))
@@ -339,6 +355,7 @@ class Keeper:
                 await self._conclude(record, phase, reason)
                 return
             await asyncio.to_thread(end_left, self.records.run_folder(record.id))
+            record = self.records.runs[record.id]  # it may have been told to end meanwhile
             in_vain = 0 if record.version > before else in_vain + 1
             if record.drains or in_vain > MOST_RESTARTS:
                 why = "its controller was lost" + ("" if record.drains else f" {in_vain} times without a step between: {reason}")
@@ -349,16 +366,20 @@ class Keeper:
             await self._clock.sleep(BACKOFF_S * (1 << in_vain))
             record = self.records.runs[record.id]
 
-    async def _start(self, record: RunRecord, starting: contextlib.AsyncExitStack) -> None:
+    async def _start(self, record: RunRecord, starting: contextlib.AsyncExitStack, *, of_before: bool) -> None:
         """Start a run's controller, in the folder where an earlier one was where there is one; `starting` holds the run.
 
         Raises:
             RunLostError: It was killed before it answered.
+            AlreadyRunsError: There is one.
             AsyncRLError: It could not be started.
         """
         folder = self.records.run_folder(record.id)
         resumed = (folder / "config.toml").exists()
-        await until_gone(folder, CONTROLLER_END_S)  # of a run that has ended and is resumed already; one that stays is refused
+        if not of_before:
+            await until_gone(folder, CONTROLLER_END_S)  # of a run that has ended; one that stays is refused
+        elif await asyncio.to_thread(find_controllers, folder):  # as it goes on as a fork of itself, one look may see neither
+            raise AlreadyRunsError(f"{folder} already runs")
         before = max((event.seq for event in read_events(folder)), default=0)
         record = self.records.runs[record.id]  # it may have been told to end meanwhile
         record = replace(record, state="starting", attempts=record.attempts + 1, events_before=before)
@@ -405,8 +426,7 @@ class Keeper:
         await self._pass_on(run, events)
         if status is not None and not lost:
             return status.phase, status.reason
-        last = _last_phase(folder, self.records.runs[run].events_before)
-        return last if last is not None and last[0] in ENDED else ("", lost)
+        return _told_end(folder, self.records.runs[run].events_before) or ("", lost)
 
     def _take(self, run: str, status: RunStatus) -> None:
         self.statuses[run] = status
@@ -428,8 +448,13 @@ class Keeper:
     async def _pass_on(self, run: str, events: Tail) -> None:
         while rows := await events.rows():
             for _, _, line in rows:
-                event = msgspec.json.decode(line, type=_Told)
-                told = replace(self.records.runs[run], events_told=event.seq)
+                event, demand = msgspec.json.decode(line, type=_Told), self.records.runs[run].demand
+                if event.kind == "change":  # of generate.num_workers, say
+                    with contextlib.suppress(ConfigError):
+                        config = await asyncio.to_thread(load_config, self.records.config_file(run))
+                        demand = demand_of(config, self.machine)
+                        self._changed.set()
+                told = replace(self.records.runs[run], events_told=event.seq, demand=demand)
                 if event.kind == "swap":  # one a step; the run's own file has them
                     self.records.runs[run] = told
                 else:
@@ -454,7 +479,7 @@ class Keeper:
         self._changed.set()
 
 
-def _last_phase(folder: Path, after: int) -> tuple[str, str] | None:
-    """Return the last phase that a run's events behind number `after` tell, and why; None where they tell none."""
-    phases = [event for event in read_events(folder, after) if event.kind == "phase"]
-    return (phases[-1].subject, phases[-1].text) if phases else None
+def _told_end(folder: Path, after: int) -> tuple[str, str] | None:
+    """Return the phase in which a run's events behind number `after` say that it ended, and why; None where they do not."""
+    phases = [(event.subject, event.text) for event in read_events(folder, after) if event.kind == "phase"]
+    return phases[-1] if phases and phases[-1][0] in ENDED else None

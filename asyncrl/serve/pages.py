@@ -46,10 +46,9 @@ from asyncrl.observe.steps import (
 )
 from asyncrl.reward.inputs import linear_pattern
 from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
-from asyncrl.serve.guard import SESSION_S, ForbiddenError, Guard, cookie_name
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.reading import StepSeen, json_response, last_event_id, number_of, stream
-from asyncrl.serve.records import Records, RunRecord
+from asyncrl.serve.records import SESSION_S, ForbiddenError, Guard, Records, RunRecord, cookie_name
 
 T = TypeVar("T")
 FOLDER = Path(__file__).parent / "page"
@@ -185,7 +184,7 @@ class Pages:
 
         async def rows() -> list[tuple[int, str, bytes]]:
             nonlocal newest, shown
-            found = [(number, kind, line) for number, kind, line in await steps.rows()]
+            found = await steps.rows()
             newest = found[-1][0] if found else newest
             found += [(newest, kind, line) for _, kind, line in await events.rows()]
             found += [(newest, kind, line) for _, kind, line in await seconds.rows()]

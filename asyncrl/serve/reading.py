@@ -23,9 +23,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import MetricsRow, label_text, newest_values, render_prometheus
-from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, EvalReport, newest_rows, read_steps
-from asyncrl.serve.guard import ForbiddenError
-from asyncrl.serve.records import PRIVATE, Records
+from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, STEPS_FILE, EvalReport, StepReport, newest_rows, read_lines
+from asyncrl.serve.records import PRIVATE, ForbiddenError, Records
 
 MOST_SERIES = 300
 """Metrics of one run in /metrics, by name; how many more there are is a metric too."""
@@ -221,11 +220,15 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
 
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return results of runs, and those settings in which they differ."""
+    """Return results of runs, and those settings in which they differ; of a long run the first step and the newest are read."""
     rows = list[dict[str, Any]]()
     for record, folder in ((records.runs[name], records.run_folder(name)) for name in names):
-        steps = read_steps(folder)
-        last, span_s = steps[-LAST_STEPS:], steps[-1].time_s - steps[0].time_s if len(steps) > 1 else 0.0
+        newest: dict[int, StepReport] = {}
+        for step in newest_rows(folder / STEPS_FILE, StepReport):
+            newest.setdefault(step.step, step)  # of a step that was repeated the last line counts
+        last = [newest[number] for number in sorted(newest)][-LAST_STEPS:]
+        first = next(read_lines(folder / STEPS_FILE, StepReport), None)
+        num_steps, span_s = (last[-1].step - first.step, last[-1].time_s - first.time_s) if last and first else (0, 0.0)
         rows.append({
             "run": record.id,
             "outcome": record.outcome or record.state,
@@ -234,7 +237,7 @@ def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
             "accuracy_after": record.accuracy_after,
             "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
             "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
-            "steps_per_s": (len(steps) - 1) / span_s if span_s else None,
+            "steps_per_s": num_steps / span_s if span_s else None,
             "config": _flat(msgspec.to_builtins(load_config(records.config_file(record.id)))),
         })  # fmt: skip
     keys = {key for row in rows for key in row["config"]}

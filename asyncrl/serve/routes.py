@@ -34,12 +34,11 @@ from asyncrl.errors import AsyncRLError, ConfigError, RunError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, read_evals
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
-from asyncrl.serve.guard import ANYBODY, OPEN, WHO, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import in_order, waits
 from asyncrl.serve.pages import Login, Pages
 from asyncrl.serve.reading import compared, file_or_list, json_response, last_event_id, metrics_text, number_of, send_tar, stream
-from asyncrl.serve.records import Answered, Records, RunRecord, ServerEvent
+from asyncrl.serve.records import ANYBODY, OPEN, WHO, Answered, ForbiddenError, Guard, Records, RunRecord, ServerEvent, new_token
 from asyncrl.serve.submit import Fork, NewToken, RefusedError, Resume, Submission, change_faults, of_fork, resolve
 
 MOST_LISTED = 1000
@@ -416,7 +415,7 @@ class Service:
         run, who, body = request.match_info["run"], request[WHO].name, await read_body(request)
         decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
         asked, file = decode(body, type=ConfigChange), self.records.run_folder(run) / "config.toml"
-        if file.exists() and (faults := change_faults(load_config(file), asked.values)):
+        if file.exists() and (faults := change_faults(load_config(file), asked.values, self.keeper.machine)):
             raise RefusedError(faults)
         result: ChangeResult = await self.keeper.ask(run, "change", who, values=asked.values, who=who)
         return result

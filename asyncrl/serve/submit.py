@@ -23,7 +23,7 @@ from asyncrl.config.live import changed
 from asyncrl.config.load import SHIPPED, faults_beside, lay_over, leaves_of, read_toml, set_value, take_values
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
-from asyncrl.control.tools.inputs import start_faults, user_functions
+from asyncrl.control.tools.choices import start_faults, user_functions
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.serve.machine import Machine, demand_of, misfits, num_gpus
 from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
@@ -151,14 +151,16 @@ def of_fork(asked: Fork, checkpoint: Path, project: str) -> Submission:
     )  # fmt: skip
 
 
-def change_faults(config: RunConfig, values: Mapping[str, Any]) -> list[Fault]:
-    """Return what is wrong with each change of a live run's config."""
+def change_faults(config: RunConfig, values: Mapping[str, Any], there: Machine) -> list[Fault]:
+    """Return what is wrong with each change of a live run's config; one that the machine has no room for cannot be resumed."""
     faults = []
     for field, value in values.items():
         try:
-            changed(config, {field: value})
+            demand = demand_of(changed(config, {field: value})[0], there)
         except ConfigError as error:
             faults.append(Fault(field, value, str(error)))
+        else:
+            faults += [Fault(field, value, text) for text in misfits(there, demand)]
     return faults
 
 

@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.client import CONTROLLER_END_S, Run
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
-from asyncrl.control.launch.controller_process import until_gone
+from asyncrl.control.launch.processes import until_gone
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps

@@ -22,6 +22,7 @@ is recognised by its number alone. Everything runs on one event loop; no tasks.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import os
 import sys
@@ -29,20 +30,39 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncrl.errors import CodecError, ConnectionClosed, shown
-from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Message, decode, encode
+from asyncrl.schema.codec import MAX_MESSAGE_BYTES, Frame, Message, decode, encode
 from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
-from asyncrl.transport.packets import Item, Lane, Parcel
-
-__all__ = ["Connection", "Delivery", "Lane", "LinkLimits", "Listener", "Refused", "new_hello"]
 
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
 GOODBYE = "closed by the peer"
 """`closed_reason` where the other end has ended the connection in good order."""
 log = logging.getLogger(__name__)
+
+
+class Lane(enum.IntEnum):
+    """Two lanes share a connection and nothing else."""
+
+    DATA = 0
+    CONTROL = 1
+
+
+class Item(NamedTuple):
+    """One encoded message on its way."""
+
+    lane: Lane
+    seq: int
+    body: Frame
+
+
+class Parcel(NamedTuple):
+    """What travels at once: acknowledgements by lane, then messages in order."""
+
+    acks: tuple[list[int], list[int]]
+    items: list[Item]
 
 
 @dataclass(slots=True)
@@ -107,7 +127,7 @@ class OutLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Senders that wait for room do so one at a time, in the order they came."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever room appeared or the connection ended."""
+    """Set whenever something was acknowledged or the connection ended."""
 
 
 @dataclass(slots=True)
@@ -156,7 +176,6 @@ class Connection:
         self._in = (InLane(self._pump_soon), InLane(self._pump_soon))
         self._outbox: list[Item] = []
         self._outbox_bytes = 0
-        self._acked = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = self._has_warned = False
 
@@ -212,9 +231,9 @@ class Connection:
         """Wait until everything sent is acknowledged; False when `timeout_s` passed or the connection ended first."""
         try:
             async with asyncio.timeout(timeout_s):
-                while any(out.unacked for out in self._out) and not self.closed_reason:
-                    self._acked.clear()
-                    await self._acked.wait()
+                while (out := next((out for out in self._out if out.unacked), None)) and not self.closed_reason:
+                    out.changed.clear()
+                    await out.changed.wait()
         except TimeoutError:
             return False
         return not any(out.unacked for out in self._out)
@@ -236,8 +255,8 @@ class Connection:
         """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
         self.closed_reason = self.closed_reason or reason
         self.wire = None
-        for event in (*(half.changed for half in (*self._out, *self._in)), self._acked):
-            event.set()
+        for half in (*self._out, *self._in):
+            half.changed.set()
 
     def pump(self) -> None:
         """Hand everything that waits to the wire; what a lost wire loses is sent again when the peer greets or is greeted."""
@@ -266,9 +285,7 @@ class Connection:
             if acks:
                 for seq in acks:
                     out.unacked.pop(seq, None)  # a number that is not held is a repeat
-                if len(out.unacked) < self.window:
-                    out.changed.set()
-                self._acked.set()
+                out.changed.set()
         for lane, seq, body in parcel.items:
             half = self._in[lane]
             if seq > half.expected:
@@ -349,8 +366,6 @@ class Listener(Protocol):
 
     async def accept(self) -> Connection:
         """Return the next new peer. Raises ConnectionClosed once the listener is closed."""
-        ...
 
     async def close(self) -> None:
         """Close every connection and the address."""
-        ...

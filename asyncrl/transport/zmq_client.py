@@ -23,10 +23,10 @@ import zmq
 from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport import packets as wire
+from asyncrl.transport import zmq_wire as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Refused
 from asyncrl.transport.security import ClientKeys, is_encrypted, load_connecting_keys, secure_client
-from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
+from asyncrl.transport.zmq_wire import GOODBYE_LINGER_MS, LoopSocket, SocketWatch, configure, terminate
 
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _RECONNECT_MS = 50
@@ -80,12 +80,11 @@ class ZmqConnector:
         self._limits = limits
         self._keys = keys
         self._token = uuid.uuid4().hex
-        self._refused = Refused()
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = self._loop.create_future()
         unknown = Hello(PROTOCOL, "controller", address, "", 0)
         self._session = Connection(
-            unknown, limits.window, limits.max_message_bytes, lambda _, reason: self.close(reason), self._refused
+            unknown, limits.window, limits.max_message_bytes, lambda _, reason: self.close(reason), Refused()
         )
         self._session_id = ""
         self._heard_s = self._ticked_s = self._lost_s = self._loop.time()
@@ -181,16 +180,14 @@ class ZmqConnector:
         self._phase_s = self._loop.time()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        """Judge one multipart message; whatever is wrong with it is counted."""
+        """Judge one multipart message; what is no packet, or of another session, is passed over."""
         if self._phase == "closed":
             return
         self._heard_s = self._loop.time()
-        try:
+        with contextlib.suppress(CodecError):
             packet = wire.parse(frames[0].buffer)
             match packet:
-                case wire.ParcelHead() if packet.session != self._session_id or self._phase != "open":
-                    self._refused["unknown peer"] += 1
-                case wire.ParcelHead():
+                case wire.ParcelHead() if packet.session == self._session_id and self._phase == "open":
                     if not self._session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[1:]])):
                         self._greet()
                 case wire.Welcome() if self._phase == "greeting":
@@ -210,10 +207,6 @@ class ZmqConnector:
                     self._fail(f"{self._address} refused {self._hello.name}: {packet.reason}")
                 case wire.Goodbye() if packet.session == self._session_id:
                     self._shut(packet.reason or GOODBYE, 0)
-                case _:
-                    pass
-        except CodecError:
-            self._refused["malformed"] += 1
 
     def _tick(self) -> None:
         """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""

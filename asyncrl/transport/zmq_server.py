@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from asyncrl.config.run import TransportConfig
 from asyncrl.errors import CodecError, ConnectionClosed, TransportError, shown
 from asyncrl.folders import OwnedFolder
 from asyncrl.schema.control import PROTOCOL, Hello
-from asyncrl.transport import packets as wire
+from asyncrl.transport import zmq_wire as wire
 from asyncrl.transport.protocol import GOODBYE, Connection, LinkLimits, Listener, Refused, new_hello
 from asyncrl.transport.security import (
     GUEST,
@@ -35,9 +35,11 @@ from asyncrl.transport.security import (
     secure_server,
     zap_reply,
 )
-from asyncrl.transport.zmq_socket import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
+from asyncrl.transport.zmq_wire import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSocket, SocketWatch, configure, terminate
 
 MAX_PEERS = MOST_DRAINED
+MOST_TOKENS = 64
+"""Of a name that are remembered."""
 MIN_QUEUE = 1024
 """Of a peer: packets that wait for us to read, and for it. Twice what four full windows need; one that floods us, or reads
 nothing, fills its own queues and no more."""
@@ -47,8 +49,6 @@ _HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE
 
 Judge = Callable[[Hello, bool], str]
 """Of who greets, and whether by the key of the run's own processes (without keys, all do): why it may not come in, or nothing."""
-
-_log = logging.getLogger(__name__)
 
 
 async def open_listener(
@@ -124,7 +124,9 @@ class ZmqListener:
     def __post_init__(self) -> None:
         self._by_route: dict[bytes, _Peer] = {}
         self._by_name: dict[str, _Peer] = {}
-        self._dismissed: dict[str, str] = {}
+        self._tokens: dict[str, deque[str]] = {}
+        """Of all that were let in under a name. Only the last may come back: the others have successors, however long they were
+        cut off. An empty one, which nobody has, is behind one whose connection we closed."""
         self._accepted = asyncio.Queue[Connection | None]()
         """None: it is closed."""
         self._is_closed = False
@@ -175,7 +177,10 @@ class ZmqListener:
             socket.router_mandatory = True
             socket.sndhwm = socket.rcvhwm = max(MIN_QUEUE, 8 * self.limits.window)
             if self.keys:
-                self._zap = LoopSocket(open_zap_socket(self._context), self._answer_zap)
+                allowed = {self.keys.own_public: OWN, self.keys.client_public: GUEST}
+                zap = self._zap = LoopSocket(
+                    open_zap_socket(self._context), lambda frames: zap.send(zap_reply([frame.bytes for frame in frames], allowed))
+                )
                 undo.callback(self._zap.close, 0)
                 secure_server(socket, self.keys)
             failed = "unauthenticated" if self.keys else "malformed"
@@ -186,12 +191,6 @@ class ZmqListener:
             socket.bind(address)
             undo.pop_all()
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-    def _answer_zap(self, frames: list[zmq.Frame]) -> None:
-        assert self._zap is not None
-        assert self.keys is not None
-        allowed = {self.keys.own_public: OWN, self.keys.client_public: GUEST}
-        self._zap.send(zap_reply([frame.bytes for frame in frames], allowed))
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         """Take one multipart message; what is wrong is counted, and whoever has no session on this route is asked to greet."""
@@ -221,9 +220,8 @@ class ZmqListener:
                 self._tell(route, wire.Pong(peer.session_id))
             elif not peer.session.deliver(wire.parse_parcel(packet, [frame.buffer for frame in frames[2:]])):
                 self._tell(route, wire.GreetAgain())
-        except CodecError as error:
+        except CodecError:
             self.refused["malformed"] += 1
-            _log.debug("refused a packet: %s", error)
 
     def _on_greeting(self, route: bytes, greeting: wire.Greeting, *, is_own: bool) -> None:
         """Let a new peer in, or an old one back in."""
@@ -232,11 +230,11 @@ class ZmqListener:
             self._tell(route, wire.Refusal(f"{self.hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
             return
         hello, token = wire.parse_hello(greeting), greeting.token
-        peer = self._by_name.get(hello.name)
+        peer, tokens = self._by_name.get(hello.name), self._tokens.get(hello.name, ("",))
         if self._is_closed:
             reason = "the listener closes"
-        elif self._dismissed.get(hello.name) == token:
-            reason = "this connection was closed by the listener"
+        elif token in tokens and token != tokens[-1]:
+            reason = "this connection was closed by the listener, or another process of this name has come since"
         elif peer is None and len(self._by_name) >= MAX_PEERS:
             reason = f"there are {MAX_PEERS} peers already"
         else:
@@ -249,9 +247,10 @@ class ZmqListener:
             self._by_route.pop(peer.route, None)
             peer.route, peer.heard_s = route, self._loop.time()
         else:
-            if peer:  # it may live on, and would greet again and replace its successor
+            if token != tokens[-1]:
+                self._tokens.setdefault(hello.name, deque(maxlen=MOST_TOKENS)).append(token)
+            if peer:
                 reason = f"replaced by incarnation {hello.incarnation}"
-                self._dismissed[hello.name] = peer.token
                 self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
                 self._forget(peer, reason)
             session = Connection(hello, self.limits.window, self.limits.max_message_bytes, self._dismiss, self.refused)
@@ -271,7 +270,7 @@ class ZmqListener:
         peer = self._by_name.get(session.peer.name)
         if peer is not None and peer.session is session:
             if self._loop.time() - peer.heard_s <= self.limits.reconnect_after_s:
-                self._dismissed[session.peer.name] = peer.token
+                self._tokens[session.peer.name].append("")
                 self._tell(peer.route, wire.Goodbye(peer.session_id, reason))
             self._forget(peer, "closed on this side")
 

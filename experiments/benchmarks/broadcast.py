@@ -11,8 +11,11 @@ round, and a ratio is the median of the rounds' ratios. The processes have the e
 
 - `shm_vs_two_copies`: bytes a second over shared memory, live, over those of two bare copies.
 - `zeromq_vs_bare`: bytes a second fetched and verified over the `zeromq` medium, over those of bare pyzmq in turns with it.
-- `delta_bytes`: see weight_costs.py.
 - `learner_blocked_copies`: bare copies for which `publish` held the learner up.
+- `delta_bytes`: bytes of the delta of one RL step over those of the whole. Real `train_step`s (decoupled PPO, AdamW, float32
+  masters, learning rate 1e-6) on a few short samples with random rewards; after each, the weights as they would be sent, in
+  bfloat16, are encoded against those before, applied, and compared bit for bit. The model is the pretrained SmolLM2-135M where
+  `models/SmolLM2-135M-Instruct` is there, else one of its shape with random weights.
 """
 
 from __future__ import annotations
@@ -26,20 +29,30 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.broadcast import BroadcastConfig, FilesMedium, GlooMedium, SharedMemoryMedium, ZeroMQMedium
 from asyncrl.control.launch.processes import ProcessSpec, child_environment
 from asyncrl.errors import ConfigError
+from asyncrl.learner.model.policy import publishable_tensors
+from asyncrl.learner.step.train_step import train_step
+from asyncrl.models.layout import copy_out, make_manifest, view_tensors
+from asyncrl.packing.pack import pack_step
+from asyncrl.plan.validate import train_state
 from asyncrl.transport.security import make_keys
+from asyncrl.weights.delta import apply_delta, encode_delta
 from benchmarks.harness import BenchResult, in_process, medians, ratio, seconds_of
 from benchmarks.subscribers import Subscribers, bare_zeromq, medium
-from benchmarks.weight_costs import delta_costs
-from benchmarks.workload import smollm2_model
+from benchmarks.workload import PRETRAINED, random_groups, smollm2_model, train_config
 
 AT_LEAST = {"shm_vs_two_copies": 0.8, "zeromq_vs_bare": 0.7}
 AT_MOST = {"learner_blocked_copies": 1.5, "delta_bytes": 0.03}
 DEFAULT_ROUNDS, NUM_TRAIN_STEPS = 5, 4
+LEARNING_RATE, VOCABULARY, PROMPT_TOKENS = 1e-6, 40_000, 16
+LENGTHS = np.full((2, 2), 16)
+"""Two groups of two responses."""
 COUNTS = (1, 2, 4)
 MEDIA: dict[str, BroadcastConfig] = {
     "shared_memory": BroadcastConfig(medium=SharedMemoryMedium()),
@@ -119,3 +132,33 @@ def _one_round(name: str, count: int, told: dict[str, float], copy_ms: float, ba
     if name == "zeromq":
         figures |= {"bare_zeromq_live_ms": bare_ms, "zeromq_vs_bare": bare_ms / told["fetch_ms"]}
     return figures
+
+
+def delta_costs(num_steps: int) -> dict[str, float]:
+    """Train and return what a step changed, after a first one, where AdamW moves every element by the learning rate.
+
+    `delta_bytes`: bytes of the delta over those of the whole. `delta_changed_share`: elements that changed. Medians.
+    `delta_identical`: 1 where the deltas, applied to one buffer one after the other, always gave the very bytes of the version.
+    """
+    config, is_there = train_config(LEARNING_RATE), (PRETRAINED / "config.json").is_file()
+    pretrained = partial(AutoModelForCausalLM.from_pretrained, PRETRAINED, dtype=torch.float32, local_files_only=True)
+    trainee = train_state(pretrained() if is_there else smollm2_model(), config)
+    sent = publishable_tensors(trainee.model)
+    manifest = make_manifest(sent, "bfloat16")
+    before, after, received = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(3))
+    copy_out(sent, view_tensors(before, manifest))
+    received.copy_(before)
+    steps: list[dict[str, float]] = []
+    for step in range(num_steps + 1):
+        groups = random_groups(PROMPT_TOKENS, LENGTHS, VOCABULARY, step)
+        train_step(trainee, pack_step(step, groups, tokens_per_row=256, temperature=1.0), config)
+        copy_out(publishable_tensors(trainee.model), view_tensors(after, manifest))
+        blob = encode_delta(manifest, before.numpy().data, after.numpy().data)
+        assert blob is not None
+        apply_delta(manifest, blob, received.numpy().data)
+        changed = int((before.view(torch.int16) != after.view(torch.int16)).sum()) / (manifest.total_bytes // 2)
+        shares = {"delta_bytes": len(blob) / manifest.total_bytes, "delta_changed_share": changed}
+        steps.append(shares | {"delta_identical": float(torch.equal(received, after))})
+        before, after = after, before
+    identical = min(step["delta_identical"] for step in steps)
+    return {"delta_pretrained": float(is_there), **medians(steps[1:]), "delta_identical": identical}

@@ -37,7 +37,7 @@ from asyncrl.config.load import dump_config, load_config
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
 from asyncrl.errors import RunError
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.pipeline import run_controller
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample

@@ -27,8 +27,7 @@ from asyncrl.control.launch.process_main import ignore_interrupts, watch_parent
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.pipeline import ENDPOINT_FILE
 from asyncrl.schema import control as msg
-from asyncrl.schema.batches import StepBatch, StepDone
-from asyncrl.schema.samples import GroupWork, Samples, Score, ScoreRequest, Scores, ids_to_bytes
+from asyncrl.schema.samples import GroupWork, Samples, Score, ScoreRequest, Scores, StepBatch, StepDone, ids_to_bytes
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 from asyncrl.transport.protocol import Lane, new_hello
 from asyncrl.transport.stage import Stage

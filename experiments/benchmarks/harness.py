@@ -85,8 +85,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def interleaved(sides: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> dict[str, float]:
     """Measure every side once a round, in turns, after rounds of warm-up that are thrown away; return each side's median."""
-    measured = [{name: measure() for name, measure in sides.items()} for _ in range(warmup + rounds)][warmup:]
-    return medians(measured)
+    return medians([{name: measure() for name, measure in sides.items()} for _ in range(warmup + rounds)][warmup:])
 
 
 def seconds_in_turns(sides: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, float]:

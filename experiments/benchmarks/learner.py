@@ -45,10 +45,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.models.logprobs import token_logprobs
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
+from asyncrl.plan.validate import resident_bytes, train_state
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes
 from benchmarks.harness import BenchResult, in_process, ratio, seconds_in_turns
-from benchmarks.workload import llama, random_groups, smollm2_model, train_config, train_state
+from benchmarks.workload import llama, random_groups, smollm2_model, train_config
 
 DEFAULT_ROUNDS = 5
 TRL_GOAL, LOGITS_GOAL = 1.5, 0.25
@@ -141,10 +142,6 @@ def _logprobs_mb(way: str) -> float:
     hidden = torch.randn(LOGITS_TOKENS, LOGITS_HIDDEN, requires_grad=True)
     targets = torch.randint(LOGITS_VOCABULARY, (LOGITS_TOKENS,))
 
-    def resident_mb(kind: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(kind))
-
     def forward_and_backward(count: int) -> None:
         if way == "chunked":
             chunk_tokens = LearnerConfig().logprob_chunk_tokens
@@ -154,9 +151,9 @@ def _logprobs_mb(way: str) -> float:
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
     forward_and_backward(8)
-    before_mb = resident_mb("VmRSS")
+    before = resident_bytes("VmRSS")
     forward_and_backward(LOGITS_TOKENS)
-    return resident_mb("VmHWM") - before_mb
+    return (resident_bytes("VmHWM") - before) / 1e6
 
 
 def _profiles(rounds: int) -> BenchResult:

@@ -19,9 +19,8 @@ import torch
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.run import PlacementConfig
-from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import CudaDevice, Device, SimulatedDevice
-from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 from benchmarks.harness import BenchResult, ratio, seconds_in_turns
 from benchmarks.workload import smollm2_model

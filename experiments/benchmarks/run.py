@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from datetime import date
@@ -14,6 +13,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from asyncrl.sweep.results import machine_now  # noqa: E402
 from benchmarks.harness import BENCHMARKS, in_process, run_benchmark  # noqa: E402
 
 
@@ -26,16 +26,11 @@ def main() -> None:
         print(f"running {what}", file=sys.stderr, flush=True)
         found = in_process(partial(run_benchmark, name, int(rounds or 0), **({option: "yes"} if option else {})))
         command = f"python experiments/benchmarks/run.py {asked}"
-        results[what] = found | {"date": date.today().isoformat(), "machine": machine(), "command": command}
+        machine = f"{machine_now()}, Python {platform.python_version()}"
+        results[what] = found | {"date": date.today().isoformat(), "machine": machine, "command": command}
         store.write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "RESULTS.md").write_text(table(results))
     print(table(results))
-
-
-def machine() -> str:
-    described = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in described if line.startswith("model name")), platform.processor())
-    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
 
 
 def table(results: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What several benchmarks work with: models of random weights, groups of scored samples, and what trains on them."""
+"""What several benchmarks work with: models of random weights, and groups of scored samples."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model.policy import made_ready
-from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.train_state import TrainState
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
 from benchmarks.samples import make_sample
 
@@ -60,9 +57,3 @@ def random_groups(prompt_tokens: int, lengths_GN: NDArray[np.int64], vocabulary:
 def train_config(learning_rate: float) -> RunConfig:
     """Return a config of the default algorithm with a learning rate that holds from the first step on."""
     return RunConfig(learner=LearnerConfig(learning_rate=learning_rate, warmup_steps=0))
-
-
-def train_state(model: PreTrainedModel, config: RunConfig) -> TrainState:
-    """Return what `train_step` trains."""
-    ready = made_ready(model, config.learner)
-    return TrainState(ready, PolicyOptimizer(ready.named_parameters(), config.learner, config.num_steps))

@@ -40,7 +40,7 @@ from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.memory import ModelShape
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.plan.planner import activations, training_state
 from asyncrl.plan.spec import Question, parse_cluster
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, ids_to_bytes, logprobs_to_bytes

@@ -26,11 +26,11 @@ from asyncrl.control.evaluation import sampling_of
 from asyncrl.errors import LearnerError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers.engine import TransformersEngine
+from asyncrl.learner.checkpoint import load_or_make
 from asyncrl.learner.model.policy import run_row
-from asyncrl.learner.resume import load_or_make
 from asyncrl.learner.step.microbatch import Division, Row, prepare
 from asyncrl.learner.step.train_step import train_step
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.sweep.results import code_now, machine_now
 from asyncrl.tasks.registry import build_task

@@ -19,7 +19,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import parse_config
 from asyncrl.config.reward import ReasoningGymReward
 from asyncrl.generate.engine import EngineRequest, TokenStream
-from asyncrl.generate.factory import start_engine
+from asyncrl.generate.rollout import start_engine
 from asyncrl.reward.inputs import RewardInput
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
 from asyncrl.schema.samples import SamplingParams

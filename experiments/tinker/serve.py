@@ -37,8 +37,8 @@ from wire import Limits, RefusedError, checked, decoded, examples_of, pass_answe
 
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import AsyncRLError, leaves
+from asyncrl.learner.checkpoint import InitialState, load_or_make
 from asyncrl.learner.model.sft_warmup import StartAbandoned
-from asyncrl.learner.resume import InitialState, load_or_make
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import warm_start_examples
 

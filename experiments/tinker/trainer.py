@@ -25,10 +25,9 @@ from asyncrl.algorithms.types import Denominators, LossConfig, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.checkpoint import load_trainer, save_checkpoint
+from asyncrl.learner.checkpoint import build_train_state, load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import PREFIX, TrainerState, newest_checkpoint
 from asyncrl.learner.model.policy import publishable_tensors, run_row
-from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import build_layout
 from asyncrl.packing.pack import pack_lengths

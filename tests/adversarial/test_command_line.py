@@ -13,12 +13,11 @@ import pytest
 
 from asyncrl import Run, cli
 from asyncrl.config.load import dump_config, load_config, parse_config
-from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.launch.processes import until_gone
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import lock_folder, write_whole
 from asyncrl.tasks.json_lines import read_json_lines
 
-CONTROLLER = "import sys; sys.stdin.read()"
 FOLLOWER = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -131,12 +130,9 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path):
 @pytest.fixture
 def controller(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Have a process that looks like a controller of that folder, which does not answer yet."""
-    script = folder.parent / "played.py"
-    script.write_text(CONTROLLER)
-    begun = [sys.executable, "-P", script, "asyncrl.pipeline", "controller", "controller", folder]
-    with subprocess.Popen(begun, stdin=subprocess.PIPE) as process:
+    words = ("sh", "-c", "read line", "asyncrl.pipeline", "controller", "controller", folder)
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         yield process
-        process.communicate()
 
 
 async def test_of_two_starts_at_once_one_goes_on(folder):
@@ -155,10 +151,8 @@ async def test_the_ledger_of_a_run_that_is_starting_is_left_alone(folder):
 
 
 async def test_a_resume_waits_for_a_controller_that_no_longer_answers(folder, controller):
-    while not find_controllers(folder):
-        await asyncio.sleep(0.01)
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(Run({"folder": str(folder.parent), "name": "r"}, resume=folder)._wait_for_end())
+        waiting = group.create_task(until_gone(folder, 60))
         assert not (await asyncio.wait([waiting], timeout=0.3))[0]
         controller.stdin.close()
 

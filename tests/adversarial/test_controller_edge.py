@@ -21,7 +21,6 @@ from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.steps import read_steps
 from asyncrl.schema import control
-from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
 from asyncrl.schema.samples import (
     GroupWork,
@@ -30,6 +29,8 @@ from asyncrl.schema.samples import (
     Prompt,
     SampleFailure,
     SamplingParams,
+    StepBatch,
+    StepDone,
     ids_to_bytes,
     logprobs_to_bytes,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.client import connect
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
-from asyncrl.control.launch.controller_process import is_live
+from asyncrl.control.launch.processes import is_live
 from asyncrl.errors import RunLostError
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 

@@ -13,12 +13,12 @@ from asyncrl.errors import CodecError, TransportError
 from asyncrl.schema.control import PROTOCOL, Fault, Hello
 from asyncrl.schema.samples import GroupWork, ids_to_bytes
 from asyncrl.schema.weights import VersionLive
-from asyncrl.transport import packets as wire
+from asyncrl.transport import zmq_wire as wire
 from asyncrl.transport.protocol import Lane, new_hello
 from asyncrl.transport.security import bring_client_keys
 from asyncrl.transport.zmq_client import open_connection
 from asyncrl.transport.zmq_server import open_listener
-from asyncrl.transport.zmq_socket import MOST_DRAINED, LoopSocket
+from asyncrl.transport.zmq_wire import MOST_DRAINED, LoopSocket
 from tests.adversarial.test_controller_edge import GUEST, running
 from tests.builders import answer_to, receive, until
 

@@ -42,7 +42,7 @@ FIVE = (
 )  # fmt: skip
 NOT_FIVE = (
     "5 is wrong", "5 or six", "5 million", "5x", "5i", "٥", "５", "5\u0665", "⑤", "Ⅴ", "5\u200b6", "5 6", "5;6", "5/6/7", "0x5", "5e", "--5", "5%%", "\\boxed{5}\\boxed{6}",
-    "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5...", "5..", "5 ± 1", "≥5", "5 wrong",
+    "\\boxed{5 \\boxed{6}}", "$5$$6$", "5 = 6", "six", "", "5 xy", "5\n6", "five (5) or six (6)", "5 km 6 m", "5,6", "not 5", "<5>", "5?", "about 5", "5...", "5..", "5 ± 1", "≥5", "5 wrong",
 )  # fmt: skip
 NUMBERS_OF_WORDS = (
     "3 fifths", "3 quarters", r"3\text{ hundredths}", r"3\text{hundredths}", "3 halves", "6 billions", r"6\text{ thousands}", "3 dozen", "3 dozens", "3 plus x",

@@ -13,8 +13,6 @@ import pytest
 
 from asyncrl.config.reward import CodeExecReward, RewardConfig
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import build_reward
 from asyncrl.reward.sandbox.bubblewrap import ProgramStopped, open_sandbox, probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, check_tests, extract_code, parse_tests, run_tests
 from asyncrl.schema.samples import Prompt
@@ -346,7 +344,7 @@ HOSTILE_FRAMES = [
 @pytest.mark.parametrize("value", [
     '{"t": "dict"}', '{"t": "dict", "v": 5}', '{"t": "dict", "v": [[1]]}', '{"t": "dict", "v": [[[], 1]]}', '{"t": "int", "v": "x"}', '{"t": "int", "v": null}',
     '{"t": ["int"], "v": 1}', '{"v": 1}', "{}", '{"t": "decimal.Decimal", "v": "sNaN"}', '{"t": "fractions.Fraction", "v": ["0x1", "0x0"]}',
-    '{"t": "fractions.Fraction", "v": "1"}', '{"t": "set", "v": [[1]]}', '{"t": "range", "v": [0, 1e308, 0]}', "1e400", "NaN", "[[[[1]]]]", "[" * 5000 + "]" * 5000,
+    '{"t": "fractions.Fraction", "v": "1"}', '{"t": "set", "v": [[1]]}', '{"t": "builtins.range", "v": [0, 1e308, 0]}', "1e400", "NaN", "[[[[1]]]]", "[" * 5000 + "]" * 5000,
     '{"t": "dict", "v": [[{"t": "tuple", "v": []}, 1], [2, 3]]}', '"' + "\\ud800" * 3 + '"', "9" * 5000,
 ])  # fmt: skip
 @pytest.mark.parametrize("expected", [5, 1.5, [1], {"a": 1}, "x", None, True])
@@ -582,6 +580,7 @@ HONEST = [
     "assert apply(len, 'abc') == 3 and apply(max, [1, 5], key=lambda x: -x) == 1 and apply(lambda *a, k=1: sum(a) + k, 1, 2, k=5) == 8",
     "import datetime\nassert days(1) == datetime.date(2020, 1, 2)\nd = {'a': []}\ngrow(d)\nassert d == {'a': [1]} and freq('aab') == {'a': 2, 'b': 1}",
     "from fractions import Fraction\nassert half() == Fraction(1, 2) and half() * 2 == 1",
+    "values = [b'a', bytearray(b'b'), range(3), range(2 ** 70, 0, -5), 1 - 2j]\nassert apply(lambda *x: [*x], *values) == values == [*apply(tuple, values)]",
     "def boom(x): raise ValueError('bad')\nassert catches(boom) == 'bad' and (lambda f: f(3))(lambda n: apply(lambda m: m + n, 4)) == 7",
     "assert named(self=1, operation=2, derived=3, function=4, args=5, kwargs=6) == ['args', 'derived', 'function', 'kwargs', 'operation', 'self']",
     "import solution\nassert solution.sqrt(9) == 3.0 and solution.PI == 3",
@@ -643,6 +642,7 @@ AT_ONCE = [
 ]  # fmt: skip
 """Of what is printed, of threads and of tasks."""
 EXTENDED = """
+import decimal
 from collections import OrderedDict
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -687,6 +687,8 @@ class Point(NamedTuple):
     @classmethod
     def origin(cls): return cls(0, 0)
 config = AttrDict(depth=3)
+class Amount(decimal.Decimal): pass
+def amounts(): return [Amount(2)]
 """
 OF_EXTENDED = [
     "c = LRUCache(2)\nc.put(1, 1)\nassert c.get(1) == 1 and c.get(3) == -1",
@@ -698,7 +700,7 @@ OF_EXTENDED = [
     "assert Priority.HIGH > 1 and Priority.HIGH + 1 == 3 and isinstance(Priority.HIGH, int)",
     "m = Money.parse('3')\nassert 2 < m < 5 and '%d' % m == '3' and isinstance(m, int) and Money.zero() == 0",
     "p = Point.origin()\nassert isinstance(p, tuple) and p == (0, 0) and p.x == 0 and sorted([p, (0, -1)])[1] == (0, 0)",
-    "assert Sized(3) + 1 == 4 and Sized(3) < 4",
+    "assert Sized(3) + 1 == 4 and Sized(3) < 4", "import decimal\nassert amounts() == [decimal.Decimal(2)]",
 ]  # fmt: skip
 """Classes that extend a built-in one keep their functions."""
 
@@ -790,15 +792,15 @@ OF_OTHERS = ("isclose", "assertEqual", "assert_almost_equal", "array_equal", "al
     ("import solution\nassert type(solution.f(1)) is solution.Foo", "line 2: compares a type with Foo"),
     ("assert type(f(1)).__name__ == Foo.__name__", "line 1: compares a type with Foo"),
     ("import unittest\nunittest.TestCase().assertIs(type(f(1)), Foo)", "line 2: compares a type with Foo"),
-    ("assert prod(f(4)) == 4", "line 1: uses prod without importing it"),
-    ("from math import pi\nassert asin(f(1)) == pi", "line 2: uses asin without importing it"),
-    ("assert list(chain(f(1), f(2))) == [1, 2]", "line 1: uses chain without importing it"),
-    ("assert Counter(f(1)) == Counter([1, 2])", "line 1: uses Counter without importing it"),
-    ("assert fabs(f(2) - 1.4142) < 1e-3", "line 1: uses fabs without importing it"),
-    ("want = sqrt(2)\nassert f(2) == want", "line 1: uses sqrt without importing it"),
+    ("assert prod(f(4)) == 4", "line 1: uses prod, which it does not import"),
+    ("from math import pi\nassert asin(f(1)) == pi", "line 2: uses asin, which it does not import"),
+    ("assert list(chain(f(1), f(2))) == [1, 2]", "line 1: uses chain, which it does not import"),
+    ("assert Counter(f(1)) == Counter([1, 2])", "line 1: uses Counter, which it does not import"),
+    ("assert fabs(f(2) - 1.4142) < 1e-3", "line 1: uses fabs, which it does not import"),
+    ("want = sqrt(2)\nassert f(2) == want", "line 1: uses sqrt, which it does not import"),
     ("random.seed(1)\nfor _ in range(5):\n    n = random.randint(0, 9)\n    assert f(n) == n * n", "line 3: uses random"),
-    ("for p in permutations([1, 2]):\n    assert f(p) == [1, 2]", "line 1: uses permutations without importing it"),
-    ("xs = [2, 1]\nassert f(deepcopy(xs)) == [1, 2]", "line 2: uses deepcopy without importing it"),
+    ("for p in permutations([1, 2]):\n    assert f(p) == [1, 2]", "line 1: uses permutations, which it does not import"),
+    ("xs = [2, 1]\nassert f(deepcopy(xs)) == [1, 2]", "line 2: uses deepcopy, which it does not import"),
     ("import os\nif os.fork() == 0:\n    f(1)", "line 2: uses fork"),
     ("def run_tests():\n    assert f(1) == 2", "line 1: run_tests is never called"),
     ("def test_out(capsys):\n    f(1)\n    assert capsys.readouterr().out == '2'", "line 1: test_out is never called"),
@@ -834,11 +836,3 @@ FINE = [
 
 def test_ordinary_tests_are_not_refused():
     assert len(parse_tests(json.dumps({"tests": FINE}), "p")) == len(FINE)
-
-
-def test_a_whole_completion_is_scored():
-    reward = build_reward(CodeExecReward(wall_s=60))
-    text = "Thinking.\n\n```bash\nls\n```\n1. Code:\n   ```{python}\n   def add(a, b):\n       return a + b\n   ```\n"
-    tests = ["assert add(1, 2) == 3", {"function": "add", "args": [1, 1], "expected": 2}]
-    prompt = Prompt("p", reference_json=json.dumps({"tests": tests}))
-    assert reward(RewardInput(prompt, text, "stop", 9)) == 1.0

@@ -18,7 +18,7 @@ HEAVY = {
     "asyncrl.pipeline": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.control.controller, asyncrl.buffer.open, asyncrl.observe.sinks": NOBODYS | TORCH,
     "asyncrl.learner.fake, asyncrl.generate.fake, asyncrl.algorithms.advantages": NOBODYS | TORCH,
-    "asyncrl.control.tools.inputs, asyncrl.replay.decisions": NOBODYS | TORCH,
+    "asyncrl.control.tools.choices, asyncrl.replay.decisions": NOBODYS | TORCH,
     "asyncrl.reward.worker": NOBODYS | TORCH | {"aiohttp"},
     "asyncrl.generate.worker": NOBODYS | {"sympy", "transformers", "accelerate", "aiohttp"},
     "asyncrl.generate.transformers.engine, asyncrl.inference.worker, asyncrl.learner.worker": NOBODYS | {"aiohttp"},

@@ -21,11 +21,11 @@ from asyncrl.errors import CodecError, ConfigError, ConnectionClosed, TransportE
 from asyncrl.schema.codec import encode
 from asyncrl.schema.control import Heartbeat
 from asyncrl.schema.samples import SampleFailure
-from asyncrl.transport.packets import Item, Parcel, build_greeting, build_parcel
-from asyncrl.transport.protocol import Connection, Lane, LinkLimits, new_hello
-from asyncrl.transport.security import load_client_keys, make_keys
+from asyncrl.transport.protocol import Connection, Item, Lane, LinkLimits, Parcel, new_hello
+from asyncrl.transport.security import bring_client_keys, load_client_keys, make_keys
 from asyncrl.transport.zmq_client import ZmqConnector, open_connection
 from asyncrl.transport.zmq_server import ZmqListener, open_listener
+from asyncrl.transport.zmq_wire import build_greeting, build_parcel
 from tests.builders import cancelled_after, until
 from tests.contract.tcp_proxy import tcp_proxy
 from tests.descriptors import descriptors_left
@@ -35,6 +35,7 @@ LIMITS = LinkLimits(
 )
 PATIENT = dataclasses.replace(LIMITS, reconnect_after_s=20.0)
 """Where no link breaks: a machine that stands still is not taken for one."""
+HARDLY_PINGS = dataclasses.replace(PATIENT, ping_s=20.0)
 WAIT_S = 20.0
 
 
@@ -187,11 +188,22 @@ def kill_without_goodbye(listener: ZmqListener) -> None:
 
 
 async def test_a_silent_peer_is_given_up_and_may_come_back_as_a_new_connection():
-    hardly_pings = dataclasses.replace(PATIENT, ping_s=20.0)
-    async with linked(hardly_pings, dataclasses.replace(LIMITS, silence_timeout_s=1.0)) as (listener, _, far, near):
+    async with linked(HARDLY_PINGS, dataclasses.replace(LIMITS, silence_timeout_s=1.0)) as (listener, _, far, near):
         with pytest.raises(ConnectionClosed, match="silent"):
             await asyncio.wait_for(near.receive(), WAIT_S)
         await works(listener, far)
+
+
+async def test_one_that_was_given_up_and_has_successors_does_not_come_back_and_replace_them():
+    async with linked(HARDLY_PINGS) as (listener, connector, far, _), contextlib.AsyncExitStack() as leaving:
+        for _ in range(2):
+            listener._forget(listener._by_name["generator-0"], "silent")
+            successor, newest = await connect(listener.address, limits=HARDLY_PINGS)
+            await leaving.enter_async_context(closing(successor))
+        connector._greet()
+        with pytest.raises(ConnectionClosed, match="another process of this name has come since"):
+            await asyncio.wait_for(far.receive(), WAIT_S)
+        assert not newest.closed_reason
 
 
 async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
@@ -208,8 +220,7 @@ async def test_a_connector_gives_up_on_a_listener_that_stays_away(tmp_path):
 
 async def test_one_that_was_cut_off_when_the_listener_closed_its_connection_comes_back():
     """It would hear a goodbye only once its link is whole again, and end when it could go on."""
-    hardly_pings = dataclasses.replace(PATIENT, ping_s=20.0)
-    async with linked(hardly_pings, dataclasses.replace(LIMITS, reconnect_after_s=0.1)) as (listener, _, far, near):
+    async with linked(HARDLY_PINGS, dataclasses.replace(LIMITS, reconnect_after_s=0.1)) as (listener, _, far, near):
         await asyncio.sleep(0.3)  # nothing comes of it in this time: it hardly ever pings
         await near.close()
         await works(listener, far)
@@ -308,7 +319,7 @@ async def test_bytes_that_are_not_zeromq_do_no_harm(opening):
 
 CLOSINGS = """
 import asyncio, socket, zmq
-from asyncrl.transport.zmq_socket import SocketWatch
+from asyncrl.transport.zmq_wire import SocketWatch
 
 async def close_while_strangers_come():
     context = zmq.Context()
@@ -363,7 +374,7 @@ async def test_damaged_key_files_are_refused_in_words(tmp_path, content):
     for name in ("client", "listener"):
         (tmp_path / "keys" / f"{name}.key").write_text(content)
     with pytest.raises(ConfigError, match=r"client\.key is no client key: bring"):
-        load_client_keys(tmp_path)
+        bring_client_keys(tmp_path / "keys" / "client.key", tmp_path)
     with pytest.raises(ConfigError, match=r"listener\.key is no listener key: remove RUN/keys"):
         make_keys(tmp_path)
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from asyncrl.algorithms.preference import PREFERENCE_LOSSES, PreferenceInputs, preference_loss
+from asyncrl.algorithms.preference import PREFERENCE_LOSSES, Pairs, preference_loss
+from asyncrl.algorithms.types import Denominators, LossInputs
 from asyncrl.config.algorithm import PreferenceConfig
 from tests.golden.cases import assert_close, cases, matrix
 
@@ -39,17 +40,17 @@ def test_losses_from_tokens(case):
     def flat(chosen, rejected):
         return torch.cat([chosen.reshape(-1), rejected.reshape(-1)])
 
-    inputs = PreferenceInputs(
-        logprobs=flat(policy["chosen"], policy["rejected"]),
-        reference_logprobs=flat(matrix(case, "ref_chosen_logprobs"), matrix(case, "ref_rejected_logprobs")),
+    logprobs = flat(policy["chosen"], policy["rejected"])
+    inputs = LossInputs(
+        logprobs, logprobs.detach(), logprobs.detach(), torch.zeros_like(logprobs),
         mask=flat(matrix(case, "chosen_mask"), matrix(case, "rejected_mask")).bool(),
         sequence_ids=torch.arange(2 * pairs).repeat_interleave(torch.tensor(widths).repeat_interleave(pairs)),
         num_sequences=2 * pairs,
-        pair_ids=torch.arange(pairs).repeat(2),
-        is_chosen=torch.arange(2 * pairs) < pairs,
-        num_pairs=pairs,
-    )
-    loss, figures = preference_loss(inputs, config_of(case))
+        denominators=Denominators(1, 1),
+        reference_logprobs=flat(matrix(case, "ref_chosen_logprobs"), matrix(case, "ref_rejected_logprobs")),
+    )  # fmt: skip
+    sides = Pairs(torch.arange(pairs).repeat(2), torch.arange(2 * pairs) < pairs, pairs)
+    loss, figures = preference_loss(inputs, sides, config_of(case))
     loss.backward()
     got = {
         "loss": loss,

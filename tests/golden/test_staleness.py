@@ -1,18 +1,14 @@
 """AReaL's capacity rule, against its own staleness manager."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from asyncrl.buffer.events import GeneratorReady, GroupDropped, GroupIssued, SamplesFinished, SamplesScored, VersionIsLive
 from asyncrl.buffer.group import BufferLimits
 from asyncrl.buffer.state import BufferState
+from tests.golden.cases import cases
 
-CASES = json.loads((Path(__file__).parent / "numbers" / "staleness.json").read_text())["cases"]
 
-
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@pytest.mark.parametrize("case", cases("staleness"))
 def test_after_every_event_capacity_is_that_of_areal_and_a_group_is_issued_where_there_is_some(case):
     params, expected = case["params"], case["expected"]
     state = BufferState(

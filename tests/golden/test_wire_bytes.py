@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from asyncrl.errors import CodecError
-from asyncrl.schema import batches, control, samples, weights
+from asyncrl.schema import control, samples, weights
 from asyncrl.schema.codec import MESSAGE_TYPES, decode, encode
 from asyncrl.schema.samples import ids_to_bytes, logprobs_to_bytes
 
@@ -29,12 +29,12 @@ _SAMPLE = samples.Sample(
     loss_mask=bytes([1, 0]),
 )  # fmt: skip
 _GROUP = samples.ScoredGroup(17, _PROMPT, (samples.ScoredSample(_SAMPLE, 1.0, {"exact": 1.0}, logprobs_to_bytes([-0.5, -1.0])),))
-_ROW = batches.PackedRow(
+_ROW = samples.PackedRow(
     token_ids=ids_to_bytes([5, 8]), loss_mask=bytes([0, 1]),
     behaviour_logprobs=logprobs_to_bytes([0.0, -0.5]), versions=ids_to_bytes([-1, 4]), rank=1,
     reference_logprobs=logprobs_to_bytes([0.0, -0.75]),
 )  # fmt: skip
-_PACKED = batches.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4, pair=0, is_chosen=True, is_greedy=True)
+_PACKED = samples.PackedSample(17, 3, 0, 0, 1, 1, 1.0, 4, pair=0, is_chosen=True, is_greedy=True)
 _SCORE = samples.Score(3, 1.0, {"exact": 1.0}, "", logprobs_to_bytes([-0.5, -1.0]))
 _MANIFEST = weights.WeightsManifest((weights.TensorEntry("lm_head.weight", (4, 2), "F32", 0, 32),), 32)
 _PROBE = weights.Probe(ids_to_bytes([1, 2]), logprobs_to_bytes([-0.5]))
@@ -54,9 +54,9 @@ MESSAGES = {
     ),
     "scores": samples.Scores(17, 1, (samples.Score(0, 0.0, error="it raised"), _SCORE), "reward-0", 11.5, 11.75),
     "scored_group": _GROUP,
-    "groups_taken": batches.GroupsTaken(5, (_GROUP,), 3),
-    "step_batch": batches.StepBatch(4, (_PACKED,), (_ROW,), 1, 0.7, replay=True),
-    "step_done": batches.StepDone(4, 5, {"loss/policy": 0.25}, 20.0, 21.5, 0.5),
+    "groups_taken": samples.GroupsTaken(5, (_GROUP,), 3),
+    "step_batch": samples.StepBatch(4, (_PACKED,), (_ROW,), 1, 0.7, replay=True),
+    "step_done": samples.StepDone(4, 5, {"loss/policy": 0.25}, 20.0, 21.5, 0.5),
     "set_phase": control.SetPhase("rollout", 3),
     "phase_reached": control.PhaseReached(
         "learner", "train", 4, (control.ComponentMove("policy", "host", "device", 1024, 0.25),), {"policy": 1024}, 2048, 12.5

@@ -7,6 +7,7 @@ import torch
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
+from asyncrl.learner.ranks.fsdp import save_whole
 from asyncrl.models.causal import DTYPES
 from asyncrl.models.logprobs import Float32Head, token_logprobs
 
@@ -81,7 +82,7 @@ def test_a_paged_optimizer_s_state_is_saved_and_goes_on_to_the_same_bits(tmp_pat
     stepper = PolicyOptimizer([("p", whole)], config, 10)
     for step in range(4):
         if step == 2:
-            stepper.save(tmp_path / "state")
+            save_whole(stepper.named_state(), tmp_path / "state")
             resumed = torch.nn.Parameter(whole.detach().clone())
         whole.grad = gradients[step].clone()
         stepper.step(step)

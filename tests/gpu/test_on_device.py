@@ -13,7 +13,7 @@ from asyncrl.learner.model.policy import made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.schema.samples import Prompt, ScoredGroup, ScoredSample
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.subscriber import Subscriber

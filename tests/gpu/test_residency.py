@@ -9,9 +9,8 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import PlacementConfig
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import CudaDevice
-from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 from benchmarks.workload import smollm2_model
 

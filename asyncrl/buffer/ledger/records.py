@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.algorithms.screening import Screen
-from asyncrl.buffer.events import GroupState
-from asyncrl.buffer.staleness import VersionCounts
+from asyncrl.buffer.events import GroupState, VersionCounts
 from asyncrl.schema.samples import Prompt, Sample, Samples, ScoredGroup, ScoredSample, Scores
 
 OnCommitted = Callable[[], None]

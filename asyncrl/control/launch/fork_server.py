@@ -26,7 +26,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -73,15 +73,14 @@ class ForkLauncher:
     """What they import."""
     timeout_s: float
     """For a start, the import included."""
-    _local: LocalLauncher = field(default_factory=LocalLauncher)
     _server: _Server | None = None
     _process: LocalProcess | None = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def start(self, spec: ProcessSpec) -> ForkedProcess | LocalProcess:
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
         """Start one process; see `Launcher.start`."""
         if spec.kind not in self.kinds:
-            return await self._local.start(spec)
+            return await LocalLauncher().start(spec)
         async with self._starting:
             if self._server is None or self._server.is_gone:
                 await self.close()
@@ -91,7 +90,7 @@ class ForkLauncher:
                     log_path = self.run_folder / "logs" / "controller.log"
                     server = replace(spec, name=FORK_SERVER, command=command, log_path=log_path, num_threads=1, env={})
                     try:
-                        self._process = await self._local.start(server, pass_fds=(theirs.fileno(),))
+                        self._process = await LocalLauncher().start(server, pass_fds=(theirs.fileno(),))
                     except BaseException:
                         ours.close()
                         raise
@@ -108,52 +107,16 @@ class ForkLauncher:
 
 
 @dataclass(eq=False)
-class ForkedProcess:
-    """A child of the fork server and everything in its process group."""
-
-    pid: int
-    """Also the id of its group."""
-    _code: asyncio.Future[int]
-    _give_up_server: Callable[[], None]
-
-    async def wait(self) -> int:
-        """Return its exit code once it is gone and the rest of its group was killed."""
-        code = await asyncio.shield(self._code)
-        kill_group(self.pid)
-        return code
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process alone: it ends its own helpers."""
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the whole group."""
-        self._send(signal.SIGKILL)  # one that was forked just now may not lead its group yet
-        if not self._code.done():
-            kill_group(self.pid)
-            asyncio.get_running_loop().call_later(TOLD_S, self._give_up)
-
-    def _give_up(self) -> None:
-        if not self._code.done():
-            self._give_up_server()
-
-    def _send(self, number: signal.Signals) -> None:
-        if not self._code.done():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
-@dataclass(eq=False)
 class _Server(asyncio.Protocol):
     """The controller's end of the socket."""
 
     is_gone: bool = False
     _transport: asyncio.WriteTransport | None = None
     _pending: bytes = b""
-    _asked: deque[asyncio.Future[ForkedProcess]] = field(default_factory=deque)
+    _asked: deque[asyncio.Future[LocalProcess]] = field(default_factory=deque)
     _codes: dict[int, asyncio.Future[int]] = field(default_factory=dict)
 
-    async def fork(self, spec: ProcessSpec, timeout_s: float) -> ForkedProcess:
+    async def fork(self, spec: ProcessSpec, timeout_s: float) -> LocalProcess:
         """Start one child.
 
         Raises:
@@ -162,7 +125,7 @@ class _Server(asyncio.Protocol):
         assert self._transport is not None
         environment = child_environment({"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "")}, spec)
         request = msgspec.json.encode(ForkRequest(list(spec.command), str(spec.log_path), spec.num_threads, environment))
-        child: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+        child: asyncio.Future[LocalProcess] = asyncio.get_running_loop().create_future()
         self._asked.append(child)
         self._transport.write(request + b"\n")
         try:
@@ -185,6 +148,15 @@ class _Server(asyncio.Protocol):
         self.is_gone = True
         self._transport.abort()
 
+    def _expect(self, end: asyncio.Future[int]) -> None:
+        """Give up where the end of a process that was killed is not told in time."""
+
+        def look() -> None:
+            if not end.done():
+                self.give_up()
+
+        asyncio.get_running_loop().call_later(TOLD_S, look)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep it."""
         assert isinstance(transport, asyncio.WriteTransport)
@@ -202,7 +174,7 @@ class _Server(asyncio.Protocol):
                 self._asked.popleft().set_exception(OSError(answer.error))
             else:
                 code = self._codes[answer.pid] = asyncio.get_running_loop().create_future()
-                self._asked.popleft().set_result(ForkedProcess(answer.pid, code, self.give_up))
+                self._asked.popleft().set_result(LocalProcess(answer.pid, code, self._expect))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """End what it forked."""
@@ -216,7 +188,7 @@ class _Server(asyncio.Protocol):
         self._asked.clear()
 
 
-def _kill_unwanted(child: asyncio.Future[ForkedProcess]) -> None:
+def _kill_unwanted(child: asyncio.Future[LocalProcess]) -> None:
     if child.exception() is None:
         child.result().kill()
 

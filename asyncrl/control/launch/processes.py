@@ -1,6 +1,6 @@
-"""Which processes a run wants, what each is started with, and the launcher of this machine.
+"""Which processes a run wants, what each is started with, the launcher of this machine, and the controller as its owner holds it.
 
-All of it follows from the config. The learner is one process here: its rank 0, which starts the others.
+What a run wants follows from its config. The learner is one process here: its rank 0, which starts the others.
 
 Every launcher (tests/unit/control/launch/test_processes.py; test_supervisor.py with a double):
 - `start` returns once the process has a pid. It does not wait until the process is useful.
@@ -9,6 +9,10 @@ Every launcher (tests/unit/control/launch/test_processes.py; test_supervisor.py 
 
 A local child has a session of its own, so a Ctrl-C at the terminal does not reach it. Its standard input is a pipe that only this
 process holds open: the child ends when it reads end of file (process_main.py).
+
+The controller is a child of the run's owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. That of a
+detached run is nobody's child, and goes on without its owner. A controller that is lost is not started again: `asyncrl resume`
+goes on from its ledger. `api.json` is never that of an earlier controller once `ControllerProcess.start` has returned.
 """
 
 from __future__ import annotations
@@ -18,21 +22,32 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+import psutil
+
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.process_main import PID_FILE
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.control.placement.limits import generator_environment
 from asyncrl.control.placement.memory import number_of_model
-from asyncrl.errors import LaunchError
-from asyncrl.generate.factory import ENGINE_MODULES
+from asyncrl.errors import LaunchError, RunLostError
+from asyncrl.generate.rollout import ENGINE_MODULES
 from asyncrl.packing.pack import CostModel, RankPlan
 from asyncrl.schema.control import ProcessKind
+from asyncrl.schema.status import ApiEndpoint
 
+STOP_TIMEOUT_S = 60.0
+"""For a controller to end once it is asked to."""
+PIPELINE = ("-m", "asyncrl.pipeline")
+"""What Python runs for each process of a run."""
+LOOK_S = 0.02
+"""Between looks for api.json."""
 GLIBC_TUNABLES = (
     "glibc.cpu.x86_non_temporal_threshold=0x10000:glibc.malloc.mmap_threshold=0x2000000:glibc.malloc.trim_threshold=0x10000000"
 )
@@ -60,22 +75,19 @@ class ProcessSpec:
 class ProcessHandle(Protocol):
     """A started process."""
 
-    @property
-    def pid(self) -> int:
-        """Return its process id on the machine it runs on."""
-        ...
+    pid: int
+    """On the machine that it runs on."""
+    node: str
+    """That machine; empty: this one."""
 
     async def wait(self) -> int:
-        """Return its exit code once it is gone; negative for a signal."""
-        ...
+        """Return its exit code once it is gone; negative for a signal, LOST where nobody can say."""
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
-        ...
 
     def kill(self) -> None:
         """End it and its descendants (SIGKILL)."""
-        ...
 
 
 class Launcher(Protocol):
@@ -87,7 +99,6 @@ class Launcher(Protocol):
         Raises:
             LaunchError: It could not be started at all (no such program, no memory, no room on any machine).
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,50 +110,72 @@ class LocalLauncher:
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = ()) -> LocalProcess:
         """Start one process, which gets these file descriptors too; see `Launcher.start`."""
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        log_fd = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log_fd,
-                stderr=log_fd,
-                env=child_environment(os.environ if self.environment is None else self.environment, spec),
-                start_new_session=True,
-                pass_fds=pass_fds,
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error.strerror}") from error
-        finally:
-            os.close(log_fd)
-        return LocalProcess(process)
+        process = await _spawn(spec, os.environ if self.environment is None else self.environment, pass_fds=pass_fds)
+        code = asyncio.get_running_loop().create_task(_end_of(process), name=f"end-of-{spec.name}")
+        return LocalProcess(process.pid, code)
 
 
+async def _spawn(
+    spec: ProcessSpec, environment: Mapping[str, str], stdin: int = asyncio.subprocess.PIPE, pass_fds: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_fd = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        return await asyncio.create_subprocess_exec(
+            *spec.command,
+            stdin=stdin,
+            stdout=log_fd,
+            stderr=log_fd,
+            env=child_environment(environment, spec),
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error.strerror}") from error
+    finally:
+        os.close(log_fd)
+
+
+@dataclass(eq=False)
 class LocalProcess:
-    """A subprocess and everything in its process group."""
+    """A process of this machine and everything in its process group."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-        """Also the id of its group."""
+    pid: int
+    """Also the id of its group."""
+    code: asyncio.Future[int]
+    """Its exit code once it is gone."""
+    on_kill: Callable[[asyncio.Future[int]], None] = lambda _: None
+    """Called with `code` after SIGKILL was sent."""
+    node: str = ""
 
     async def wait(self) -> int:
         """Return its exit code once it is gone and the rest of its group was killed."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self.code)
         kill_group(self.pid)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         return code
 
     def terminate(self) -> None:
         """Send SIGTERM to the process alone: it ends its own helpers."""
-        if self._process.returncode is None:
-            self._process.terminate()
+        self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group."""
-        if self._process.returncode is None:
+        if not self.code.done():
+            self._send(signal.SIGKILL)  # one that was forked just now may not lead its group yet
             kill_group(self.pid)
+            self.on_kill(self.code)
+
+    def _send(self, number: signal.Signals) -> None:
+        if not self.code.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> int:
+    code = await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    return code
 
 
 def kill_group(pid: int) -> None:
@@ -232,6 +265,127 @@ def num_threads(config: RunConfig, kind: ProcessKind) -> int:
 
 def spec_of(config: RunConfig, run_folder: Path, name: str, kind: ProcessKind, incarnation: int) -> ProcessSpec:
     """Return how a process is started: `python -m asyncrl.pipeline KIND NAME RUN_FOLDER INCARNATION`."""
-    command = (sys.executable, "-P", "-m", "asyncrl.pipeline", kind, name, str(run_folder), str(incarnation))
+    command = (sys.executable, "-P", *PIPELINE, kind, name, str(run_folder), str(incarnation))
     log_path, env = run_folder / "logs" / f"{name}.log", generator_environment(config) if kind == "generator" else {}
     return ProcessSpec(name, kind, incarnation, command, log_path, num_threads(config, kind), env)
+
+
+# -- the controller ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ControllerProcess:
+    """The controller of one run, held by its owner."""
+
+    run_folder: Path
+    _process: ProcessHandle | None = None
+    """None of a detached one."""
+    _waiting: asyncio.Task[object] | None = None
+    """Done once it is gone."""
+
+    async def start(
+        self, launch: Callable[[ProcessSpec], Awaitable[ProcessHandle]] | None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start it; `endpoint` returns once it answers.
+
+        Args:
+            launch: Starts a process; None: it is detached, and goes on without this process.
+            environment: Of a detached one, laid over this process's own.
+
+        Raises:
+            RunLostError: It was killed as it began.
+            LaunchError: It could not be started.
+        """
+        (self.run_folder / "api.json").unlink(missing_ok=True)
+        name, detached = "controller", ("detached",) if launch is None else ()
+        command = (sys.executable, "-P", *PIPELINE, name, name, str(self.run_folder), *detached)
+        spec = ProcessSpec(name, "controller", 1, command, self.run_folder / "logs" / "controller.log", env=environment or {})
+        if launch is None:
+            leaving = await _spawn(spec, os.environ, stdin=asyncio.subprocess.DEVNULL)  # it leaves the controller behind
+            if code := await leaving.wait():
+                kind = RunLostError if code < 0 else LaunchError
+                raise kind(f"{name} ended with exit code {code} as it began; see {spec.log_path}")
+        else:
+            self._process = await launch(spec)
+        gone = self._until_gone() if self._process is None else self._process.wait()
+        self._waiting = asyncio.get_running_loop().create_task(gone, name="controller-wait")
+
+    async def endpoint(self) -> ApiEndpoint | None:
+        """Return where it answers, waiting until it does; None once it is gone."""
+        while self._waiting is not None and not self._waiting.done():
+            if endpoint := read_endpoint(self.run_folder):
+                return endpoint
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def end(self, *, late: bool = False) -> None:
+        """Ask it to end (SIGTERM), wait, and kill it where it stays. A detached one is let go, or killed where it is late."""
+        if self._waiting is None:
+            return
+        if self._process is None:
+            if late:
+                kill_controllers(self.run_folder)
+            self._waiting.cancel()
+            await asyncio.wait({self._waiting})
+            return
+        self._process.terminate()
+        await asyncio.wait({self._waiting}, timeout=STOP_TIMEOUT_S)
+        self._process.kill()  # nothing where it is gone
+        await self._waiting
+        self._process = None
+
+    async def _until_gone(self) -> None:
+        pid = int((self.run_folder / PID_FILE).read_text(encoding="utf-8"))
+        while psutil.pid_exists(pid):  # noqa: ASYNC110 - nobody's child cannot be waited for
+            await asyncio.sleep(LOOK_S)
+
+
+def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
+    """Return what `api.json` says, or None where there is none."""
+    try:
+        return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None  # any other error says nothing of the run: no descriptor is free, say
+
+
+def is_live(run_folder: Path) -> bool:
+    """Return whether a controller of this run answers and is alive, on this machine.
+
+    Its pid may have been given to another program since, or to another run's process, so its command line is read too.
+    """
+    endpoint = read_endpoint(run_folder)
+    try:
+        return endpoint is not None and _is_controller(psutil.Process(endpoint.pid).cmdline(), run_folder)
+    except psutil.Error:
+        return False
+
+
+def find_controllers(run_folder: Path) -> list[int]:
+    """Return the pids of this run's controllers on this machine, also of one that does not answer yet."""
+    for _ in range(2):  # a detached controller goes on as a fork of itself: a table that is read meanwhile can have neither
+        table = psutil.process_iter(["pid", "cmdline"])
+        if found := [process.pid for process in table if _is_controller(process.info["cmdline"] or [], run_folder)]:
+            return found
+    return []
+
+
+def kill_controllers(run_folder: Path) -> None:
+    """Kill this run's controllers on this machine; their processes end as their standard input does."""
+    for pid in find_controllers(run_folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def until_gone(run_folder: Path, timeout_s: float) -> bool:
+    """Wait until no controller of the run is on this machine, also none that answers no more; return whether that came to be."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while await asyncio.to_thread(find_controllers, run_folder):  # noqa: ASYNC110 - nobody's child cannot be waited for
+                await asyncio.sleep(0.1)
+            return True
+    return False
+
+
+def _is_controller(command: list[str], run_folder: Path) -> bool:
+    *_, kind, _name, folder = command[:7] if len(command) > 6 else ("", "", "")
+    return PIPELINE[1] in command and kind == "controller" and folder == str(run_folder.resolve())

@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,14 +45,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.config.load import NODE_ADDRESS
 from asyncrl.config.run import ProcessNeeds, RayEnvironment, RayLaunch
 from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec
-from asyncrl.control.lifecycle.events import ProcessPlan
+from asyncrl.control.lifecycle.events import LOST, ProcessPlan
 from asyncrl.errors import LaunchError, first_line
 from asyncrl.schema.control import ProcessKind
 
 log = logging.getLogger(__name__)
 
-LOST = -9
-"""Exit code of a process whose actor or node is gone."""
 SAY_SO_AFTER_S = 10.0
 """A process that has no place for this long gets a line in the log."""
 LOOK_AGAIN_S = 0.25
@@ -163,7 +161,7 @@ class RayProcess:
         """Return its exit code, or LOST, once it is gone and its place is free."""
         while self._code is None:
             try:
-                code = await _answer(self._actor.wait.remote())
+                code = await asyncio.wrap_future(self._actor.wait.remote().future())
             except ActorUnavailableError:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
@@ -196,23 +194,29 @@ async def open_launcher(
     """
     await connect(launch.address)
     look, digest = ray.remote(why_not_shared), digest_of(run_folder)
-    nodes = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-    asked = [
-        look.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            str(run_folder), digest, address
-        )
-        for node_id, address in nodes
-    ]
-    refusals = []
-    for answer, (_, address) in zip(asked, nodes, strict=True):
-        try:
-            async with asyncio.timeout(PROBE_S):
-                refusals.append(await _answer(answer))
-        except (RayError, TimeoutError) as error:
-            log.warning("node %s does not say whether it sees the run's folder: %s", address, first_line(error))
-    if blind := [refusal for refusal in refusals if refusal]:
+    asked: dict[str, asyncio.Future[str]] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            address = node["NodeManagerAddress"]
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asking = look.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            asked[address] = asyncio.wrap_future(asking.remote(str(run_folder), digest, address).future())
+    if blind := await refusals_of(asked, PROBE_S):
         raise LaunchError("; ".join(blind))
     return RayLauncher(launch, run_folder, needs_for, planned)
+
+
+async def refusals_of(asked: Mapping[str, asyncio.Future[str]], timeout_s: float) -> list[str]:
+    """Return why nodes, by address, cannot work for a run; one that has not said so after `timeout_s` is logged and let be."""
+    await asyncio.wait(asked.values(), timeout=timeout_s)
+    refusals = []
+    for address, answer in asked.items():
+        error = TimeoutError(f"no answer within {timeout_s:g} s") if answer.cancel() else answer.exception()
+        if error is not None:
+            log.warning("node %s does not say whether it sees the run's folder: %s", address, first_line(error))
+        elif refusal := answer.result():
+            refusals.append(refusal)
+    return refusals
 
 
 async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -> RayProcess:
@@ -285,24 +289,22 @@ async def _start_in(
         if release is not None:
             release()
 
-    try:
-        reference = actor.start.remote(spec, os.getcwd(), str(run_folder), digest_of(run_folder))
-        answer: asyncio.Future[Started] = asyncio.wrap_future(reference.future())
-        done, _ = await asyncio.wait({answer}, timeout=SAY_SO_AFTER_S)
-        if not done:
-            wanted = {**bundle_of(needs), **needs.labels}
-            free = {kind: amount for kind, amount in ray.available_resources().items() if ":" not in kind}
-            log.warning("%s waits for a node with %s; free on the whole cluster: %s", spec.name, wanted, free)
-        started = await answer
-    except RayError as error:
-        end()
-        raise LaunchError(f"cannot start {spec.name}: {first_line(error)}") from error
-    except BaseException:
-        end()
-        raise
-    if started.refusal:
-        end()
-        raise LaunchError(f"cannot start {spec.name}: {started.refusal}")
+    with contextlib.ExitStack() as undo:
+        undo.callback(end)
+        try:
+            reference = actor.start.remote(spec, os.getcwd(), str(run_folder), digest_of(run_folder))
+            answer: asyncio.Future[Started] = asyncio.wrap_future(reference.future())
+            done, _ = await asyncio.wait({answer}, timeout=SAY_SO_AFTER_S)
+            if not done:
+                wanted = {**bundle_of(needs), **needs.labels}
+                free = {kind: amount for kind, amount in ray.available_resources().items() if ":" not in kind}
+                log.warning("%s waits for a node with %s; free on the whole cluster: %s", spec.name, wanted, free)
+            started = await answer
+        except RayError as error:
+            raise LaunchError(f"cannot start {spec.name}: {first_line(error)}") from error
+        if started.refusal:
+            raise LaunchError(f"cannot start {spec.name}: {started.refusal}")
+        undo.pop_all()
     log.info("%s is on node %s (pid %d)", spec.name, started.node, started.pid)
     return RayProcess(started.pid, started.node, spec.name, actor, end)
 
@@ -330,7 +332,3 @@ def why_not_shared(run_folder: str, digest: str, address: str) -> str:
         f"node {address} does not see the run's folder {run_folder}: launch.kind = 'ray' wants it on storage that every node "
         "mounts under the same path (keys, config, model and checkpoints are there); set `folder` to such a path"
     )
-
-
-async def _answer(reference: Any) -> Any:  # noqa: ANN401 - Ray's
-    return await asyncio.wrap_future(reference.future())

@@ -12,6 +12,9 @@ from asyncrl.observe.decisions import Value
 from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
+LOST = 256
+"""In place of an exit code, and none that a process ends with: it is gone with its node, or with Ray's actor there."""
+
 
 class ProcessPlan(msgspec.Struct, frozen=True):
     """A process that the run wants to have."""
@@ -56,6 +59,8 @@ class ProcessExited(Value, frozen=True):
     name: str
     code: int
     incarnation: int = 0
+    node: str = ""
+    """Of one that is LOST."""
 
 
 class ProcessFault(Value, frozen=True):

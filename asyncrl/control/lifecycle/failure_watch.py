@@ -69,7 +69,6 @@ class FailureWatch:
         self._over_limit: deque[bool] = deque(maxlen=WINDOW_SAMPLES)
         self._any_scored = False
         self.num_failed_samples = self.num_over_limit = 0
-        self._num_failed_groups = 0
 
     @property
     def share(self) -> float:
@@ -137,14 +136,13 @@ class FailureWatch:
     def group_failed(self, prompt_id: str, kind: str) -> bool:
         """Note a group that failed; return whether its prompt is set aside with that."""
         self._window.append(True)
-        self._num_failed_groups += 1
         most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
         said = f": {kind}"
         if most is not None:
             said = f"; most often at {most.stage}: {next(iter((most.reason or most.kind).splitlines()), 'no reason given')}"
         if self.verdict:
             pass
-        elif not self._any_scored and self._num_failed_groups >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
+        elif not self._any_scored and sum(self._window) >= FIRST_GROUPS and self.num_failed_samples >= FIRST_SAMPLES:
             self.verdict = f"all of the first {self.num_failed_samples} samples failed{said}"
         elif len(self._window) == WINDOW_GROUPS and self.share > self._max_failed_share:
             self.verdict = (
@@ -176,15 +174,14 @@ def wait_chain(waits: Sequence[Wait], now: float) -> str:
 
     Of one kind of process with the same complaint only the one that waits longest is shown, with a count.
     """
+    places = {kind: place for place, kind in enumerate(UPSTREAM)}
     links: dict[tuple[int, str], list[Wait]] = {}
-    for wait in waits:
-        kind = wait.who.partition("-")[0]
-        links.setdefault((UPSTREAM.index(kind) if kind in UPSTREAM else len(UPSTREAM), wait.what), []).append(wait)
-    firsts = [(place, min(alike, key=lambda wait: wait.since_s), len(alike) - 1) for (place, _), alike in links.items()]
-    firsts.sort(key=lambda item: (item[0], item[1].since_s))
+    for wait in sorted(waits, key=lambda wait: wait.since_s):
+        links.setdefault((places.get(wait.who.partition("-")[0], len(UPSTREAM)), wait.what), []).append(wait)
     texts = [
-        f"{wait.who} waits for {wait.what} since {max(now - wait.since_s, 0.0):.0f} s" + (f" (and {more} more)" if more else "")
-        for _, wait, more in firsts
+        f"{first.who} waits for {first.what} since {max(now - first.since_s, 0.0):.0f} s"
+        + (f" (and {len(more)} more)" if more else "")
+        for _, (first, *more) in sorted(links.items(), key=lambda link: link[0][0])
     ]
     return " <- ".join(texts[:MOST_LINKS] + ([f"{len(texts) - MOST_LINKS} more"] if len(texts) > MOST_LINKS else []))
 

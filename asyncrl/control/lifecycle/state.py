@@ -15,7 +15,7 @@ running; failed can follow anything. The supervisor carries the instructions out
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
@@ -49,8 +49,8 @@ class ProcessRecord:
     kind: ProcessKind
     state: ProcessState = "planned"
     incarnation: int = 0
-    deaths_s: list[float] = field(default_factory=list)
-    """When it died, within the window."""
+    deaths: list[tuple[float, str]] = field(default_factory=list)
+    """When it died, within the window, and the node that it was lost with; empty where it was not."""
     exit_codes: list[int] = field(default_factory=list)
     """Of every incarnation that died. Exits after the run's end, and of processes that were not wanted, are no deaths."""
     departures: int = 0
@@ -135,7 +135,6 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         self._resume_to: Phase = "running"
         self._drain_reason = "goal reached"
         self._out: list[ev.Instruction] = []
-        self._ended = 0
         self._story: deque[str] = deque(maxlen=40)
 
     @property
@@ -181,7 +180,6 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the state contradicts itself."""
-        assert self._ended == int(self.over), f"EndRun was given {self._ended} times in phase {self.phase}"
         assert not (self.phase == "failed" and not self.reason), "a failed run has no reason"
         for record in self.processes.values():
             assert (record.state == "planned") == (record.incarnation == 0), record
@@ -234,7 +232,8 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
             case ev.StopRequested(reason):
                 self._end(ok=True, reason=reason)
             case ev.Stalled(reason):
-                self._end(ok=False, reason=reason)
+                absent = [each.name for each in self.processes.values() if each.state in {"starting", "restarting"}]
+                self._end(ok=False, reason=f"{reason}; not started yet: {', '.join(absent)}" if absent else reason)
 
     def _leave_start(self) -> None:
         """Move on from `starting` once all processes are up, from `warming` once one of every kind is ready."""
@@ -260,7 +259,6 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
     def _end(self, *, ok: bool, reason: str) -> None:
         self._enter("stopped" if ok else "failed")
         self.reason = reason
-        self._ended += 1
         for record in self.processes.values():
             if record.state == "restarting":
                 record.state = "gone"
@@ -332,14 +330,17 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                 self._start(record, delay_s=0.0)
             return
         record.exit_codes.append(event.code)
-        record.deaths_s.append(self._now)
-        why = record.reason or f"{record.name} exited with {_exit_text(event.code)}{OUT_OF_MEMORY * (event.code == -9)}"
+        record.deaths.append((self._now, event.node))
+        exited = f"{record.name} exited with {_exit_text(event.code)}{OUT_OF_MEMORY * (event.code == -9)}"
+        lost = f"{record.name} is lost: its node {event.node}, or its actor there, is gone"
+        why = record.reason or (lost if event.code == ev.LOST else exited)
         self._out.append(ev.AnnounceDead(record.name, record.kind, why))
         window_s = self.config.death_window_s
         for each in self.processes.values():
-            each.deaths_s = [died_s for died_s in each.deaths_s if self._now - died_s <= window_s]
-        deaths = {each.name: len(each.deaths_s) for each in self.processes.values() if each.deaths_s}
-        if sum(deaths.values()) <= self.config.max_deaths:
+            each.deaths = [death for death in each.deaths if self._now - death[0] <= window_s]
+        deaths = {each.name: len(each.deaths) for each in self.processes.values() if each.deaths}
+        num_deaths = self._num_deaths()
+        if num_deaths <= self.config.max_deaths:
             doublings = min(deaths[record.name] - 1, 30)
             self._start(record, float(min(self.config.backoff_s * 2**doublings, LONGEST_BACKOFF_S)))
             return
@@ -350,11 +351,22 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         )
         self._end(
             ok=False,
-            reason=f"{sum(deaths.values())} deaths within {window_s:.0f} s, allowed are {self.config.max_deaths} "
+            reason=f"{num_deaths} deaths within {window_s:.0f} s, allowed are {self.config.max_deaths} "
             f"(supervision.max_deaths): {listing}; the last: {why}; see {self.logs_folder}/{record.name}.log",
         )
+
+    def _num_deaths(self) -> int:
+        """Return how many deaths there were in the window; those of all that was lost with one node are one."""
+        own, nodes = 0, Counter[str]()
+        for record in self.processes.values():
+            lost = Counter(node for _, node in record.deaths)
+            own += lost.pop("", 0)
+            nodes |= lost
+        return own + nodes.total()
 
 
 def _exit_text(code: int) -> str:
     """Return an exit code in words, `signal 9` for -9."""
+    if code == ev.LOST:
+        return "the loss of its node"
     return f"signal {-code}" if code < 0 else f"code {code}"

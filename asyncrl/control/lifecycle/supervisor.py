@@ -23,7 +23,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -103,8 +102,8 @@ class Supervisor:
     _handling: bool = field(default=False, init=False)
     _group: asyncio.TaskGroup | None = field(default=None, init=False)
     _owners: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """By process, of its newest incarnation."""
     _none_left: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _closing: bool = field(default=False, init=False)
 
     def post(self, event: ev.Event) -> None:
         """Tell the lifecycle what happened and carry out what follows; safe to call from a callback.
@@ -150,34 +149,31 @@ class Supervisor:
                 self._went_away(name)
 
     async def shutdown(self, deadline_s: float) -> None:
-        """End every process: wait for those that were told to, then terminate, then kill.
+        """End every process: wait for those that were told to, then then terminate, then kill.
 
         Args:
             deadline_s: How long processes may take to end by themselves.
         """
-        self._closing = True
         for name, owner in self._owners.items():
             if name not in self.live:
                 owner.cancel()
-        if not self._owners:
-            self._none_left.set()
-        if not await self._gone_within(deadline_s):
-            log.warning("still up %.0f s after they were told to stop: %s; terminating them", deadline_s, ", ".join(self.live))
-            for process in list(self.live.values()):
-                process.handle.terminate()
-        if not await self._gone_within(KILL_GRACE_S):
-            log.warning("killing %s", ", ".join(self.live))
-            for process in list(self.live.values()):
-                process.handle.kill()
-            await self._none_left.wait()
+        if self._owners:
+            _, staying = await asyncio.wait(self._owners.values(), timeout=deadline_s)
+            if staying:
+                log.warning("still up %.0f s after they were told to stop: %s; ending them", deadline_s, ", ".join(self.live))
+                for name in self.live:
+                    self.terminate(name)
+                await asyncio.wait(staying, timeout=KILL_GRACE_S)
+                for process in self.live.values():
+                    process.handle.kill()
+                await asyncio.wait(staying)
+        self._none_left.set()
 
     def _carry_out(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.StartProcess(name, _, incarnation):
                 assert self._group is not None, "nothing is started before run()"
-                task = self._group.create_task(self._own(instruction), name=f"own-{name}-{incarnation}")
-                self._owners[name] = task
-                task.add_done_callback(partial(self._owner_done, name))
+                self._owners[name] = self._group.create_task(self._own(instruction), name=f"own-{name}-{incarnation}")
             case ev.KillProcess(name, reason):
                 log.warning("ending %s: %s", name, reason)
                 self.terminate(name)
@@ -217,16 +213,10 @@ class Supervisor:
         self.post(ev.ProcessStarted(start.name, start.incarnation))
         code = await handle.wait()
         self._went_away(start.name)
-        self.post(ev.ProcessExited(start.name, code, start.incarnation))
+        self.post(ev.ProcessExited(start.name, code, start.incarnation, handle.node if code == ev.LOST else ""))
 
     def _went_away(self, name: str) -> None:
         note_pid(self.run_folder, msgspec.structs.replace(self.live.pop(name).pid, ended_s=self.clock.now()))
-
-    def _owner_done(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._owners.get(name) is task:
-            del self._owners[name]
-        if self._closing and not self._owners:
-            self._none_left.set()
 
     async def _watch(self) -> None:
         while True:
@@ -236,13 +226,6 @@ class Supervisor:
             for process in self.live.values():
                 if process.kill_at_s is not None and now >= process.kill_at_s:
                     process.handle.kill()
-
-    async def _gone_within(self, deadline_s: float) -> bool:
-        """Return whether every process was gone before `deadline_s` had passed."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                await self._none_left.wait()
-        return self._none_left.is_set()
 
 
 def end_left(run_folder: Path) -> None:

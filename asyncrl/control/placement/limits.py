@@ -128,17 +128,16 @@ def own_cores(share: float, cores: Collection[int], quota: float = inf) -> froze
     return frozenset(sorted(cores)[-number:])
 
 
-def keep_to_own_cores(config: RunConfig) -> frozenset[int]:
-    """Hold this process, a generator, and all it will start to the generators' cores; return them, or nothing where none are set.
+def keep_to_own_cores(config: RunConfig) -> None:
+    """Hold this process, a generator, and all it will start to the generators' cores, where its run has such.
 
     Call it before torch is imported: threads that exist already stay where they are.
     """
     if not shares_device(config) or on_gpu(config) or not hasattr(os, "sched_setaffinity"):
-        return frozenset()
+        return
     cores = own_cores(config.placement.generation_share, usable_cores(), core_quota())
     os.sched_setaffinity(0, cores)
     log.info("held to cores %s (placement.generation_share %g)", sorted(cores), config.placement.generation_share)
-    return cores
 
 
 def generator_environment(config: RunConfig) -> dict[str, str]:

@@ -29,19 +29,13 @@ from asyncrl.control.peers import Peer, Peers
 from asyncrl.control.placement import state as st
 from asyncrl.control.reporter import Reporter
 from asyncrl.observe.spans import PHASE, span, spans_of
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import LoadModel, Phase, PhaseReached, ProcessKind
+from asyncrl.schema.samples import StepDone
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 Activity = Phase | Literal["start", "switch"]
-METRICS: dict[Activity, str] = {
-    "rollout": "placement/rollout_s",
-    "inference": "placement/inference_s",
-    "train": "placement/train_s",
-    "switch": "placement/switch_s",
-}
+FIGURED: tuple[Activity, ...] = ("rollout", "inference", "train", "switch")
 
 
 @dataclass(eq=False)
@@ -64,7 +58,6 @@ class Switching:
         self._model_folder = ""
         self._told_to_load: set[str] = set()
         """Inference workers that are there and know where their models are."""
-        self._answers: list[PhaseReached] = []
         self._activity: Activity = "start"
         self._activity_number = 0
         self._began_s = self._counted_s = self.clock.now()
@@ -92,7 +85,6 @@ class Switching:
     def reached(self, answer: PhaseReached) -> None:
         """Take in a process's answer."""
         self.stall_detector.moved(f"phase {answer.phase}", self.clock.now())
-        self._answers.append(answer)
         self.reporter.spans.write(*spans_of(answer))
         self._handle(st.Reached(answer.name, answer.number))
         self.consider()
@@ -134,7 +126,7 @@ class Switching:
     def figured(self, done: StepDone) -> StepDone:
         """Return a step's report with the seconds of each phase and of switches since the step before."""
         self._count()
-        seconds = {metric: self._spent_s[activity] for activity, metric in METRICS.items()}
+        seconds = {f"placement/{activity}_s": self._spent_s[activity] for activity in FIGURED}
         self._spent_s.clear()
         return replace(done, metrics=done.metrics | seconds)
 
@@ -158,15 +150,7 @@ class Switching:
                         peer.tell(LoadModel(self._model_folder))
                     peer.tell(order)
                 case st.EnterPhase(phase):
-                    took_s, said = self._begin(phase), list[str]()
-                    for answer in self._answers:
-                        mib = sum(move.num_bytes for move in answer.moves) / MIB
-                        seconds = sum(move.seconds for move in answer.moves)
-                        holds = f"holds {sum(answer.resident.values()) / MIB:.1f} MiB"
-                        said.append(f"{answer.name} moved {mib:.1f} MiB in {seconds:.3f} s, {holds}")
-                    told = "; ".join(said) or "nothing moved"
-                    log.info("phase %s (switch %d, %.3f s): %s", phase, self.phases.number, took_s, told)
-                    self._answers = []
+                    log.info("phase %s (switch %d, %.3f s)", phase, self.phases.number, self._begin(phase))
                     self._give_turn(phase, True)
 
     def _give_turn(self, phase: Phase, has_turn: bool) -> None:

@@ -159,8 +159,7 @@ class TransformersEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`."""
-        ids = self._rules.scorable(token_ids)
-        return await self._call(lambda decoder: decoder.score(ids))
+        return await self._call(lambda decoder: decoder.score(token_ids))
 
     async def close(self) -> None:
         """End the thread after the step it is in, and its requests with reason `abort`."""
@@ -212,7 +211,7 @@ class TransformersEngine:
         self._started.set_result(None)
         try:
             self._decode(decoder)
-            self._tell(decoder.abort_all())
+            self._tell(decoder.abort())
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread: a bug here must not leave anyone waiting
             fault = EngineDied(f"the decode loop failed: {type(error).__name__}: {error}")
             fault.__cause__ = error

@@ -42,10 +42,8 @@ class SlotCache:
         self.idle_position = self.num_blocks * self.block_tokens - 1
         self.layers: dict[int, KeysValues] = {}
         """All of them once a whole forward was run."""
-        self._given_back: dict[int, KeysValues] = {}
-        """On no device: their shapes and dtypes."""
-        self._kept: dict[int, list[torch.Tensor]] = {}
-        """Of each layer given back, the first blocks, in host memory."""
+        self._given_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Of keys and of values: on no device, their shape and dtype; the first blocks, in host memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,26 +66,25 @@ class SlotCache:
             GenerationError: Host memory has no room for what is kept; nothing is freed then.
         """
         blocks, pins = -(-keep_tokens // self.block_tokens), self.device.type != "cpu"
-        kept: dict[int, list[torch.Tensor]] = {}
+        given_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         try:
             for layer, storages in self.layers.items():
                 firsts = [storage[:blocks] for storage in storages]
-                kept[layer] = [torch.empty_like(first, device="cpu", pin_memory=pins).copy_(first) for first in firsts]
+                kept = [torch.empty_like(first, device="cpu", pin_memory=pins).copy_(first) for first in firsts]
+                given_back[layer] = [(storage.to("meta"), host) for storage, host in zip(storages, kept, strict=True)]
         except (RuntimeError, MemoryError) as error:
             raise GenerationError(f"cannot sleep: no room in host memory for the keys and values to keep: {error}") from error
-        self._kept = kept
-        self._given_back = {layer: (keys.to("meta"), values.to("meta")) for layer, (keys, values) in self.layers.items()}
+        self._given_back = given_back
         self.layers.clear()
 
     def take_again(self) -> None:
         """Allocate what `give_back` freed, empty but for what it kept. Raises RuntimeError: there is too little memory."""
-        for layer, (keys, values) in self._given_back.items():
-            self.layers[layer] = (torch.zeros_like(keys, device=self.device), torch.zeros_like(values, device=self.device))
-        for layer, kept in self._kept.items():
-            for storage, host in zip(self.layers[layer], kept, strict=True):
+        for layer, parts in self._given_back.items():
+            keys, values = (torch.zeros_like(shape, device=self.device) for shape, _ in parts)
+            self.layers[layer] = (keys, values)
+            for storage, (_, host) in zip((keys, values), parts, strict=True):
                 storage[: len(host)].copy_(host)
         self._given_back.clear()
-        self._kept.clear()
 
     def flat_index(self, rows: torch.Tensor, positions: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Return where (row, position, head) lies in a layer seen as [tokens, D], in that order, flattened; all on the device."""

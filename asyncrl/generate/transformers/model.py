@@ -48,9 +48,6 @@ from asyncrl.weights.tensors import ArrivingTensors, SharedTensors
 log = logging.getLogger(__name__)
 
 _ATTENTION: Final = "asyncrl_slots"
-_REFUSED_ARGUMENTS: Final = ("softcap", "position_bias", "s_aux")
-_ANY_SEED: Final = 0
-"""Of adapters' values, all of which the first version replaces."""
 _PIECE_TOKENS: Final = 64
 """A prompt longer than this is prefilled in several forwards on a CPU: prompts share whole pieces that they begin with."""
 _GPU_PIECE_TOKENS: Final = 256
@@ -76,7 +73,7 @@ def _slot_attention(
         raise GenerationError(
             f"{type(module).__name__} does not hand attention arguments through, so the transformers engine cannot run this model"
         )
-    for name in _REFUSED_ARGUMENTS:
+    for name in ("softcap", "position_bias", "s_aux"):
         if kwargs.get(name) is not None:
             raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
     window, cache = kwargs.get("sliding_window"), slot_plan.cache
@@ -157,7 +154,9 @@ class SlotModel:
         if fp32_head:
             use_float32_head(model)
         if lora is not None:
-            import_module("asyncrl.models.adapters").add_adapters(model, lora, _ANY_SEED)
+            import_module("asyncrl.models.adapters").add_adapters(
+                model, lora, 0
+            )  # any seed: the first version replaces all of them
         made = cls(model.eval().to(config.device), config, adapters_only=lora is not None)
         # The first decode allocates the cache and meets every refusal before any request does.
         made.row_counts = made._same_bits()

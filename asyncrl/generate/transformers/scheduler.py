@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk, refuse_asleep, uniforms
+from asyncrl.generate.engine import EngineRequest, KVPolicy, TokenChunk, check_awake, uniforms
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import ArrivingTensors, MappedTensors
@@ -168,17 +168,14 @@ class SlotDecoder:
         self._stops_S: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         """Every token that ended any request so far, or may."""
         self._waiting: deque[InFlight] = deque()
-        self._by_id: dict[str, InFlight] = {}
         self._occupants: dict[int, InFlight] = {}
         self._free = list(range(num_slots))
         self._prompts: dict[int, _Prompt] = {}
         """Whose keys and values each row holds, computed under the current weights."""
-        self._donors: dict[_Prompt, int] = {}
         self._prefixes: dict[bytes, int] = {}
         """The row that begins with the whole pieces of this digest, computed under the current weights."""
         self._sampling: SamplingBatch | None = None
         self.is_torn = False
-        """It gave its weights up, or took others only in part: nothing is sampled."""
         """The last load was overtaken half-way, or sleep gave the weights up: no step until a load succeeds."""
         self._is_asleep = False
         self._has_kv = True
@@ -187,26 +184,20 @@ class SlotDecoder:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished, and there are weights to sample with and memory to do it in."""
-        return bool(self._by_id) and not (self.is_torn or self._is_asleep)
+        return bool(self._occupants or self._waiting) and not (self.is_torn or self._is_asleep)
 
     def submit(self, flight: InFlight) -> None:
         """Queue a request."""
-        self._by_id[flight.request.request_id] = flight
         self._waiting.append(flight)
 
-    def abort(self, request_id: str) -> list[News]:
-        """End a request, if it is still there, with the tokens it has."""
-        flight = self._by_id.get(request_id)
-        if flight is None:
-            return []
-        if flight.row >= 0:
-            return [self._finish(flight, self._take_chunk(flight, "abort"))]
-        self._waiting.remove(flight)
-        return [self._finish(flight, TokenChunk((), (), (), "abort"))]
-
-    def abort_all(self) -> list[News]:
-        """End every request."""
-        return [news for request_id in list(self._by_id) for news in self.abort(request_id)]
+    def abort(self, request_id: str | None = None) -> list[News]:
+        """End a request, if it is still there, with the tokens it has; without a name: every request."""
+        held = (*self._occupants.values(), *self._waiting)
+        asked = held if request_id is None else [flight for flight in held if flight.request.request_id == request_id]
+        return [
+            self._finish(flight, self._take_chunk(flight, "abort") if flight.row >= 0 else TokenChunk((), (), (), "abort"))
+            for flight in asked
+        ]
 
     def step(self) -> list[News]:
         """Refill the slots and generate one token in each; return the requests that ended.
@@ -260,7 +251,7 @@ class SlotDecoder:
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor] | ArrivingTensors, kv: KVPolicy) -> None:
         """Go on with other weights; nothing is sampled with half of them. Raises as `Engine.load_weights`."""
-        refuse_asleep("load weights", is_asleep=self._is_asleep)
+        check_awake("load weights", is_asleep=self._is_asleep)
         was_torn, self.is_torn = self.is_torn, True
         try:
             self.model.load_weights(tensors)
@@ -270,8 +261,8 @@ class SlotDecoder:
         if isinstance(tensors, MappedTensors):
             tensors.check()
         self.is_torn, self.version = False, version
-        for computed_before in (self._prompts, self._donors, self._prefixes):  # under other weights: it is shared no more
-            computed_before.clear()
+        self._prompts.clear()  # computed under other weights: it is shared no more
+        self._prefixes.clear()
         if kv == "keep" and self._has_kv:
             return
         # Of every running request all keys and values but of the last token, which is fed next.
@@ -299,9 +290,9 @@ class SlotDecoder:
             self.model.wake()
             self._is_asleep = False
 
-    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+    def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1."""
-        refuse_asleep("score", is_asleep=self._is_asleep)
+        check_awake("score", is_asleep=self._is_asleep)
         if self.is_torn:
             raise GenerationError("cannot score: the engine has no whole weights; load some first")
         return self.model.score(token_ids)
@@ -316,7 +307,7 @@ class SlotDecoder:
             flight = self._waiting.popleft()
             prompt_ids = flight.request.prompt_ids
             prompt = (flight.request.group_key, prompt_ids)
-            donor = self._donors.get(prompt, -1) if flight.request.group_key else -1
+            donor = next((row for row, held in self._prompts.items() if held == prompt), -1) if prompt[0] else -1
             num_shared = len(prompt_ids) - 1
             if donor >= 0 and donor not in self._occupants:
                 row = donor
@@ -395,23 +386,19 @@ class SlotDecoder:
             self._rows_R[flight.row] = _FREE
             heapq.heappush(self._free, flight.row)
             flight.row, self._sampling = -1, None
-        del self._by_id[flight.request.request_id]
+        else:
+            self._waiting.remove(flight)
         return flight.request.request_id, news
 
     def _note_prompt(self, row: int, prompt: _Prompt) -> None:
         """Note whose keys and values a row holds from now on."""
         self._forget_prompt(row)
         self._prompts[row] = prompt
-        self._donors.setdefault(prompt, row)
         for digest in self._digests(prompt[1]):
             if self._prefixes.get(digest, -1) not in self._occupants:
                 self._prefixes[digest] = row
 
     def _forget_prompt(self, row: int) -> None:
         """Note that a row's keys and values may not be shared."""
-        prompt = self._prompts.pop(row, None)
-        if prompt is None:
-            return
-        if self._donors.get(prompt) == row:
-            del self._donors[prompt]
-        self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}
+        if self._prompts.pop(row, None) is not None:
+            self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -158,11 +158,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def find_tensors(
-    path: Path,
-    config: Any,  # noqa: ANN401 - transformers is untyped
-    shapes: Shapes,
-    *,
-    trust_remote_code: bool = False,
+    path: Path, config: PreTrainedConfig, shapes: Shapes, *, trust_remote_code: bool
 ) -> tuple[Shapes, dict[str, tuple[Part, ...]], frozenset[str]]:
     """Find what of a checkpoint each of the model's tensors is; what else lies in it is not the model's.
 

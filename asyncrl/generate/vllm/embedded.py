@@ -95,14 +95,13 @@ class EmbeddedVLLM:
         self.processes = processes_of(path)
         cache = self.llm.vllm_config.cache_config
         self._blocks_each, self.block_tokens = int(cache.num_gpu_blocks or 0) // self.config.data_parallel, int(cache.block_size)
-        params = import_module("vllm.sampling_params")
-        self._make_params: Callable[..., Any] = params.SamplingParams
-        self._delta = params.RequestOutputKind.DELTA
+        self._params: Any = import_module("vllm.sampling_params")
         await self._in_every_worker("asyncrl_follow", os.getpid(), str(path))
 
     async def stream(self, request: EngineRequest, rules: RequestRules, salt: str) -> AsyncGenerator[Piece, None]:
         """Generate a completion, in pieces as vLLM makes them; closing it early aborts the request."""
-        params = self._make_params(**sampling_arguments(request, rules), flat_logprobs=True, output_kind=self._delta)
+        arguments, kind = sampling_arguments(request, rules), self._params.RequestOutputKind.DELTA
+        params = self._params.SamplingParams(**arguments, flat_logprobs=True, output_kind=kind)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         vllm_id, is_finished = f"{request.request_id}.{next(self._serial)}", False
         try:
@@ -157,7 +156,7 @@ class EmbeddedVLLM:
         Prompt logprobs are taken before any temperature or filter, whatever `logprobs_mode` says, and never from cached prompts.
         """
         del salt
-        params = self._make_params(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = self._params.SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
 
         async def score() -> list[Any]:

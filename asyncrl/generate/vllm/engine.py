@@ -36,7 +36,7 @@ import msgspec
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
-from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, Piece, RequestRules, TokenChunk, TokenStream, refuse_asleep
+from asyncrl.generate.engine import EngineRequest, KVPolicy, KVRoom, Piece, RequestRules, TokenChunk, TokenStream, check_awake
 from asyncrl.generate.vllm.checkpoint import read_folder
 from asyncrl.generate.vllm.load_request import FileSource, LoadReply, load_request_on_thread
 from asyncrl.schema.samples import FinishReason
@@ -232,21 +232,23 @@ class VLLMEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
         async with self._alone():
-            refuse_asleep("load weights", is_asleep=self._is_asleep)
+            check_awake("load weights", is_asleep=self._is_asleep)
             backend = self.backend
             async with load_request_on_thread(tensors, self._folder, self._lora, backend.shared_folder) as load:
                 started_s = perf_counter()
                 zero_kv = self._met_non_finite  # keys and values may be so too: none of them may be met again
                 await self._stop(clear_cache=zero_kv or kv == "recompute")
-                self._is_torn = True
+                was_torn, self._is_torn = self._is_torn, True
                 try:
                     replies = await backend.load(msgspec.structs.replace(load, zero_kv=zero_kv and self._has_kv))
+                    replies = replies or [LoadReply("generation", "no worker answered")]
                     if isinstance(tensors, MappedTensors):
                         tensors.check()
-                    if faults := [reply for reply in replies or (LoadReply("generation", "no worker answered"),) if reply.fault]:
+                    if faulty := next((reply for reply in replies if reply.fault), None):
+                        self._is_torn = was_torn or not all(reply.is_untouched for reply in replies)
                         hint = backend.load_hint if isinstance(load.source, FileSource) else ""
-                        kind = BroadcastError if faults[0].fault == "broadcast" and not hint else GenerationError
-                        raise kind(f"the weights were not loaded: {faults[0].message}{hint}")
+                        kind = BroadcastError if faulty.fault == "broadcast" and not hint else GenerationError
+                        raise kind(f"the weights were not loaded: {faulty.message}{hint}")
                     await backend.name_weights(f"{self._mark}.{version}")
                     self.version = version
                     self._num_loads += 1
@@ -258,24 +260,21 @@ class VLLMEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the probe's logprobs; see `Engine.score`. While paused, vLLM runs for as long as it takes."""
         self._check_alive()
-        # vLLM wants room for a token even when it only scores.
-        most = min(self._config.max_sequence_tokens, (self._folder.max_positions or math.inf) - 1)
-        ids = self._rules.scorable(token_ids, int(most))
         async with self._alone():
-            refuse_asleep("score", is_asleep=self._is_asleep)
+            check_awake("score", is_asleep=self._is_asleep)
             if self._is_torn:
                 raise GenerationError(
                     "cannot score: the last weights came only in part, or went to sleep, so those there are of no version; "
                     "load others first"
                 )
             salt = f"{self._mark}-{self._num_loads}"
-            if not self._is_paused:
-                return await self.backend.score(ids, salt)
             try:
-                await self._run()
-                return await self.backend.score(ids, salt)
+                if self._is_paused:
+                    await self._run()
+                return await self.backend.score(token_ids, salt)
             finally:
-                await self._stop(clear_cache=False)
+                if self._is_paused:
+                    await self._stop(clear_cache=False)
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:
         """Give memory back; see `Engine.sleep`. Keys and values are computed anew."""
@@ -284,7 +283,9 @@ class VLLMEngine:
             if self._is_asleep:
                 return
             await self._stop(clear_cache=True)
-            if not (self._has_kv or self._is_torn):  # it was woken while paused; vLLM falls asleep only with all of its memory
+            if not self._has_kv:  # vLLM falls asleep only with all of its memory
+                if self._is_torn:  # with the last of it vLLM would sample
+                    raise EngineDied("vLLM was woken, no whole version came, and so it cannot be put to sleep; a new one can")
                 await self.backend.wake_up("kv_cache")
             await self.backend.sleep()
             self._is_asleep = self._is_torn = True

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "asyncrl.generate.vllm.worker_extension.WeightsExtension"
 _TESTED = ((0, 26), (0, 32), (0, 33))
-_SPANS = (0, 32)
-_GIB = 1 << 30
 _CPU_BLOCK_TOKENS = 32
 """Of the KV cache; vLLM's own choice on a CPU is 128, and only whole blocks of a prompt are shared."""
 _GRACE_S = 5.0
@@ -99,7 +97,7 @@ def parse_version(number: str) -> VLLMVersion:
         raise GenerationError(f"vLLM {number} is too old: the engine works with 0.26, and with 0.32 and newer")
     if release not in _TESTED:
         log.warning("vLLM %s was not tested with asyncrl: 0.26, 0.32 and 0.33 were", number)
-    return VLLMVersion(number, release, has_weight_versions=release >= _SPANS)
+    return VLLMVersion(number, release, has_weight_versions=release >= (0, 32))
 
 
 def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
@@ -168,7 +166,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     }
     kv_gib = config.kv_cache_gib or (1.0 if on_cpu else 0.0)
     if kv_gib:
-        arguments["kv_cache_memory_bytes"] = int(kv_gib * _GIB)
+        arguments["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if on_cpu:
         arguments["block_size"] = _CPU_BLOCK_TOKENS
         # A prompt cut in two ends vLLM 0.32 there: it takes a request's random numbers back by a way that only GPUs have.

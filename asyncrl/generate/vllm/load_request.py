@@ -2,8 +2,8 @@
 
 Requests and replies are JSON text, since no tensor travels by the workers' RPC. Bytes that already lie in a file that the
 workers see are named, not copied. Others are written once into a file of our own, in memory where the machine has /dev/shm, or
-in the folder that is shared with a server elsewhere; it is gone when the load is over. Adapters (LoRA) travel alone; workers
-merge them into the base.
+in the folder that is shared with a server elsewhere; it is gone when the load is over. What a killed process left goes when the
+next one of its machine writes there. Adapters (LoRA) travel alone; workers merge them into the base.
 
 Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder, and bytes verified.
 Imports no vllm and no peft.
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import psutil
 import torch
 
 from asyncrl.config.learner import LoRAConfig
@@ -86,6 +89,8 @@ class LoadReply(msgspec.Struct, frozen=True):
     fault: Literal["", "broadcast", "generation"] = ""
     """`broadcast`: the bytes were gone or damaged. Either way the weights may be half of one version, half of another."""
     message: str = ""
+    is_untouched: bool = False
+    """It failed before anything was changed: the old weights are whole."""
 
 
 @contextlib.asynccontextmanager
@@ -166,6 +171,18 @@ def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, 
         raise GenerationError("there are no new adapters; see learner.lora.target_modules")
 
 
+def _sweep(where: Path, prefix: str) -> None:
+    """Remove what killed processes of this machine left."""
+    for path in where.glob(f"{prefix}*-*"):
+        with contextlib.suppress(OSError, ValueError):  # in use, another user's, gone in this moment, or not ours
+            pid, _ = path.name.removeprefix(prefix).split("-")
+            # In a container that began anew a dead process may have had our number; one of another container holds its lock.
+            if int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
+                with path.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+
+
 @contextlib.contextmanager
 def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource | ReceiverSource]:
     """Say how to fetch the tensors or where they lie, or write them, tied ones once, into a file of our own."""
@@ -181,9 +198,13 @@ def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator
         manifest = make_manifest(tensors)
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > manifest.total_bytes
     where = Path(shared_folder or (_MEMORY if has_room else tempfile.gettempdir()))
+    prefix = f"asyncrl-weights-{platform.node()}-"
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="asyncrl-weights-", dir=where))
+            _sweep(where, prefix)
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=f"{prefix}{os.getpid()}-", dir=where))
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for entry in manifest.entries:  # written, not mapped: of a file system that is full, a map would kill this process
                 file.seek(entry.offset)
                 file.write(tensors[entry.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -40,10 +40,9 @@ CLAMPED_LOGPROB = -9999.0
 """What the server sends for a logprob that is not a number."""
 _HEALTH_INTERVAL_S = 0.5
 _GENERATE, _RPC, _LOAD = "/inference/v1/generate", "/collective_rpc", "asyncrl_load"
-_ROW = re.compile(
-    r"^(process_start_time_seconds|vllm:num_requests_running|vllm:kv_cache_usage_perc|vllm:cache_config_info)(\{.*\})? (\S+)$",
-    re.MULTILINE,
-)
+_GAUGES = "process_start_time_seconds", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+_CACHE = "vllm:cache_config_info"
+_ROW = re.compile(rf"^({'|'.join(_GAUGES)}|{_CACHE})(\{{.*\}})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(num_gpu_blocks|(?<!\w)block_size)="(\d+)"')
 
 Answer = TypeVar("Answer")
@@ -344,25 +343,16 @@ class VLLMServer:
 
 
 def read_gauges(page: bytes) -> tuple[float, int, int, int]:
-    """Read the metrics page; several engines behind one server are added up, and a row that is not there counts 0.
+    """Read the metrics page of a server with one engine; a row that is not there counts 0.
 
     Returns:
         When the server's process began, in seconds; requests that run; free KV blocks; tokens of a block.
     """
-    started_s, running, usages, num_blocks, block_tokens = 0.0, 0.0, [], 0, 0
-    for name, labels, value in _ROW.findall(page.decode(errors="replace")):
-        if name == "process_start_time_seconds":
-            started_s = float(value)
-        elif name == "vllm:num_requests_running":
-            running += float(value)
-        elif name == "vllm:kv_cache_usage_perc":
-            usages.append(float(value))
-        else:
-            said = dict(_LABEL.findall(labels))
-            num_blocks += int(said.get("num_gpu_blocks", 0))
-            block_tokens = int(said.get("block_size", 0))
-    usage = sum(usages) / len(usages) if usages else 0.0
-    return started_s, int(running), int(num_blocks * (1 - usage)), block_tokens if num_blocks else 0
+    rows = {name: (labels, float(value)) for name, labels, value in _ROW.findall(page.decode(errors="replace"))}
+    started_s, running, usage = (rows.get(name, ("", 0.0))[1] for name in _GAUGES)
+    said = dict(_LABEL.findall(rows.get(_CACHE, ("", 0.0))[0]))
+    num_blocks = int(said.get("num_gpu_blocks", 0))
+    return started_s, int(running), int(num_blocks * (1 - usage)), int(said.get("block_size", 0)) if num_blocks else 0
 
 
 def read_api_key(path: str) -> str:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns at every load of layers that have no weights (rotary embeddings); what was not loaded, we look at ourselves."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Theirs = Any
+"""A worker of vLLM's, or its model, which have no types."""
 
 
 class WeightsExtension:
@@ -47,9 +50,8 @@ class WeightsExtension:
 
         Never raises: vLLM takes the first rank's error and leaves the others' in its queue, for the next call to find.
         """
-        reply = LoadReply()
         try:
-            _load(self, msgspec.json.decode(order, type=LoadRequest))
+            reply = _load(self, msgspec.json.decode(order, type=LoadRequest))
         except BroadcastError as error:
             reply = LoadReply("broadcast", str(error))
         except Exception as error:  # noqa: BLE001 - the boundary of vLLM's process: raised there, the reply would be lost
@@ -75,8 +77,8 @@ class WeightsExtension:
         threading.Thread(target=follow, name="asyncrl-owner-watch", daemon=True).start()
 
 
-def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's worker
-    """Load everything; a layer whose tensors did not come keeps its old ones."""
+def _load(worker: Theirs, order: LoadRequest) -> LoadReply:
+    """Load everything, once its first tensor is here; a layer whose tensors did not come keeps its old ones."""
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     device = torch.device(worker.device)
@@ -88,7 +90,11 @@ def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's wor
         if order.base is not None:
             tensors = merged(tensors, order.base, device)
         # A model that has no head applies the embedding itself (Gemma) and knows no other name of it.
-        named = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
+        named: NamedTensors = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
+        try:
+            named = chain(list(islice(named, 1)), named)
+        except BroadcastError as error:
+            return LoadReply("broadcast", str(error), is_untouched=True)
         expected = {name for name, parameter in model.named_parameters() if parameter.numel()}
         if is_plain:
             loaded: set[str] | None = model.load_weights(named)
@@ -111,6 +117,7 @@ def _load(worker: Any, order: LoadRequest) -> None:  # noqa: ANN401 - vLLM's wor
                     cache.zero_()
                 else:
                     caches.extend(cache)
+    return LoadReply()
 
 
 def is_plainly_loaded(model: torch.nn.Module) -> bool:
@@ -129,12 +136,7 @@ def is_plainly_loaded(model: torch.nn.Module) -> bool:
     return True
 
 
-def _load_layerwise(
-    worker: Any,  # noqa: ANN401 - vLLM's
-    model: Any,  # noqa: ANN401
-    named: NamedTensors,
-    device: torch.device,
-) -> tuple[set[str] | None, set[str]]:
+def _load_layerwise(worker: Theirs, model: Theirs, named: NamedTensors, device: torch.device) -> tuple[set[str] | None, set[str]]:
     """Load layer by layer, each made ready as at the start; return the names of what was loaded, and of what was not.
 
     Not loaded is, in layers that are not complete yet, all of a layer's which was given nothing, whatever the model says it
@@ -162,13 +164,7 @@ def _load_layerwise(
         reload.finalize_layerwise_reload(model, worker.model_runner.model_config)
 
 
-def _tensors(
-    worker: Any,  # noqa: ANN401 - vLLM's
-    source: FileSource | ReceiverSource,
-    device: torch.device,
-    *,
-    copies: bool,
-) -> NamedTensors:
+def _tensors(worker: Theirs, source: FileSource | ReceiverSource, device: torch.device, *, copies: bool) -> NamedTensors:
     """Yield views of the mapped file, in the order of the layout, or what a receiver hands out; copies of it where it is kept."""
     if isinstance(source, FileSource):
         try:

@@ -1,4 +1,6 @@
-"""The policy: made from scratch or opened from a local folder, always with packed attention; and its forward over a packed row.
+"""The policy, made from scratch or opened from a local folder, always with packed attention; its forward over a packed row.
+
+The critic too: the return to expect from the state before each token, as a head on the policy or as a model of its own.
 
 A checkpoint under LoRA is a Hugging Face folder whose weights are links to the run's model, with the adapters beside them in
 peft's format (adapter_config.json, adapter_model.safetensors). `AutoModelForCausalLM.from_pretrained` opens it with the adapters
@@ -6,7 +8,9 @@ in force; `peft.PeftModel.from_pretrained` opens it over the base.
 
 Invariants: what engines and checkpoints get is exactly what is trained; nothing is ever fetched from a network; dropout is off
 (the importance ratio of an update's first forward is 1 only where the forward is a function of weights and tokens); a folder
-written here opens with `AutoModelForCausalLM.from_pretrained`; peft is imported only where there are adapters.
+written here opens with `AutoModelForCausalLM.from_pretrained`; peft is imported only where there are adapters. A new critic gives
+0 everywhere (its output layer starts at zero), so that it begins by changing nothing; that layer is float32, also where its body
+is not.
 
 Legend: M targets of a row, D hidden size.
 """
@@ -23,9 +27,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -36,11 +41,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.learner import LearnerConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
-from asyncrl.learner.ranks.fsdp import whole_tensors
+from asyncrl.learner.ranks.fsdp import save_whole
 from asyncrl.learner.step.microbatch import Row
 from asyncrl.models.attention import PACKED_ATTENTION, build_layout, on_device
 from asyncrl.models.causal import (
@@ -388,8 +394,7 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Fill an empty folder that `AutoModelForCausalLM.from_pretrained` opens as this policy: adapters, and links to the base."""
     base = Path(model.name_or_path).resolve()
     link_folder(base, folder, relative=True)
-    adapters = {_peft_name(name): tensor.contiguous() for name, tensor in whole_tensors(publishable_tensors(model).items())}
-    save_file(adapters, folder / ADAPTER_FILE)
+    save_whole(((_peft_name(name), tensor) for name, tensor in publishable_tensors(model).items()), folder / ADAPTER_FILE)
     config = next(iter(model.peft_config.values()))
     config.base_model_name_or_path = str(base)
     config.save_pretrained(folder)
@@ -398,3 +403,39 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 def _peft_name(name: str) -> str:
     """Return what peft calls a parameter in its files: without the adapter's name."""
     return "base_model.model." + name.replace(".default.", ".")
+
+
+class Critic(torch.nn.Module):
+    """A linear layer on the policy's hidden states (a head, whose gradient goes on into the policy) or on a body of its own."""
+
+    def __init__(self, hidden_size: int, body: PreTrainedModel | None = None) -> None:
+        """Make one on the CPU, or where its body is.
+
+        Args:
+            hidden_size: D.
+            body: A transformer without its output layer; None: it is a head.
+        """
+        super().__init__()
+        self.body = body
+        self.output = torch.nn.Linear(hidden_size, 1)
+        for parameter in self.output.parameters():
+            torch.nn.init.zeros_(parameter)
+        if body is not None:
+            self.output.to(next(body.parameters()).device)
+
+    def forward(self, given: Row | torch.Tensor) -> torch.Tensor:
+        """Return [M], the value of the state before each target: of a row or, of a head, of the policy's hidden states [M, D]."""
+        if isinstance(given, Row):
+            assert self.body is not None, "a head is given the policy's hidden states"
+            given = row_hidden(self.body, given)
+        values: torch.Tensor = self.output(given.to(self.output.weight.dtype)).squeeze(-1)
+        return values
+
+
+def build_critic_optimizer(
+    critic: Critic, config: CriticConfig, learner: LearnerConfig, num_steps: int, policy: PolicyOptimizer
+) -> PolicyOptimizer:
+    """Return the critic's optimizer: the learner's, at the critic's learning rate; `policy` is the policy's."""
+    own = msgspec.structs.replace(learner, learning_rate=config.learning_rate)
+    shared = policy if critic.body is None else None
+    return PolicyOptimizer(critic.named_parameters(), own, num_steps, shares_scale_of=shared)

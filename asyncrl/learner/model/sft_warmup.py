@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.model.policy import run_row
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.microbatch import Row, prepare
-from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
+from asyncrl.schema.samples import PackedRow, PackedSample, StepBatch
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.utils import get_total_norm
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.learner.optim.master_weights import HostGradients, Master, buckets_of
-from asyncrl.learner.ranks.fsdp import divided_like, part_here, whole, whole_tensors
+from asyncrl.learner.ranks.fsdp import divided_like, part_here, whole
 
 _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
@@ -224,15 +224,8 @@ class PolicyOptimizer:
                 if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
                     yield f"{kind}/{name}", value
 
-    def save(self, path: Path) -> None:
-        """Write moments, update counts, master weights and the loss scale to a safetensors file.
-
-        Of several ranks one calls this, while the others go through `whole_tensors(named_state())`.
-        """
-        save_file({name: tensor.contiguous() for name, tensor in whole_tensors(self.named_state())}, path)
-
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote for a model of the same parameters, under the same optimizer and dtype.
+        """Take over a saved `named_state` of a model of the same parameters, under the same optimizer and dtype.
 
         Raises:
             LearnerError: The file belongs to another model or another optimizer.

@@ -14,10 +14,12 @@ group, nothing is divided, and accelerate is not imported (it takes seconds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -78,6 +80,11 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
     """
     for name, tensor in named:
         yield name, whole(tensor).cpu()
+
+
+def save_whole(named: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+    """Write `whole_tensors` to a safetensors file; of several ranks one calls this, while the others go through them."""
+    save_file({name: tensor.contiguous() for name, tensor in whole_tensors(named)}, path)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from asyncrl.config.broadcast import NCCLMedium
 from asyncrl.config.places import is_loopback
 from asyncrl.config.run import RunConfig
-from asyncrl.schema.batches import StepBatch
 from asyncrl.schema.control import Phase
+from asyncrl.schema.samples import StepBatch
 from asyncrl.weights.media.collective_group import open_store
 
 log = logging.getLogger(__name__)
@@ -96,19 +96,17 @@ class Ranks:
         return torch.cat([part[: int(count.item())] for part, count in zip(parts, counts_R, strict=True)])
 
     def tell(self, command: bytes) -> None:
-        """Send the others a command; rank 0 only."""
+        """Send the others a command of at least one byte; rank 0 only."""
         assert self.rank == 0, "commands come from rank 0"
         dist.broadcast(torch.tensor([len(command)]), 0, group=self._commands)
-        if command:
-            dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0, group=self._commands)
+        dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0, group=self._commands)
 
     def hear(self) -> bytes:
         """Wait for rank 0's next command."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 0, group=self._commands)
         command = torch.empty(int(size.item()), dtype=torch.uint8)
-        if len(command):
-            dist.broadcast(command, 0, group=self._commands)
+        dist.broadcast(command, 0, group=self._commands)
         return command.numpy().tobytes()
 
     def _all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -164,6 +162,12 @@ def joined_ranks(
         yield Ranks(rank, size, dist.new_group(backend="gloo", timeout=UNBOUNDED))
     finally:
         dist.destroy_process_group()
+
+
+def join_run(config: RunConfig, rank: int, store: Store) -> contextlib.AbstractContextManager[Ranks]:
+    """Join the ranks of a run, as `joined_ranks`."""
+    timeout_s, on_loopback = config.supervision.start_timeout_s, keeps_nccl_on_loopback(config)
+    return joined_ranks(rank, config.learner.ranks, store, rank_device(config, rank), timeout_s, nccl_on_loopback=on_loopback)
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -236,11 +240,8 @@ class RankLauncher:
         """
         if not self._processes:
             return self._ranks
-        size, device = self._config.learner.ranks, rank_device(self._config, 0)
-        timeout_s, on_loopback = self._config.supervision.start_timeout_s, keeps_nccl_on_loopback(self._config)
-        joining = joined_ranks(0, size, self._store, device, timeout_s, nccl_on_loopback=on_loopback)
-        self._ranks = self._leaving.enter_context(joining)
-        log.info("%d ranks on %s", size, self._config.learner.device)
+        self._ranks = self._leaving.enter_context(join_run(self._config, 0, self._store))
+        log.info("%d ranks on %s", self._ranks.size, self._config.learner.device)
         return self._ranks
 
     def tell(self, command: Command) -> None:

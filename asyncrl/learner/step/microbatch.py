@@ -30,12 +30,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.returns import FloatArray
+from asyncrl.algorithms.diagnostics import FloatArray
 from asyncrl.algorithms.screening import updates_of_groups
 from asyncrl.learner.ranks.group import Ranks
 from asyncrl.models.attention import SMALLEST_BUCKET, SequenceLayout, build_layout, on_device
-from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
-from asyncrl.schema.samples import ids_from_bytes, logprobs_from_bytes
+from asyncrl.schema.samples import PackedRow, PackedSample, StepBatch, ids_from_bytes, logprobs_from_bytes
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -130,14 +129,13 @@ class PreparedBatch:
         return table
 
 
-def prepare(batch: StepBatch, division: Division | None = None) -> PreparedBatch:
+def prepare(batch: StepBatch, division: Division = Division()) -> PreparedBatch:
     """Decode a batch. CPU only, no model needed; safe on any thread.
 
     Args:
         batch: As it came.
-        division: Into how many updates, and for which rank; None: one update, one rank.
+        division: Into how many updates, and for which rank; as it is, one update and one rank.
     """
-    division = division or Division()
     samples = batch.samples
     arrays = [_decode(row) for row in batch.rows]
     trained = [_trained(arrays[sample.row], sample) for sample in samples]

@@ -1,14 +1,16 @@
-"""What a step of reinforcement learning minimises: the policy loss, and the value loss beside it.
+"""What a step minimises: the policy loss, and the value loss beside it; or a loss on pairs of samples of one row.
 
-First everything over the whole step: advantages over the samples of all ranks, returns, and those corrections that must see every
-token of an update, as tables (step/microbatch.py). `PolicyObjective.train_row` then takes one row: forward, loss, backward. The
-maths is that of asyncrl/algorithms; here is which numbers go in and where they come out.
+Of reinforcement learning, first everything over the whole step: advantages over the samples of all ranks, returns, and those
+corrections that must see every token of an update, as tables (step/microbatch.py). `PolicyObjective.train_row` then takes one
+row: forward, loss, backward. The maths is that of asyncrl/algorithms; here is which numbers go in and where they come out.
 
 Corrections that see a whole update are computed once, from the policy before the step's first update: ratios of proximal and
 behaviour do not change with the updates, and m2po_clip is defined on the ratios as they are then. What reads the current policy
 and needs no more than its row (opsm) is left to the row, unless `denominator = "kept"` must count it beforehand.
 
 While the critic is trained alone the policy has no gradient, so its optimizer has nothing to do.
+
+Of preferences, a pair with a side that has no trained token (its tokens are too old, for example) is left out and not counted.
 
 Legend: S samples of the step, T the most response tokens of one of them, N trained tokens of an update, M targets of a row.
 """
@@ -19,24 +21,32 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantages import AdvantageConfig, AdvantageInputs, AdvantageOutputs, load_advantage
+from asyncrl.algorithms.advantages import (
+    AdvantageConfig,
+    AdvantageInputs,
+    AdvantageOutputs,
+    load_advantage,
+    rewards_on_last_tokens,
+)
 from asyncrl.algorithms.corrections import combined, correct
-from asyncrl.algorithms.diagnostics import explained_variance
-from asyncrl.algorithms.kl import interpolated_proximal, kl_for_rewards
-from asyncrl.algorithms.loss_terms import count_denominators
+from asyncrl.algorithms.diagnostics import FloatArray, explained_variance
+from asyncrl.algorithms.loss_terms import count_denominators, interpolated_proximal, kl_penalty
 from asyncrl.algorithms.losses import Loss, ValueInputs, load_loss, value_loss
-from asyncrl.algorithms.returns import FloatArray, rewards_on_last_tokens
+from asyncrl.algorithms.preference import Pairs, preference_loss
 from asyncrl.algorithms.types import CorrectionOutputs, Denominators, LossInputs, LossOutputs
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import StepTokens
 from asyncrl.learner.model.policy import RowOutputs, row_hidden
 from asyncrl.learner.ranks.group import Ranks
-from asyncrl.learner.step.microbatch import Row
+from asyncrl.learner.step.microbatch import PreparedBatch, Row
 from asyncrl.learner.step.plan import Passes, StepPlan, run_policy
 from asyncrl.learner.train_state import TrainState
+from asyncrl.schema.samples import logprobs_from_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +104,8 @@ class PolicyObjective:
             self._figures["value/explained_var"] = explained_variance(values, returns)
             self._figures |= {"value/mean": float(values.mean()), "value/returns_mean": float(returns.mean())}
         self._updates = plan_updates(plan, passes, outputs.advantages, state.ranks)
-        self.tokens = StepTokens(
-            len(plan.rows), corrections=plan.algorithm.corrections, ranks=state.ranks, keeps_tokens=plan.kept_samples > 0
-        )
+        corrections, keeps_tokens = plan.algorithm.corrections, plan.kept_samples > 0
+        self.tokens = StepTokens(len(plan.rows), state.ranks, corrections=corrections, keeps_tokens=keeps_tokens)
         self._values_clipped: list[torch.Tensor] = []
         """[2] a row: value targets that the clip holds, and all."""
 
@@ -219,8 +228,7 @@ def proximal_of(
     if plan.algorithm.proximal == "behaviour":
         return behaviour
     if plan.algorithm.proximal == "loglinear":
-        everywhere = torch.ones_like(current, dtype=torch.bool)
-        return interpolated_proximal(current, behaviour, versions, everywhere, current_version=plan.batch.step)
+        return interpolated_proximal(current, behaviour, versions, current_version=plan.batch.step)
     return current if before is None or plan.num_updates == 1 else before.to(current)
 
 
@@ -237,7 +245,9 @@ def advantage_inputs(plan: StepPlan, passes: Passes, ranks: Ranks) -> tuple[Adva
         proximal, reference = (
             torch.from_numpy(prepared.collect(values, ranks)) for values in (passes.proximal, passes.reference)
         )
-        kl = kl_for_rewards(proximal, reference, torch.from_numpy(prepared.mask), plan.algorithm.kl).numpy()
+        # InstructGPT (arXiv 2203.02155), equation 2; verl `apply_kl_penalty`. Of the value alone, whatever `gradient` says.
+        estimator = msgspec.structs.replace(plan.algorithm.kl, gradient="own")
+        kl = kl_penalty(proximal, proximal, reference, torch.from_numpy(prepared.mask), estimator).numpy()
         token_rewards = rewards_on_last_tokens(rewards, prepared.mask) - plan.kl_coefficient * kl
         figures["kl/penalty_mean"] = float(kl[prepared.mask].mean())
     values = prepared.collect(passes.values, ranks) if passes.values else None
@@ -297,3 +307,93 @@ def plan_updates(plan: StepPlan, passes: Passes, advantages: FloatArray, ranks: 
         weights[torch.from_numpy(mask)], kept[torch.from_numpy(mask)] = found.weights, found.kept
         updates.append(Update(first_row, trained, denominators, replace(found, weights=weights, kept=kept)))
     return updates
+
+
+class PreferenceObjective:
+    """One step's preference loss, row by row."""
+
+    def __init__(self, state: TrainState, plan: StepPlan, passes: Passes) -> None:
+        """Find the pairs of every update.
+
+        Raises:
+            LearnerError: There is none.
+        """
+        assert passes.reference, "a plan of preferences needs the reference"
+        self._state, self._plan = state, plan
+        self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
+        self._sums: list[dict[str, torch.Tensor]] = []
+        """Of figures over the pairs of each row that was trained."""
+        self.tokens = StepTokens(len(plan.rows), state.ranks, keeps_tokens=plan.kept_samples > 0)
+        references = iter(passes.reference)
+        self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
+        self._pair_of_sample = whole_pairs(plan.prepared)
+        numbers = range(len(plan.prepared.updates))
+        pairs_U = [self._pair_of_sample[plan.prepared.update_of_sample == number] for number in numbers]
+        self._num_pairs = [len(np.unique(pairs[pairs >= 0])) for pairs in pairs_U]
+        if not any(self._num_pairs):
+            raise LearnerError(
+                f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is of a "
+                "pair whose other side is trained too"
+            )
+
+    def train_row(self, number: int, place: int, *, is_first_update: bool) -> torch.Tensor:
+        """Add the gradients of one row; see `PolicyObjective.train_row`. The second share is 0: there is no value loss."""
+        row, reference = self._updates[number][place]
+        samples = self._plan.batch.samples
+        outputs = run_policy(self._state, self._plan, row)
+        logprobs, known = outputs.logprobs, reference.to(outputs.logprobs)
+        pair_ids = np.full(row.num_sequences, -1) if row.is_filler else self._pair_of_sample[row.sample_index]
+        current, num_pairs = logprobs.detach(), max(1, self._num_pairs[number])
+        is_chosen = torch.tensor([samples[index].is_chosen for index in row.sample_index], device=logprobs.device)
+        pairs = Pairs(torch.as_tensor(pair_ids, device=logprobs.device), is_chosen, num_pairs)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal_logprobs=current,
+            behaviour_logprobs=row.behaviour_logprobs.to(current) if self._knows_sampler else torch.full_like(current, torch.nan),
+            advantages=torch.zeros_like(current),
+            mask=row.mask,
+            sequence_ids=row.sequence_ids,
+            num_sequences=row.num_sequences,
+            denominators=Denominators(1, 1),
+            entropy=outputs.entropy,
+            reference_logprobs=known,
+            versions=row.versions,
+            learner_version=self._plan.batch.step,
+        )
+        loss, figures = preference_loss(inputs, pairs, self._plan.algorithm.preference)
+        self._state.optimizer.backward(loss)
+        counted = {"dpo/pairs": torch.ones_like(figures["dpo/margin"]), **figures}
+        self._sums.append({name: values.double().sum() for name, values in counted.items()})
+        # There is no policy loss: weights 1, nothing clipped or dropped.
+        nothing = torch.zeros_like(row.mask)
+        without_loss = LossOutputs(torch.zeros(()), row.mask.to(current.dtype), nothing, nothing)
+        self.tokens.add(inputs, without_loss, proximal_is_learner=False, is_first_update=is_first_update, places=row.places)
+        return torch.stack([loss.detach().double(), torch.zeros_like(loss, dtype=torch.float64)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of tokens and pairs; every rank calls.
+
+        Figures of the policy that sampled are left out where none of its log-probabilities is known (0 throughout: data from a
+        file).
+        """
+        figures = self.tokens.metrics()
+        if not self._knows_sampler:
+            figures = {name: value for name, value in figures.items() if not name.startswith(("ratio/", "mismatch/"))}
+        own = torch.stack([torch.stack(list(sums.values())) for sums in self._sums]).sum(dim=0)
+        pairs, *sums = self._state.ranks.sum(own).tolist()
+        means = zip(list(self._sums[0])[1:], sums, strict=True)
+        return figures | {"dpo/pairs": pairs} | {name: total / pairs for name, total in means}
+
+
+def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:
+    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token."""
+    sides: dict[int, list[int]] = {}
+    for index, sample in enumerate(prepared.batch.samples):
+        if sample.pair >= 0 and prepared.update_of_sample[index] >= 0:
+            sides.setdefault(sample.pair, []).append(index)
+    pair_of_sample = np.full(len(prepared.batch.samples), -1, dtype=np.int64)
+    for pair, members in sides.items():
+        assert len({prepared.batch.samples[index].row for index in members}) == 1, f"the samples of pair {pair} must share a row"
+        if len({prepared.batch.samples[index].is_chosen for index in members}) == 2:
+            pair_of_sample[members] = pair
+    return pair_of_sample

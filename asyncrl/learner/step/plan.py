@@ -25,7 +25,7 @@ from asyncrl.learner.checkpoint_folder import StepMemory
 from asyncrl.learner.model.policy import RowOutputs, row_hidden, run_row
 from asyncrl.learner.step.microbatch import PreparedBatch, Row
 from asyncrl.learner.train_state import TrainState
-from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

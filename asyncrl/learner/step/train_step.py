@@ -26,20 +26,19 @@ import torch
 
 from asyncrl.algorithms.auto import RECIPE_NAMES, SIGNALS
 from asyncrl.algorithms.diagnostics import batch_metrics
-from asyncrl.algorithms.kl import next_coefficient
+from asyncrl.algorithms.loss_terms import next_coefficient
 from asyncrl.algorithms.losses import Loss
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.metrics import token_rows
 from asyncrl.learner.optim.optimizer import skip_update
 from asyncrl.learner.step.microbatch import Division, PreparedBatch, prepare
-from asyncrl.learner.step.objective import PolicyObjective
+from asyncrl.learner.step.objective import PolicyObjective, PreferenceObjective
 from asyncrl.learner.step.plan import make_plan, run_passes
-from asyncrl.learner.step.preference import PreferenceObjective
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.causal import use_packed_attention
 from asyncrl.observe.samples import TokenRow
-from asyncrl.schema.batches import StepBatch
+from asyncrl.schema.samples import StepBatch
 
 Objective = PolicyObjective | PreferenceObjective
 OUT_OF_MEMORY_ADVICE = (
@@ -121,9 +120,9 @@ class OpenStep:
         self._state, self._failed_folder = state, failed_folder
         division = division_of(state, config)
         prepared = batch if isinstance(batch, PreparedBatch) else prepare(batch, division)
-        if prepared.division != division:
-            prepared = prepare(prepared.batch, division)
         whole = prepared.batch
+        if prepared.division != division:
+            raise LearnerError(f"step {whole.step} was prepared for {prepared.division}; the run divides by {division}")
         if not prepared.mask.any():
             raise LearnerError(
                 f"step {whole.step} has nothing to train: no token of its {len(whole.samples)} samples is unmasked"
@@ -175,8 +174,7 @@ class OpenStep:
             norm, value_norm = (0.0 if own is None else norms[own] for own in (policy, state.critic_optimizer))
             is_finite = all(map(math.isfinite, norms.values()))
             if not math.isfinite(loss + value_loss) or not (is_finite or skip_update(list(norms.items()))):
-                for own in norms:
-                    own.zero_grad()
+                self.abandon()
                 figures = [f"loss {loss}, gradient norm {norm}"] if plan.trains_policy else []
                 if state.critic is not None:
                     figures.append(f"value loss {value_loss}, its gradient norm {value_norm}")

@@ -23,10 +23,10 @@ from functools import partial
 import numpy as np
 
 from asyncrl.buffer import events as ev
+from asyncrl.buffer.events import StalenessFigures, VersionCounts
 from asyncrl.buffer.group import BufferLimits
-from asyncrl.buffer.staleness import StalenessFigures, VersionCounts
 from asyncrl.buffer.state import BufferState
-from asyncrl.plan.simulator.scenario import WARM_UP, Outcome, Scenario
+from asyncrl.plan.simulator.scenario import WARM_UP, Outcome, Scenario, scenario_of
 
 MOST_MARKS = 8
 
@@ -39,6 +39,22 @@ def simulate(scenario: Scenario, on_step: Callable[[int, int], None] | None = No
         0
     """
     return Simulation(scenario, on_step).run()
+
+
+def sweep(base: Scenario, over: str, on_step: Callable[[str, int, int], None] | None = None) -> list[tuple[str, Outcome]]:
+    """Return what comes of `field=a,b,c`, value by value; an empty `over`: of the scenario itself.
+
+    Args:
+        base: What is simulated.
+        over: The field and its values.
+        on_step: Told the value, how many steps are done, and of how many.
+
+    Raises:
+        ConfigError: As `scenario_of`.
+    """
+    name, _, values = over.partition("=")
+    scenarios = {value: scenario_of(base, [f"{name}={value}"] if over else []) for value in values.split(",")}
+    return [(value, simulate(made, on_step and partial(on_step, value))) for value, made in scenarios.items()]
 
 
 class Simulation:

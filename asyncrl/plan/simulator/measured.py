@@ -165,7 +165,7 @@ def _measured(values: Sequence[float]) -> Distribution:
 
 def real_figures(run_folder: Path) -> tuple[float, float]:
     """Return (steps a second, mean staleness) of a run, without its pauses; its warm-up is left out as a simulation's is."""
-    steps, working_s = list(read_steps(run_folder)), working_time(run_folder)
+    steps, working_s = read_steps(run_folder), working_time(run_folder)
     first = int(WARM_UP * len(steps))
     seconds = working_s(steps[-1].time_s) - working_s(steps[first].time_s)
     counted = steps[first + 1 :]

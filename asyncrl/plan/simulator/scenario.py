@@ -1,16 +1,17 @@
 """What is simulated: generators, a learner, rewards, weights, failures, as fixed numbers or distributions; and what came of it.
 
 A distribution is given by a shape or by measured values. On the command line: `fixed:0.3`, `uniform:1:9`,
-`lognormal:MEAN:SIGMA[:MOST]`, `exponential:MEAN`.
+`lognormal:MEAN:SIGMA[:MOST]`, `exponential:MEAN`. Fields of a Scenario, and of the planner's Question, are `FIELD=VALUE` there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -153,6 +154,47 @@ class Scenario:
         for name in ("num_workers", "num_slots", "groups_per_step", "group_size"):
             if getattr(self, name) > MOST_AT_ONCE:
                 raise ConfigError(f"{name} must be at most {MOST_AT_ONCE}, got {getattr(self, name)}")
+
+
+def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = {}) -> dict[str, Any]:
+    """Return `field=value` each as the type that the dataclass's field has.
+
+    Args:
+        kind: The dataclass; fields that no text can be (models, clusters) are not among its own.
+        texts: What was typed.
+        others: Names that are allowed beside its fields.
+
+    Raises:
+        ConfigError: A text is not of that form, there is no such field, or the value does not fit it.
+    """
+    own = get_type_hints(kind).items()
+    hints = {name: hint for name, hint in own if hint in {int, float, bool, Distribution} or get_origin(hint) is Literal}
+    hints |= dict(others)
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value:
+            raise ConfigError(f"--set takes FIELD=VALUE, got {text!r}")
+        if name not in hints:
+            raise ConfigError(f"there is no field {name!r}; there are {', '.join(hints)}")
+        wanted = hints[name]
+        try:
+            values[name] = parse_distribution(value) if wanted is Distribution else msgspec.convert(value, wanted, strict=False)
+        except msgspec.ValidationError as error:
+            allowed = " or ".join(map(str, get_args(wanted))) or wanted.__name__
+            raise ConfigError(f"{name} takes {allowed}, got {value!r}") from error
+        if isinstance(values[name], float) and not math.isfinite(values[name]):
+            raise ConfigError(f"{name} takes a finite number, got {value!r}")
+    return values
+
+
+def scenario_of(base: Scenario, overrides: Sequence[str]) -> Scenario:
+    """Return the scenario with `field=value` laid over it.
+
+    Raises:
+        ConfigError: No such field, or a value that it cannot take.
+    """
+    return replace(base, **typed_fields(Scenario, overrides))
 
 
 @dataclass(slots=True)

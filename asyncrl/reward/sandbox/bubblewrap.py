@@ -200,11 +200,11 @@ class Confined:
             RewardError: It does not come up.
         """
         try:
-            is_ready = self.receive() == {"ready": True}
+            told: object = self.receive()
         except ProgramStopped as stopped:
-            raise RewardError(f"the sandbox could not start: {stopped}") from stopped
-        if not is_ready:
-            raise RewardError("the sandbox could not start: its driver said something else")
+            told = stopped
+        if told != {"ready": True}:
+            raise RewardError(f"the sandbox could not start: {told}")
         self._is_ready = True
         self.deadline_s = time.monotonic() + self._limits.wall_s
 
@@ -317,19 +317,16 @@ def probe_sandbox() -> SandboxStatus:
     code = "import os; print(6 * 7, os.path.exists('/etc/passwd'), len(os.listdir('/tmp')))"
     reasons = []
     for interpreter in ("/usr/bin/python3", str(Path(sys.executable).resolve())):
-        reason = "it is not there"
-        if Path(interpreter).exists():
-            try:
-                with contextlib.closing(Confined(CodeExecReward(), interpreter, code)) as confined:
-                    confined.begin()
-                    confined.send({"op": "run", "stdin": ""})
-                    reply = confined.receive()
-                reason = f"a program that should print '42 False 0' gave {reply}"
-                if reply == {"status": 0, "output": "42 False 0\n"}:
-                    return SandboxStatus(True, f"bubblewrap with {interpreter}", interpreter)
-            except (ProgramStopped, RewardError) as stopped:
-                reason = str(stopped)
-        reasons.append(f"with {interpreter}: {reason}")
+        try:
+            with contextlib.closing(Confined(CodeExecReward(), interpreter, code)) as confined:
+                confined.begin()
+                confined.send({"op": "run", "stdin": ""})
+                told: object = confined.receive()
+        except (ProgramStopped, RewardError) as stopped:
+            told = stopped
+        if told == {"status": 0, "output": "42 False 0\n"}:
+            return SandboxStatus(True, f"bubblewrap with {interpreter}", interpreter)
+        reasons.append(f"with {interpreter}, where a program should print '42 False 0': {told}")
     return SandboxStatus(False, "; ".join(reasons))
 
 

@@ -33,8 +33,7 @@ from asyncrl.schema.samples import Prompt
 
 MAX_TEXT_CHARS = 400_000
 """Of a completion; what is longer than that many characters is read from its end."""
-_PYTHON = frozenset({"python", "python3", "py", "py3"})
-_CALLABLE = re.compile(r"(\w+)(?:\(\)\.(\w+))?", re.ASCII)
+_CALLABLE = re.compile(r"\w+(?:\(\)\.\w+)?", re.ASCII)
 _MAX_UNORDERED = 2000
 _NUMBERS = frozenset({"", "int", "decimal.Decimal", "fractions.Fraction"})
 _SHOWN_COMPLAINTS, _CHECKED_OF_COMPUTED = 5, 1000
@@ -117,7 +116,7 @@ def extract_code(text: str) -> str:
         if token.type == "fence":
             words = token.info.strip().strip("{}").split()
             language = words[0].strip("{}.").split(":")[0].casefold() if words else ""
-            if language in _PYTHON or re.fullmatch(r"(?:python|py)[\d.]*=?", language):
+            if re.fullmatch(r"(?:python|py)[\d.]*=?", language):
                 marked.append(token.content)
             elif not language:
                 unmarked.append(token.content)
@@ -187,9 +186,7 @@ def _run_once(candidate: Confined, test: CodeTest) -> bool:
     if test.stdout is not None:
         candidate.send({"op": "run", "stdin": test.stdin or ""})
     else:
-        match = _CALLABLE.fullmatch(test.function)
-        assert match is not None, "parse_tests checked it"
-        name, method = match.groups("")
+        name, _, method = test.function.partition("().")
         candidate.send({"op": "run", "function": name, "method": method, "args": test.args, "kwargs": test.kwargs})
     reply = candidate.receive()
     output = reply.get("output")

@@ -120,11 +120,11 @@ def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, dept
     if isinstance(value, dict):
         counts = {"counts": True} if isinstance(value, collections.Counter) else {}
         return {"t": "dict", "v": [items_of(pair) for pair in dict.items(value)], **counts}
-    for tag, (kind, write, _) in _WRITTEN.items():
-        if isinstance(value, kind):
-            return {"t": tag, "v": write(value)}
-    name = f"{type(value).__module__}.{type(value).__name__}"
-    return {"t": name, "v": _WRITTEN_BY_NAME[name](value)} if name in _WRITTEN_BY_NAME else other(value)
+    for kind in type(value).__mro__:
+        name = f"{kind.__module__}.{kind.__name__}"
+        if name in _WRITTEN:
+            return {"t": name, "v": _WRITTEN[name](value)}
+    return other(value)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -144,13 +144,13 @@ def _number(inner: Any) -> Any:
 
 
 def _named(tag: str, inner: list[Any]) -> Any:
-    """Rebuild an object of a type of `_WRITTEN_BY_NAME`."""
+    """Rebuild an object of a type of `_WRITTEN`."""
     module, name = tag.split(".")
     kind = getattr(__import__(module), name)
     values = [*map(_number, inner)]
     if name == "Fraction":
         values = [*map(operator.index, values)]  # Never of a text: of 1E+999999999 it would write out every digit.
-    return getattr(kind, "fromisoformat", kind)(*values)
+    return getattr(kind, "fromisoformat", getattr(kind, "fromhex", kind))(*values)
 
 
 _CONTAINERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -164,28 +164,21 @@ _CONTAINERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "iterator": ((), iter),
 }
 """By tag what is written so (an iterator by the judge alone), and what makes it of its items."""
-_WRITTEN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "range": (
-        range,
-        lambda value: [_bounded_hex(each) for each in (value.start, value.stop, value.step)],
-        lambda inner: range(*map(_number, inner)),
-    ),
-    "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
-    "complex": (complex, lambda value: [value.real, value.imag], lambda inner: complex(*inner)),
-}
-"""By tag the type, how it is written and how it is read."""
-_WRITTEN_BY_NAME: dict[str, Callable[[Any], list[Any]]] = {
+_WRITTEN: dict[str, Callable[[Any], list[Any]]] = {
+    "builtins.range": lambda value: [_bounded_hex(each) for each in (value.start, value.stop, value.step)],
+    "builtins.bytes": lambda value: [bytes.hex(value)],
+    "builtins.bytearray": lambda value: [bytearray.hex(value)],
+    "builtins.complex": lambda value: [value.real, value.imag],
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [_bounded_hex(value.numerator), _bounded_hex(value.denominator)],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), lambda value: [value.isoformat()]),
 }
-"""Types whose modules take longer to import than most programs to run."""
+"""By name, as the modules of some take longer to import than most programs to run: what such an object is made of again."""
 _DECODERS: dict[str, Callable[[str, Any], Any]] = {
     "int": lambda _, inner: int(inner, 16),
     "slice": lambda _, inner: slice(*map(_number, inner)),
-    **dict.fromkeys(_WRITTEN_BY_NAME, _named),
+    **dict.fromkeys(_WRITTEN, _named),
 }
 
 
@@ -216,8 +209,6 @@ def decode(value: Any, other: Callable[[str, Any], Any], depth: int = 0) -> Any:
         if tag == "dict":
             pairs = {decode(key, other, depth + 1): decode(item, other, depth + 1) for key, item in inner}
             return collections.Counter(pairs) if "counts" in value else pairs
-        if tag in _WRITTEN:
-            return _WRITTEN[tag][2](inner)
         if tag in _DECODERS:
             return _DECODERS[tag](tag, inner)
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:

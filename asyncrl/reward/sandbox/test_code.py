@@ -107,16 +107,9 @@ def _refuse_helpers(tree: ast.Module, global_names: set[str], rooted: set[str]) 
     A name of the standard library may be used where nothing else of the program is, and be called without arguments: `sqrt` and
     `Counter` may be the program's.
     """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in global_names and _JUDGES.fullmatch(node.id) and len(rooted) > 1:
-            raise UnusableTest(
-                f"line {node.lineno}: uses {node.id}, which it does not import or define; the program's own would give the "
-                "verdict (import or define it, or take it from solution)"
-            )
-    helpers = global_names & _HELPERS
+    judges = {name for name in global_names if _JUDGES.fullmatch(name) and len(rooted) > 1}
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    if not helpers or not rooted - _HELPERS - own:
-        return
+    helpers = global_names & _HELPERS if rooted - _HELPERS - own else set[str]()
     alone = set[ast.AST]()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Compare, ast.Assert, ast.Expr)):
@@ -125,10 +118,10 @@ def _refuse_helpers(tree: ast.Module, global_names: set[str], rooted: set[str]) 
         elif isinstance(node, ast.Call) and not node.args and not node.keywords:
             alone.add(node.func)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in helpers and node not in alone:
+        if isinstance(node, ast.Name) and (node.id in judges or (node.id in helpers and node not in alone)):
             raise UnusableTest(
-                f"line {node.lineno}: uses {node.id} without importing it, and the program's own could help it to a verdict; "
-                "import it, or take it from solution"
+                f"line {node.lineno}: uses {node.id}, which it does not import or define; the program's own could decide the "
+                "verdict (import or define it, or take it from solution)"
             )
 
 

@@ -254,7 +254,7 @@ class CollectiveWriter(MediumWriter):
             if store is not None:
                 self._group = Group(self._backend, 0, size, host, timeout_s, store, self._device)
             self._broadcast(version)
-        except (GroupBrokenError, BroadcastError, RuntimeError) as error:
+        except (GroupBrokenError, BroadcastError, RuntimeError, OSError) as error:
             log.warning("version %d was not sent to all of %d generators: %s; they ask again", version, len(members), error)
             self._leave_group()
             for member in members:
@@ -269,7 +269,7 @@ class CollectiveWriter(MediumWriter):
         slot, _ = self._versions.get(version, (-1, ""))
         progress_s = time.monotonic()
 
-        def look(timeout_ms: int = 0) -> bool:
+        def look(timeout_ms: int = 0) -> None:
             self._hear(timeout_ms)
             if failed := [f"{member.hex()}: {reason}" for member, reason in self._answers.items() if reason]:
                 raise GroupBrokenError(failed[0])
@@ -278,7 +278,6 @@ class CollectiveWriter(MediumWriter):
             if time.monotonic() - progress_s > self._config.timeout_s:
                 silent = ", ".join(member.hex() for member in self._members if member not in self._answers)
                 raise GroupBrokenError(f"no progress for {self._config.timeout_s:g} s; silent: {silent or 'nobody'}")
-            return False
 
         group.wait_open(look)
         for index, end in enumerate(self._ends):

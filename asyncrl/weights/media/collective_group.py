@@ -48,8 +48,8 @@ class Group:
 
     Example:
         >>> group = Group("gloo", 1, 2, "10.0.0.2", 30.0, "10.0.0.1:4567")  # doctest: +SKIP
-        >>> group.wait_open(should_stop)  # doctest: +SKIP
-        >>> wait_done(group.broadcast(bucket), should_stop)  # doctest: +SKIP
+        >>> group.wait_open(look)  # doctest: +SKIP
+        >>> wait_done(group.broadcast(bucket), look)  # doctest: +SKIP
         >>> group.leave()  # doctest: +SKIP
     """
 
@@ -80,15 +80,14 @@ class Group:
         where = rank, size, host, store, device
         threading.Thread(target=self._live, args=where, name="asyncrl-group", daemon=backend == "nccl").start()
 
-    def wait_open(self, should_stop: Callable[[], bool]) -> None:
-        """Wait until all are in.
+    def wait_open(self, look: Callable[[], None]) -> None:
+        """Wait until all are in; `look` is called meanwhile, and raises to end it.
 
         Raises:
-            GroupBrokenError: Not all came in time, or `should_stop` said so.
+            GroupBrokenError: Not all came in time.
         """
         while not self._opened.wait(10 * _POLL_S):
-            if should_stop():
-                raise GroupBrokenError("told to stop while the group was opened")
+            look()
         if self._failure:
             raise GroupBrokenError(f"the group was not opened: {self._failure}")
 
@@ -158,15 +157,14 @@ class Group:
         return group
 
 
-def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN401 - torch's Work is untyped
-    """Wait until an operation is over.
+def wait_done(work: Any, look: Callable[[], None]) -> None:  # noqa: ANN401 - torch's Work is untyped
+    """Wait until an operation is over; `look` is called meanwhile, and raises to end it.
 
     Raises:
-        GroupBrokenError: It failed, or `should_stop` said so.
+        GroupBrokenError: It failed.
     """
     while not work.is_completed():
-        if should_stop():
-            raise GroupBrokenError("told to stop")
+        look()
         time.sleep(_POLL_S)
     try:
         work.wait()
@@ -175,17 +173,8 @@ def wait_done(work: Any, should_stop: Callable[[], bool]) -> None:  # noqa: ANN4
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """Open the store where the members of a group meet, on that interface alone; return it with its host:port.
-
-    Raises:
-        BroadcastError: `host` is no address of this machine.
-    """
-    try:
-        listening = socket.create_server((host, 0))
-    except OSError as error:
-        raise BroadcastError(
-            f"cannot listen at {host}: {error}; broadcast.medium.host must be an address of the learner's machine"
-        ) from error
+    """Open the store where the members of a group meet, on that interface alone; return it with its host:port."""
+    listening = socket.create_server((host, 0))
     port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
     handle = listening.detach()
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle)

@@ -146,13 +146,14 @@ class Member:
         self, begin: Begin, ends: tuple[int, ...], device: torch.device, cancelled: threading.Event
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the buckets of one broadcast; raises GroupBrokenError where it breaks off."""
-        progress_s, is_over = time.monotonic(), False
+        progress_s = time.monotonic()
 
-        def should_stop() -> bool:
-            nonlocal is_over
-            while not is_over and (message := self._hear(0)) is not None:
-                is_over = message == Abort(begin.attempt)
-            return is_over or cancelled.is_set() or time.monotonic() - progress_s > self._timeout_s
+        def look() -> None:
+            while (message := self._hear(0)) is not None:
+                if message == Abort(begin.attempt):
+                    raise GroupBrokenError("the learner ended the attempt")
+            if cancelled.is_set() or time.monotonic() - progress_s > self._timeout_s:
+                raise GroupBrokenError(f"it was cancelled, or nothing arrived for {self._timeout_s:g} s")
 
         if begin.store:
             self._leave_group()
@@ -161,12 +162,12 @@ class Member:
         if self._group is None or self._buffers is None:
             raise GroupBrokenError("the group was left")
         group, buffers, under_way = self._group, self._buffers, deque[Any]()
-        group.wait_open(should_stop)
+        group.wait_open(look)
         for index in range(len(ends)):
             while len(under_way) < min(NUM_BUFFERS, len(ends) - index):
                 under_way.append(group.broadcast(buffers[index + len(under_way)]))
             progress_s = time.monotonic()
-            wait_done(under_way.popleft(), should_stop)
+            wait_done(under_way.popleft(), look)
             yield index, buffers[index]
 
     def _leave_group(self) -> None:
@@ -217,18 +218,12 @@ class CollectiveReader(MediumReader):
 
 
 class CollectiveReceiver:
-    """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there.
-
-    Raises:
-        ConfigError: NCCL cannot be used here.
-    """
+    """A Receiver (weights/tensors.py): buckets arrive on the model's device and are verified there."""
 
     def __init__(self, arguments: bytes) -> None:
         told = msgspec.json.decode(arguments, type=ReceiverArguments)
         assert isinstance(told.medium, GlooMedium | NCCLMedium)
         self._is_nccl = isinstance(told.medium, NCCLMedium)
-        if self._is_nccl:
-            gpu_for("nccl")
         self._member = Member(told.medium, keys_of_run(Path(told.run_folder)))
         self._in_use = threading.Lock()
         """Held while the member is: `close` may be called from another thread."""

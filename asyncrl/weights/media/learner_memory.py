@@ -8,8 +8,8 @@ is and the removal of what a killed learner left are thereby those of shared_mem
 copies nothing. On a CPU the parameters live in one mapped file, in the flat layout of a version (models/layout.py):
 `param.data` become views of it at the first publish, the parameter objects and the optimizer's state stay what they are. On a
 GPU they live in one flat tensor, and the file has the ticket that opens it in the engine's process. The file (in /dev/shm,
-named and removed as in shm_segments.py) begins with a page of int64: magic, bytes, version. `HybridPublisher` and
-`HybridSubscriber` stand in for Publisher and Subscriber.
+named and removed as in shm_segments.py) begins with a page of int64: magic, version. `HybridPublisher` and `HybridSubscriber`
+stand in for Publisher and Subscriber.
 
 Invariants:
 - A ticket of `cuda_ipc` can be had only while its slot holds a whole version: the publisher has computed the slot's
@@ -44,13 +44,13 @@ from asyncrl.schema.weights import Probe, TensorEntry, WeightsAvailable, Weights
 from asyncrl.weights.buckets import device_fingerprints, fingerprints_of, gpu_for, refuse_damaged, version_fingerprint
 from asyncrl.weights.media.base import NUM_SLOTS, ReceiverArguments, VersionUnavailableError
 from asyncrl.weights.media.shared_memory import HEADER_BYTES, Segment, SharedMemoryReader, SharedMemoryWriter
-from asyncrl.weights.shm_segments import disown, make_segment, remove_leftover_segments
+from asyncrl.weights.shm_segments import make_segment, remove_segment
 from asyncrl.weights.tensors import SharedTensors
 
 TICKET_BYTES = 4096
 _TICKETS = WeightsManifest((TensorEntry("ticket", (TICKET_BYTES,), "U8", 0, TICKET_BYTES),), TICKET_BYTES)
 SHARED_MAGIC = 0x4452_42594841  # "AHYBRD" read as little-endian
-_MAGIC, _NUM_BYTES, _VERSION = 0, 1, 2
+_MAGIC, _VERSION = 0, 1
 
 
 # -- tickets and cuda_ipc -------------------------------------------------------------------------------------------------------
@@ -82,14 +82,9 @@ class CUDAIPCWriter(SharedMemoryWriter):
 
 
 class CUDAIPCReceiver:
-    """A Receiver (weights/tensors.py): yields views of the learner's memory.
-
-    Raises:
-        ConfigError: There is no GPU here.
-    """
+    """A Receiver (weights/tensors.py): yields views of the learner's memory."""
 
     def __init__(self, arguments: bytes) -> None:
-        gpu_for("cuda_ipc")
         self._tickets = SharedMemoryReader(Path(msgspec.json.decode(arguments, type=ReceiverArguments).run_folder))
         self._opened: dict[tuple[bytes, int], torch.UntypedStorage] = {}
         self._learner = ""
@@ -218,10 +213,9 @@ class HybridPublisher:
         return blocked_ms
 
     def close(self) -> None:
-        """Unlink the file; the parameters stay where they are. Safe to repeat."""
+        """Remove the file; the parameters stay where they are. Safe to repeat."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            disown(self._path)
+            remove_segment(self._path)
         self._path = None
 
     def _move_in(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
@@ -230,12 +224,11 @@ class HybridPublisher:
         left_out = [name for name in named_tensors if name not in {entry.name for entry in manifest.entries}]
         if left_out:
             raise BroadcastError(f"{left_out[0]} shares its memory with another parameter: shared_storage cannot move both")
-        remove_leftover_segments(self._run_folder)
         device, num_bytes = next(iter(named_tensors.values())).device, manifest.total_bytes
         on_gpu = device.type == "cuda"
         self._path, segment = make_segment(self._run_folder, HEADER_BYTES + (TICKET_BYTES if on_gpu else num_bytes))
         self._header = np.frombuffer(segment, np.int64, count=HEADER_BYTES // 8)
-        self._header[[_NUM_BYTES, _VERSION, _MAGIC]] = num_bytes, -1, SHARED_MAGIC
+        self._header[[_VERSION, _MAGIC]] = -1, SHARED_MAGIC
         self._flat = inside = torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:]
         if on_gpu:
             self._flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -272,8 +265,6 @@ class HybridSubscriber:
     def _fetch(self, available: WeightsAvailable) -> SharedTensors:
         if self._open is None or self._open[0] != available.location:
             segment, num_bytes = Segment(self._run_folder, available.location, SHARED_MAGIC), available.manifest.total_bytes
-            if segment.header[_NUM_BYTES] != num_bytes:
-                raise VersionUnavailableError(f"{available.location} does not hold {num_bytes} bytes of parameters")
             inside = segment.whole[HEADER_BYTES:]
             if self._device.type == "cuda":
                 inside = open_ticket(inside, self._device, num_bytes, {})

@@ -1,12 +1,12 @@
 """Medium `shared_memory`: two slots in one POSIX shared-memory segment; one copy out, one copy in; same machine.
 
-Owns the segment `asyncrl-<run>-<incarnation>` (in /dev/shm; where there is none, in the run's `weights/`).
+Owns the segment `asyncrl-<run>-<incarnation>/segment` (in /dev/shm; where there is none, in the run's `weights/`).
 Layout: one header page of little-endian int64, then the slots, each a whole number of pages.
 Header: magic, slot bytes, then for each slot a sequence number and a version.
 
 Invariants:
-- A reader holds a shared lock on the slot's lock file (`SEGMENT.slot0`); the learner takes the other slot while it can, and never
-  waits for a reader: a slot held too long, or one of two held, is overwritten all the same.
+- A reader holds a shared lock on the slot's lock file (`slot0`, beside the segment); the learner takes the other slot while it
+  can, and never waits for a reader: a slot held too long, or one of two held, is overwritten all the same.
 - A slot's sequence number is odd from before the first byte of a new version is written until the last is (a seqlock): a reader
   that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing; the kernel lets go of a dead
   one's lock. The last look at the sequence number comes after the last byte was read (`check`).
@@ -37,7 +37,7 @@ from asyncrl.models.layout import bucket_ends
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.buckets import fingerprints_of
 from asyncrl.weights.media.base import NUM_SLOTS, MediumReader, MediumWriter, VersionUnavailableError, read_blob
-from asyncrl.weights.shm_segments import create_private, disown, make_segment, remove_leftover_segments, segment_path
+from asyncrl.weights.shm_segments import folders_of_run, make_segment, remove_segment
 from asyncrl.weights.tensors import MappedTensors
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -64,11 +64,10 @@ class SharedMemoryWriter(MediumWriter):
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Make the segment; see MediumWriter."""
-        remove_leftover_segments(self._run_folder)
         slot_bytes = -(-manifest.total_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._path, segment = make_segment(self._run_folder, HEADER_BYTES + NUM_SLOTS * slot_bytes)
         for slot in range(NUM_SLOTS):
-            self._locks.append(create_private(beside(self._path, f"slot{slot}")))
+            self._locks.append(os.open(self._path.with_name(f"slot{slot}"), os.O_CREAT | os.O_RDWR, 0o600))
         header = np.frombuffer(segment, np.int64, count=_END)
         self._sequences, self._versions = _slots_of(header)
         self._versions[:] = -1
@@ -103,17 +102,15 @@ class SharedMemoryWriter(MediumWriter):
     def blob_path(self, name: str) -> Path:
         """Return a path beside the segment; see MediumWriter."""
         assert self._path is not None
-        return beside(self._path, name)
+        return self._path.with_name(name)
 
     def close(self) -> None:
-        """Unlink the segment and what lies beside it; the memory is freed once the last mapping is gone."""
+        """Remove the segment and what lies beside it; the memory is freed once the last mapping is gone."""
         for handle in self._locks:
             os.close(handle)
         self._locks = []
         if self._path is not None:
-            for path in self._path.parent.glob(f"{self._path.name}*"):
-                path.unlink(missing_ok=True)
-            disown(self._path)
+            remove_segment(self._path)
         self._sequences, self._versions = _slots_of(np.zeros(_END, np.int64))
 
 
@@ -141,8 +138,8 @@ class Segment:
 
 def check_location(run_folder: Path, location: str) -> Path:
     """Return the path of a segment of this run; raises VersionUnavailableError where it is none."""
-    path, ours = Path(location), segment_path(run_folder, "")
-    if path.parent != ours.parent or not path.name.startswith(ours.name):
+    path, ours = Path(location), folders_of_run(run_folder)
+    if path.parent.parent != ours.parent or not path.parent.name.startswith(ours.name):
         raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
     return path
 
@@ -182,7 +179,7 @@ class SharedMemoryReader(MediumReader):
         with ExitStack() as opened:
             # Where no lock can be had the learner is about to write, or is gone: the sequence number tells.
             with suppress(OSError):
-                lock = os.open(beside(segment.path, f"slot{slot}"), os.O_RDONLY)
+                lock = os.open(segment.path.with_name(f"slot{slot}"), os.O_RDONLY)
                 opened.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             check()
@@ -204,16 +201,11 @@ class SharedMemoryReader(MediumReader):
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002 - small
         """Read the delta's file; see MediumReader."""
-        return read_blob(beside(check_location(self._run_folder, available.location), name), num_bytes)
+        return read_blob(check_location(self._run_folder, available.location).with_name(name), num_bytes)
 
     def close(self) -> None:
         """Forget the mapping; it goes when nothing refers to it any more."""
         self._segment = None
-
-
-def beside(segment: Path, name: str) -> Path:
-    """Return a file that belongs to a segment: `slot0`, which its readers hold a shared lock on, or a delta."""
-    return segment.with_name(f"{segment.name}.{name}")
 
 
 def _slots_of(header: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import zmq
@@ -33,9 +35,13 @@ from asyncrl.weights.media.zeromq import (
 )
 from asyncrl.weights.sockets import WINDOW, ask, decode, open_dealer
 
+T = TypeVar("T")
+
 STALLED_AFTER_S = 20.0
 SLOW_BYTES_PER_S = 4 << 20
-"""A feeder that sends less than this for SILENT_AFTER_S is slow: a network this slow is none for weights."""
+"""A generator that sends less than this for SILENT_AFTER_S is slow, and the learner feeds us."""
+LEAST_PART_BYTES = 64 << 10
+"""Where a link brings less than a part in SILENT_AFTER_S, smaller ones are asked for, down to these."""
 ASK_EVERY_S = 1.0
 ASK_WAITING_S = 0.1
 BLOBS_KEPT = 4
@@ -68,14 +74,8 @@ class ZeroMQReader(MediumReader):
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
         """Ask for the version part by part; see MediumReader."""
-        key, found = (available.version, available.fingerprint), b""
-
-        def verify() -> bool:
-            nonlocal found
-            found = fingerprints_of(into, bucket_ends(available.manifest))
-            return found == available.bucket_fingerprints
-
-        self._get(key, available.location, into, cancelled, verify)
+        key, find = (available.version, available.fingerprint), partial(fingerprints_of, into, bucket_ends(available.manifest))
+        found = self._get(key, available.location, into, cancelled, find, available.bucket_fingerprints)
         self._whole = key
         return found
 
@@ -83,7 +83,7 @@ class ZeroMQReader(MediumReader):
         """Ask for a delta; see MediumReader. It is about to be applied to the buffer, which is served no more."""
         blob = memoryview(bytearray(num_bytes))
         expected = next(delta.fingerprint for delta in available.deltas if delta.name == name)
-        self._get((BLOB, name), available.location, blob, cancelled, lambda: blob_fingerprint(bytes(blob)) == expected)
+        self._get((BLOB, name), available.location, blob, cancelled, lambda: blob_fingerprint(bytes(blob)), expected)
         if self.server is not None:
             for old in [key for key in self.server.held() if key[0] == BLOB][:-BLOBS_KEPT]:
                 self.server.drop(old)
@@ -95,8 +95,10 @@ class ZeroMQReader(MediumReader):
             self.server.close()
         self.context.destroy(linger=0)
 
-    def _get(self, key: Key, location: str, into: memoryview, cancelled: threading.Event, verify: Callable[[], bool]) -> None:
-        """Fetch something, serve what arrives of it, and go on serving it where it is right."""
+    def _get(
+        self, key: Key, location: str, into: memoryview, cancelled: threading.Event, find: Callable[[], T], announced: T
+    ) -> T:
+        """Fetch something, serve what arrives of it, and go on serving it where the fingerprint that `find` returns is right."""
         if self.server is not None:
             if self._whole is not None:
                 self.server.drop(self._whole)
@@ -105,11 +107,13 @@ class ZeroMQReader(MediumReader):
         fetch = _Fetch(self, key, location, into, self._distrusted[1] if self._distrusted[0] == key else "")
         try:
             fetch.run(cancelled)
-            is_right = verify()
+            found = find()
+            is_right = found == announced
             if is_right:
                 fetch.tell(is_whole=True)
             else:
                 self._distrusted = key, fetch.feeder or fetch.lost
+            return found
         finally:
             if not is_right and self.server is not None:
                 self.server.drop(key)
@@ -126,6 +130,7 @@ class _Fetch:
         self._into = into
         self._have = self._asked = 0
         """Bytes that are here, and bytes that were asked for: in order, whoever feeds us."""
+        self._part_bytes = reader.chunk_bytes
         self.lost = lost
         """The generator that fed us and is not to do so any more."""
         self.feeder: str | None = None
@@ -142,7 +147,7 @@ class _Fetch:
         Raises:
             VersionUnavailableError: It is gone, does not come, or the fetch was cancelled.
         """
-        total, window = len(self._into), WINDOW * self._reader.chunk_bytes
+        total = len(self._into)
         while self._have < total:
             now = time.monotonic()
             if cancelled.is_set():
@@ -150,8 +155,8 @@ class _Fetch:
             self._leave_the_silent(now)
             if now - self._told_s >= (ASK_WAITING_S if self.feeder is None else ASK_EVERY_S):
                 self.tell()
-            while self.feeder is not None and self._asked < min(total, self._have + window):
-                num_bytes = min(self._reader.chunk_bytes, total - self._asked)
+            while self.feeder is not None and self._asked < min(total, self._have + WINDOW * self._part_bytes):
+                num_bytes = min(self._part_bytes, total - self._asked)
                 if not ask(self._source, PartRequest(*self._key, self._asked, num_bytes)):
                     break
                 self._asked += num_bytes
@@ -185,7 +190,9 @@ class _Fetch:
         if self.feeder and (is_silent or is_slow):
             self._leave()
         elif self.feeder == LEARNER and is_silent:
-            # The connection broke: what was asked for is lost. A new one has none of the old answers.
+            # The connection broke: what was asked for is lost. A new one has none of the old answers. Or the link is slow: libzmq
+            # shows a part once it is whole, and breaks a connection off on which none comes for long.
+            self._part_bytes = min(self._part_bytes, max(LEAST_PART_BYTES, self._part_bytes // 4))
             self._learner.close(linger=0)
             self._learner = self._connect(self._location)
             self._be_fed_by(LEARNER, self._learner)
@@ -214,6 +221,8 @@ class _Fetch:
                     np.copyto(np.frombuffer(self._into[offset : self._have], np.uint8), np.frombuffer(part, np.uint8))
                     if self._reader.server is not None:
                         self._reader.server.put(self._key, self._into, self._have)
+                    if time.monotonic() - self._part_s < SILENT_AFTER_S / 8:
+                        self._part_bytes = min(2 * self._part_bytes, self._reader.chunk_bytes)
                     self._part_s = self._sign_s = time.monotonic()
             case FeederReply() | PartReply() if is_learner:
                 pass

@@ -61,10 +61,9 @@ def is_gone(process: psutil.Process) -> bool:
 class VLLMEngines:
     """One engine for each `config.json`, on the session's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         self._engines: dict[bytes, VLLMEngine] = {}
-        self._stack = AsyncExitStack()
-        self.close = self._stack.aclose
+        self._stack = stack
 
     async def like_new(self, folder: Path) -> VLLMEngine:
         """Return an engine that holds the folder's weights as version -1, with nothing running; start it if need be."""
@@ -81,9 +80,8 @@ class VLLMEngines:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engines():
-    engines = VLLMEngines()
-    yield engines
-    await engines.close()
+    async with AsyncExitStack() as stack:
+        yield VLLMEngines(stack)
 
 
 @pytest.fixture(scope="session")

@@ -71,14 +71,18 @@ async def test_bytes_in_a_mapped_file_are_cast_to_the_engines_own_dtype(engine: 
     await assert_holds(engine, new)
 
 
-async def test_a_file_that_is_gone_and_a_fetch_that_breaks_off_stop_sampling_until_a_whole_version_came(engine, tmp_path) -> None:
+async def test_a_fetch_that_breaks_off_stops_sampling_until_a_whole_version_came_and_one_that_brings_nothing_does_not(
+    engine, tmp_path
+) -> None:
     gone = in_a_file(tensors_of(make_model(1)), tmp_path)
     os.unlink(gone.path)
     broken = deferred(tensors_of(make_model(4)), tmp_path, "half")
     for tensors, said in ((gone, "cannot be mapped"), (broken, "the sender is gone")):
+        assert engine.has_weights
         with pytest.raises(BroadcastError, match=said):
             await engine.load_weights(1, tensors, "keep")
         assert engine.version == -1
+    assert not engine.has_weights
     async with asyncio.TaskGroup() as tasks:
         held = tasks.create_task(collect(engine.submit(make_request("held"))))
         with pytest.raises(TimeoutError):
@@ -156,16 +160,11 @@ async def test_members_that_begin_after_an_update_do_not_use_keys_that_others_le
 async def test_a_group_shares_its_prompt_in_the_prefix_cache(engine: VLLMEngine) -> None:
     prompt = tuple(range(2, 60)) * 2
     await collect(engine.submit(make_request("first", 0, prompt)))
-    *_, last = [output async for output in engine.backend.llm.generate(*hand_made(engine, prompt))]
-    assert last.num_cached_tokens >= 96
-
-
-def hand_made(engine: VLLMEngine, prompt: tuple[int, ...]):
-    """What the engine gives vLLM for a member, to see what vLLM says about it."""
-    from vllm import SamplingParams as VLLMSamplingParams
-
+    # What the engine gives vLLM for a member, to see what vLLM says about it.
     salted = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": f"{engine._mark}-{engine._num_loads}"}
-    return salted, VLLMSamplingParams(max_tokens=2), "by-hand"
+    params = import_module("vllm").SamplingParams(max_tokens=2)
+    *_, last = [output async for output in engine.backend.llm.generate(salted, params, "by-hand")]
+    assert last.num_cached_tokens >= 96
 
 
 async def test_requests_aborted_at_any_moment_leave_nothing_behind(engine: VLLMEngine) -> None:

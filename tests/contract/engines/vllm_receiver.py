@@ -11,7 +11,9 @@ from asyncrl.schema.weights import WeightsAvailable
 
 class FileReceiver:
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stop half-way where the announcement says so, of one engine's workers or of all."""
+        """Bring nothing, or stop half-way, where the announcement says so, of one engine's workers or of all."""
+        if available.fingerprint == "nothing":
+            raise BroadcastError("the sender is gone")
         tensors = torch.load(available.location)
         place = torch.empty(max(tensor.numel() for tensor in tensors.values()), device=device)
         for number, (name, tensor) in enumerate(tensors.items()):

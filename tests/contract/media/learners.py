@@ -27,9 +27,9 @@ MEDIA = {
 """Those that run here."""
 
 
-def tensors_of(version: int, num_values: int = NUM_VALUES) -> dict[str, torch.Tensor]:
+def tensors_of(version: int, num_values: int = NUM_VALUES, num_tensors: int = 4) -> dict[str, torch.Tensor]:
     """Tensors that are all `version`, so that a mixture shows."""
-    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(4)}
+    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(num_tensors)}
 
 
 class Learner:

@@ -130,11 +130,6 @@ class Peak(msgspec.Struct):
     """Whether each version was loaded as it was published."""
 
 
-def model_of(version: int, num_values: int) -> dict[str, torch.Tensor]:
-    """A model that is all `version`."""
-    return {f"layer.{index}": torch.full((num_values,), float(version)) for index in range(NUM_TENSORS)}
-
-
 class Memory:
     """What this process has in memory."""
 
@@ -153,7 +148,8 @@ class Memory:
 
 def publish_and_load(case: Case, folder: Path, num_values: int) -> Peak:
     """Publish some versions in place, as an optimizer does, and take each in as the embedded engine does."""
-    trained, loaded, are_right = model_of(0, num_values), model_of(-1, num_values), True
+    trained, loaded = tensors_of(0, num_values, NUM_TENSORS), tensors_of(-1, num_values, NUM_TENSORS)
+    are_right = True
     memory = Memory()
     learner, subscriber = Learner(case.config, folder), Subscriber(case.config, folder)
     for version in range(1, 5):

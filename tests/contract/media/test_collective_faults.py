@@ -138,9 +138,8 @@ def why_not_opened(size: int, device: str) -> str:
     """What becomes of rank 0's group where nobody else comes."""
     store, _ = open_store("127.0.0.1", TIMEOUT_S)
     group = Group("nccl", 0, size, "127.0.0.1", 0.2, store, torch.device(device))
-    give_up_s = time.monotonic() + TIMEOUT_S
     with pytest.raises(GroupBrokenError) as error:
-        group.wait_open(lambda: time.monotonic() > give_up_s)
+        group.wait_open(lambda: None)
     group.leave()
     return str(error.value)
 

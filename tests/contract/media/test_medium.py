@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,7 @@ from asyncrl.weights.media.registry import open_reader
 from asyncrl.weights.media.shared_memory import HEADER_BYTES, SharedMemoryReader
 from asyncrl.weights.media.zeromq import FeederRequest, PartRequest
 from asyncrl.weights.media.zeromq_reader import ZeroMQReader
-from asyncrl.weights.shm_segments import remove_leftover_segments, segment_path
+from asyncrl.weights.shm_segments import folders_of_run, remove_leftover_segments
 from asyncrl.weights.sockets import ask, open_dealer
 from asyncrl.weights.subscriber import Subscriber
 from tests.builders import outcome_of
@@ -65,26 +64,16 @@ def processes() -> Iterator[LineProcesses]:
         yield processes
 
 
-@dataclasses.dataclass
-class Generators:
-    """Two long-lived subscriber processes."""
+@pytest.fixture
+def told_to_fetch(processes, config, tmp_path) -> Callable[[WeightsAvailable], LineProcess]:
+    """Has a long-lived subscriber process fetch a version, and returns it."""
 
-    processes: LineProcesses
-    config: BroadcastConfig
-    run_folder: Path
-
-    def tell(self, number: int, available: WeightsAvailable) -> LineProcess:
-        generator = self.processes.take(2)[number]
-        generator.tell(Order(self.config, str(self.run_folder), available))
+    def tell(available: WeightsAvailable) -> LineProcess:
+        (generator,) = processes.take(1)
+        generator.tell(Order(config, str(tmp_path), available))
         return generator
 
-    def fetch(self, available: WeightsAvailable) -> Fetched:
-        return self.tell(0, available).hear(Fetched)
-
-
-@pytest.fixture
-def generators(processes, config, tmp_path) -> Generators:
-    return Generators(processes, config, tmp_path)
+    return tell
 
 
 @contextlib.contextmanager
@@ -141,24 +130,24 @@ async def test_a_racing_publisher_never_yields_a_mixture_and_what_it_leaves_when
     assert left_behind(tmp_path) == (kept if isinstance(config.medium, FilesMedium) else set())
 
 
-def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(learner, generators):
+def test_a_version_long_gone_is_a_clear_error_and_the_newest_still_comes(learner, told_to_fetch):
     first = learner.publish(1)
     for version in (2, 3, 4):
         newest = learner.publish(version)
-    assert "version 1" in generators.fetch(first).error
-    assert generators.fetch(newest) == Fetched(4, [4.0])
+    assert "version 1" in told_to_fetch(first).hear(Fetched).error
+    assert told_to_fetch(newest).hear(Fetched) == Fetched(4, [4.0])
 
 
-def test_a_subscriber_killed_in_the_middle_disturbs_nobody(learner, generators):
-    generators.tell(1, learner.publish(1, tensors_of(1, 2_000_000))).kill()
+def test_a_subscriber_killed_in_the_middle_disturbs_nobody(learner, told_to_fetch):
+    told_to_fetch(learner.publish(1, tensors_of(1, 2_000_000))).kill()
     for version in (2, 3, 4):
         available = learner.publish(version, tensors_of(version, 2_000_000))
-    assert generators.fetch(available) == Fetched(4, [4.0])
+    assert told_to_fetch(available).hear(Fetched) == Fetched(4, [4.0])
 
 
-def test_a_stopped_subscriber_does_not_hold_the_publisher_up(learner, generators):
-    assert generators.fetch(learner.publish(1)).error == ""
-    peer = generators.tell(0, learner.publish(2))
+def test_a_stopped_subscriber_does_not_hold_the_publisher_up(learner, told_to_fetch):
+    assert told_to_fetch(learner.publish(1)).hear(Fetched).error == ""
+    peer = told_to_fetch(learner.publish(2))
     peer.process.send_signal(signal.SIGSTOP)
     try:
         for version in range(3, 23):
@@ -166,7 +155,7 @@ def test_a_stopped_subscriber_does_not_hold_the_publisher_up(learner, generators
     finally:
         peer.process.send_signal(signal.SIGCONT)
     assert peer.hear(Fetched).version == 2
-    assert generators.fetch(available) == Fetched(22, [22.0])
+    assert told_to_fetch(available).hear(Fetched) == Fetched(22, [22.0])
 
 
 def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable, stalled_after_s: float = 20.0) -> set[float]:
@@ -187,9 +176,9 @@ def read(config: BroadcastConfig, run_folder: Path, available: WeightsAvailable,
 
 
 def left_behind(run_folder: Path) -> set[str]:
-    weights, ours = run_folder / "weights", segment_path(run_folder, "")
-    segments = ours.parent.glob(f"{ours.name}*")
-    return {str(path.relative_to(weights)) for path in weights.rglob("*") if path.is_file()} | {path.name for path in segments}
+    weights, ours = run_folder / "weights", folders_of_run(run_folder)
+    shared = {str(path.relative_to(ours.parent)) for path in ours.parent.glob(f"{ours.name}*/*")}
+    return {str(path.relative_to(weights)) for path in weights.rglob("*") if path.is_file()} | shared
 
 
 @pytest.mark.parametrize("config", [BroadcastConfig(medium=medium, verify=True) for medium in MEDIA.values()], ids=MEDIA)
@@ -298,7 +287,8 @@ def test_a_learner_that_lives_keeps_its_shared_memory_whoever_starts_under_the_s
         assert left_behind(tmp_path) == its_files
         assert remove_leftover_segments(tmp_path) == []
         assert (read(config, tmp_path, first), read(config, tmp_path, second)) == ({1.0}, {2.0})
-    assert {path.name for path in remove_leftover_segments(tmp_path)} == its_files
+    assert len(remove_leftover_segments(tmp_path)) == 1
+    assert left_behind(tmp_path) == set()
 
 
 @ONLY["zeromq"]

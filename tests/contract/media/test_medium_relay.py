@@ -254,3 +254,11 @@ def test_a_break_costs_what_was_under_way_and_nothing_else(learner, relay):
         link.break_off()
         assert fetch.join() == {1.0}
     assert learner.writer.server.served_bytes <= MODEL_BYTES + 4 * WINDOW_BYTES
+
+
+def test_a_link_that_takes_long_for_one_part_brings_the_version_in_smaller_ones():
+    medium = ZeroMQMedium(chunk_bytes=MODEL_BYTES, fanout=1)
+    with contextlib.closing(ZeroMQWriter(medium)) as writer, contextlib.closing(ZeroMQReader(medium)) as reader:
+        available = SlotLearner(writer, MANIFEST).publish(1)
+        with tcp_proxy(available.location, bytes_per_s=2_000_000) as link:
+            assert Fetch(reader, through(link, available)).join() == {1.0}

@@ -20,8 +20,7 @@ import pytest
 import asyncrl
 from asyncrl.config.load import parse_config
 from asyncrl.config.run import ProcessNeeds, RayLaunch
-from asyncrl.control.launch.controller_process import is_live
-from asyncrl.control.launch.processes import ProcessSpec
+from asyncrl.control.launch.processes import ProcessSpec, is_live
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import LaunchError, RunLostError
 from asyncrl.observe.steps import read_steps

@@ -15,7 +15,7 @@ from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import TrainState
-from asyncrl.packing.tensors import pack_step
+from asyncrl.packing.pack import pack_step
 from asyncrl.schema.samples import Prompt, Sample, ScoredGroup, ScoredSample, derive_seed, ids_to_bytes, logprobs_to_bytes
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import PromptSequence

@@ -18,13 +18,11 @@ from asyncrl.config.algorithm import CriticConfig, KLConfig, MaskedSequence, Sec
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.learner.checkpoint import contribute_checkpoint, load_trainer, save_checkpoint
+from asyncrl.learner.checkpoint import build_train_state, contribute_checkpoint, load_trainer, save_checkpoint
 from asyncrl.learner.checkpoint_folder import TrainerState
-from asyncrl.learner.model.critic import Critic
-from asyncrl.learner.model.policy import Reference, character_tokenizer, publishable_tensors
+from asyncrl.learner.model.policy import Critic, Reference, character_tokenizer, publishable_tensors
 from asyncrl.learner.ranks.fsdp import Divider, whole, whole_tensors
 from asyncrl.learner.ranks.group import joined_ranks
-from asyncrl.learner.resume import build_train_state
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.learner.train_state import open_offload
 from asyncrl.models.adapters import adapters_off, add_adapters

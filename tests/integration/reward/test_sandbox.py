@@ -1,12 +1,12 @@
 """The sandbox against programs that mean harm, and the judging against programs that want to pass without being right."""
 # ruff: noqa: E501 - programs are quoted as they are
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.reward.sandbox.bubblewrap import ProgramStopped, Sandbox, open_sandbox, probe_sandbox, resident_bytes_of_tree
 from asyncrl.reward.sandbox.code_exec import CodeTest, run_tests
+from tests.builders import until
 from tests.integration.conftest import assert_gone
 
 STATUS = probe_sandbox()
@@ -218,7 +219,7 @@ sys.stdin.read()
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
-    wait_until(lambda: len(inside(pid)) >= 3)
+    asyncio.run(until(lambda: len(inside(pid)) >= 3))
     those = inside(pid)
     owner.kill()
     owner.communicate()
@@ -239,7 +240,7 @@ def test_one_judge_serves_all_programs_and_is_replaced_where_it_hangs_or_dies():
     assert run_tests(sandbox, double, asked) == 2
     assert sandbox.judge().pid == second != first
     os.kill(second, signal.SIGKILL)
-    wait_until(lambda: sandbox.judge().pid != second)
+    asyncio.run(until(lambda: sandbox.judge().pid != second))
     assert run_tests(sandbox, double, asked) == 2
     third = sandbox.judge().pid
     sandbox = None
@@ -266,11 +267,3 @@ def inside(pid: int) -> set[psutil.Process]:
         return {top, *top.children(recursive=True)}
     except psutil.NoSuchProcess:
         return set()
-
-
-def wait_until(condition) -> None:
-    """Poll: the kernel offers no event for the end of somebody else's process."""
-    deadline_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

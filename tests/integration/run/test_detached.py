@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.control.launch.controller_process import is_live, read_endpoint
+from asyncrl.control.launch.processes import is_live, read_endpoint
 from asyncrl.observe.steps import read_events, read_steps
 from asyncrl.schema.status import ENDED
 from tests.integration.conftest import ASYNCRL, NO_EVALUATION, NO_MODEL, NO_MODELS, reached, recorded_pids, written

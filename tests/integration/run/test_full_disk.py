@@ -12,10 +12,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import asyncrl
 from asyncrl.clock import SystemClock
-from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.records import Records, RunRecord
+from asyncrl.serve.records import Guard, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, said, tiny_settings, trained_groups
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import connect_read_only
-from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.launch.processes import find_controllers
 from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import SECONDS_FILE, SecondReport, read_events, read_lines
 from asyncrl.plan.simulator.measured import scenario_of_run

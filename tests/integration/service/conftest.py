@@ -1,9 +1,7 @@
 """A page of a browser, and a daemon, for the tests that have one."""
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 import asyncrl
-from asyncrl.control.launch.controller_process import is_live, read_endpoint
+from asyncrl.control.launch.processes import kill_controllers
 
 pytest.register_assert_rewrite("tests.integration.service.browser")
 
@@ -58,8 +56,5 @@ async def daemon(tmp_path):
     yield one
     if one.process is not None and one.process.returncode is None:
         await one.end()
-    for path in tmp_path.glob("*/runs/*/api.json"):
-        endpoint = read_endpoint(path.parent)
-        if endpoint is not None and is_live(path.parent):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(endpoint.pid, signal.SIGKILL)
+    for folder in tmp_path.glob("*/runs/*"):
+        kill_controllers(folder)

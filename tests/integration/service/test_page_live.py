@@ -11,11 +11,11 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.observe import steps as files
 from asyncrl.schema.status import FailureSeen, ProcessStatus, RunStatus
-from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine, waits
-from asyncrl.serve.records import Demand, Records, RunRecord
+from asyncrl.serve.records import Demand, Guard, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
+from tests.builders import write_rows
 from tests.integration.conftest import NO_MODEL, tiny_settings
 from tests.integration.service.browser import (
     MARKS,
@@ -160,12 +160,11 @@ def service(tmp_path):
         folder = records.run_folder("busy")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(dump_config(parse_config(tiny_settings(tmp_path, name="busy"))))
-        with contextlib.closing(files.JsonLines(folder / files.STEPS_FILE)) as steps:
-            for step in range(3):
-                steps.write(files.StepReport(
-                    step=step, version=step + 1, time_s=1e9 + step, reward_mean=step / 7, staleness_mean=step / 3,
-                    staleness_max=step, learner_idle=step / 11, generators_idle=step / 13,
-                ))  # fmt: skip
+        for step in range(3):
+            write_rows(folder / files.STEPS_FILE, files.StepReport(
+                step=step, version=step + 1, time_s=1e9 + step, reward_mean=step / 7, staleness_mean=step / 3,
+                staleness_max=step, learner_idle=step / 11, generators_idle=step / 13,
+            ))  # fmt: skip
         processes = (
             ProcessStatus("learner", "learner", 71, "ready", 0, "the batch of step 3", 0.42),
             ProcessStatus("generator-0", "generator", 72, "ready", 2, "weights of version 3", 0.18, joined=True),

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 import asyncrl
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.load import parse_config
-from asyncrl.control.launch.controller_process import find_controllers, is_live, read_endpoint, until_gone
+from asyncrl.control.launch.processes import find_controllers, is_live, kill_controllers, read_endpoint, until_gone
 from asyncrl.control.tools.inspect import inspect_run
 from asyncrl.observe.samples import read_samples, read_tokens
 from asyncrl.observe.steps import SECONDS_FILE, EventKind, SecondReport, read_events, read_lines, read_steps
 from asyncrl.schema.samples import ids_from_bytes
 from asyncrl.serve.daemon import view_runs
 from asyncrl.serve.records import Records
+from tests import builders
 from tests.integration import conftest as kit
 from tests.integration.placement.test_synchronous_equality import plain_loop
 
@@ -476,23 +477,15 @@ async def test_systemd_is_told_and_a_container_drains(daemon, tmp_path):
         assert (went_on.state, went_on.attempts) == ("live", 2)
 
 
-async def controllers_of(folder: Path) -> list[int]:
-    """The controller of a run, as soon as there is one."""
-    async with asyncio.timeout(120):
-        while not (pids := find_controllers(folder)):
-            await asyncio.sleep(0.02)
-    return pids
-
-
 async def test_killed_controllers_are_started_again_and_no_more_often_than_allowed(daemon, tmp_path):
     """One before it answers; one whose learner stands still, and is ended; one again and again. What cannot start says why."""
     flag = tmp_path / "goes_on"
     async with await daemon.start(**first_run(tmp_path / "first", HELD.format(flag=str(flag)) + JOINS_LATE)) as server:
         at_once = {"owner__absent": "stop", "owner__grace_s": 0.0}  # somebody holds the run from its first moment on
         await server.submit(settings(tmp_path, num_steps=3, **at_once), name="one")
-        folder, killed = daemon.folder / "runs" / "one", 0
-        for pid in await controllers_of(folder):
-            os.kill(pid, signal.SIGKILL)
+        folder = daemon.folder / "runs" / "one"
+        await builders.until(lambda: find_controllers(folder))
+        kill_controllers(folder)
         flag.touch()
         await ended_as(server, "one", "done", 2)
         kit.assert_every_step_once(folder, 3)
@@ -517,14 +510,10 @@ async def test_killed_controllers_are_started_again_and_no_more_often_than_allow
         await server.submit(settings(tmp_path, num_steps=3), name="two")
         async with asyncio.timeout(120):
             while (record := await server.show("two")).state != "ended":
-                for pid in find_controllers(daemon.folder / "runs" / "two"):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                        killed += 1
+                kill_controllers(daemon.folder / "runs" / "two")
                 await asyncio.sleep(0.1)
         assert (record.outcome, record.attempts) == ("failed", 3)
         assert "3 times without a step" in record.reason
-        assert killed >= 3
 
 
 async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_its_daemon_is_killed(daemon, tmp_path):
@@ -536,7 +525,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
 
     async with await daemon.start(**first_run(tmp_path / "first", HELD.format(flag=str(flag)))) as server:
         await server.submit(settings(tmp_path, num_steps=1000), name="told")
-        await controllers_of(daemon.folder / "runs" / "told")
+        await builders.until(lambda: find_controllers(daemon.folder / "runs" / "told"))
         assert (await server.show("told")).state == "starting"
         async with asyncio.TaskGroup() as group:
             group.create_task(let_go())
@@ -545,7 +534,7 @@ async def test_a_run_that_is_starting_can_be_told_to_end_and_is_adopted_where_it
         flag.unlink()
         await server.submit(settings(tmp_path, num_steps=3), name="adopted")
         folder = daemon.folder / "runs" / "adopted"
-        await controllers_of(folder)
+        await builders.until(lambda: find_controllers(folder))
         await daemon.kill()
     assert read_endpoint(folder) is None
     flag.touch()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 import asyncrl
-from asyncrl.control.launch.controller_process import is_live
+from asyncrl.control.launch.processes import is_live
 from asyncrl.observe.steps import read_evals, read_events
 from tests.builders import outcome_of
 from tests.integration.conftest import NO_EVALUATION, NO_MODELS, assert_balanced, written

@@ -114,6 +114,7 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
         with pytest.raises(asyncrl.RunError, match=r"buffer\.max_staleness cannot change here: learner\.kind = 'driven'"):
             await session.run.change({"buffer.max_staleness": 1})
         third = await session.train_step(await session.take(), rewards=[[3.0] * 4] * 4)
+        await session.release(await session.take())
         with pytest.raises(asyncrl.RunError, match="trained, released or dropped"):
             await session.train_step(taken)
         saved = await session.save()
@@ -137,6 +138,8 @@ async def test_losses_and_rewards_of_the_caller_who_may_be_cancelled_and_call_ag
     async with asyncrl.Session(resume=folder, reward=reward) as session:  # whose run never heard of its last step
         assert (session.version, (await session.run.status()).version) == (4, 4)
         taken, (weights,) = await session.take(), (tmp_path / "weights").iterdir()
+        prompts = PromptSequence(build_task(session.config.task, session.config.seed).train, session.config.seed)
+        assert [group.prompt for group in taken] == [prompts[index] for index in range(20, 24)]  # 4 were released
         shutil.move(weights, tmp_path / "aside")
         with pytest.raises(asyncrl.AsyncRLError, match=r"version 5 was not published: .*No such file"):
             await session.train_step(taken)

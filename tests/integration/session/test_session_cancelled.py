@@ -74,7 +74,11 @@ def held() -> set[object]:
 
 async def nothing_is_left(session: asyncrl.Session, before: set[object]) -> None:
     """Looked at after each cancelled call; what is on its way out has some seconds."""
-    running = {"controller-wait", "rewards"}  # the run's own, the second in several tasks and at one connection
+    running = {
+        "controller-wait",
+        "end-of-controller",
+        "rewards",
+    }  # the run's own, the last in several tasks and at one connection
     await until(lambda: {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == running)
     await until(lambda: len(session.run._http.connector._acquired) <= 1 and held() == before)
     assert (session._thread._work_queue.qsize(), session._training.locked()) == (0, False)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms.advantages import ADVANTAGES, AdvantageConfig, AdvantageInputs, whitened
-from asyncrl.algorithms.returns import LOG_RATIO_LIMIT
+from asyncrl.algorithms.diagnostics import LOG_RATIO_LIMIT
 from asyncrl.config.algorithm_table import ADVANTAGE_RULES
 
 OF_GROUPS = [name for name, rule in ADVANTAGE_RULES.items() if rule.needs_groups]

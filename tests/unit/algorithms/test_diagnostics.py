@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms import diagnostics
-from asyncrl.schema.batches import PackedSample, StepBatch
+from asyncrl.schema.samples import PackedSample, StepBatch
 
 
 def test_policies_far_apart_stay_finite_and_sequences_without_tokens_do_not_count():

@@ -1,4 +1,7 @@
-"""Losses against slow float64 references, values and gradients, and what all of them keep. Masked tokens hold NaN throughout."""
+"""Losses against slow float64 references, values and gradients, and what all of them keep. Masked tokens hold NaN throughout.
+
+KL estimators beside the numbers of tests/golden.
+"""
 
 import itertools
 import math
@@ -10,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.corrections import correct
-from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators
+from asyncrl.algorithms.loss_terms import AGGREGATIONS, count_denominators, interpolated_proximal, kl_penalty
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.algorithms.types import Denominators, LossConfig
+from asyncrl.algorithms.types import KL_ESTIMATORS, Denominators, LossConfig
 from asyncrl.config import algorithm as kinds
 from asyncrl.config.algorithm_table import LOSS_RULES
 
@@ -215,3 +218,52 @@ def test_an_update_that_is_all_masked_rejected_or_empty_is_zero_everywhere(name,
         loss, slope = run(name, counted_for(inputs, config), config)
         assert loss == 0
         assert (slope == 0).all()
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", -0.5), ("k2", 0.125), ("k3", 0.1487212707), ("abs", 0.5)])
+def test_the_value_of_each_estimator(estimator, expected):
+    assert KL_ESTIMATORS[estimator](torch.tensor(-0.5, dtype=torch.float64)).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_with_the_gradient_of_k2_every_estimator_has_the_gradient_of_the_divergence(estimator):
+    """By enumeration over a small vocabulary."""
+    logits, reference = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    current, reference = logits.requires_grad_().log_softmax(0), reference.log_softmax(0)
+    values = kl_penalty(
+        current,
+        current,
+        reference,
+        torch.ones(7, dtype=torch.bool),
+        kinds.KLConfig(estimator=estimator, gradient="k2", cap=math.inf),
+    )
+    torch.testing.assert_close(values, KL_ESTIMATORS[estimator](current - reference))
+    both = (current.detach().exp() * values).sum(), (current.exp() * (current - reference)).sum()
+    got, wanted = (torch.autograd.grad(each, logits, retain_graph=True) for each in both)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("gradient", ["own", "k2", "ratio"])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_beyond_the_cap_the_value_is_the_cap_and_the_gradient_zero(estimator, gradient):
+    current = torch.tensor([-1.0, -14.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -14.0], dtype=torch.float64)
+    everywhere = torch.ones(3, dtype=torch.bool)
+    got = kl_penalty(
+        current, current.detach(), reference, everywhere, kinds.KLConfig(estimator=estimator, gradient=gradient, cap=5.0)
+    )
+    free = KL_ESTIMATORS[estimator](current.detach() - reference)
+    beyond = free.abs() > 5
+    assert beyond.sum() == 2
+    torch.testing.assert_close(got.detach(), free.clamp(-5, 5))
+    (slope,) = torch.autograd.grad(got.sum(), current)
+    # The ratio's own gradient stays: the penalty there is the constant cap times the ratio.
+    torch.testing.assert_close(slope[beyond], got.detach()[beyond] if gradient == "ratio" else torch.zeros(2).double())
+    assert slope[~beyond] != 0
+
+
+def test_fresh_future_and_unknown_tokens_keep_the_behaviour_policy():
+    behaviour, current = torch.tensor([-1.0, -2.0, -3.0, -2.0]), torch.tensor([0.0, -1.0, -2.0, -1.0], requires_grad=True)
+    got = interpolated_proximal(current, behaviour, torch.tensor([4, 6, -1, 0]), current_version=4)
+    assert got.tolist() == [-1.0, -2.0, -3.0, -1.25]
+    assert not got.requires_grad

@@ -12,14 +12,16 @@ from asyncrl.buffer.ledger.store import connect_read_only
 from asyncrl.buffer.open import open_buffer
 from asyncrl.config.load import parse_config
 from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.observe.decisions import UNTRAINED
 from asyncrl.schema.samples import Prompt, SampleFailure, Samples, ids_to_bytes, logprobs_to_bytes
 from tests.builders import make_sample, outcome, score_of
 
 
-def _config(algorithm=None, learner=None, **buffer):
+def _config(algorithm=None, learner=None, observe=None, **buffer):
     return parse_config({
         "algorithm": {"groups_per_step": 1, "group_size": 2, **(algorithm or {})},
         "learner": learner or {},
+        "observe": observe or {},
         "buffer": {"max_staleness": 1, "min_group_members": 1, **buffer},
     })
 
@@ -137,6 +139,28 @@ def test_a_memory_ledger_cannot_repeat_a_trained_step(tmp_path):
     assert buffer.learner_restarted(0, 3.0) == (0,)
     with pytest.raises(LedgerError, match=r"buffer.ledger is 'memory'"):
         buffer.take(0, 4.0)
+
+
+def test_with_record_all_samples_that_no_step_trains_are_told_once_each_with_the_reason(tmp_path):
+    config, told = _config(ledger="memory", max_staleness=9, observe={"record": "all"}), []
+    buffer = open_buffer(config, tmp_path, watch=lambda name, event, *_: told.append(event) if name == UNTRAINED else None)
+    for group_id in range(4):
+        _issue(buffer)
+        buffer.add_samples([Samples.of([make_sample(group_id, index) for index in range(2)])], 1.0)
+    buffer.add_failure(SampleFailure(0, 1, 0, "reward", "it took too long"), 1.0)
+    buffer.add_scores([score_of(0, 0, 1.0)], 2.0)
+    assert isinstance(buffer.take(0, 3.0), TakenStep)
+    buffer.mark_trained(0, 4.0)
+    buffer.drop_group(1, "by hand", 3.0)
+    buffer.add_scores([score_of(2, 0, 1.0), score_of(2, 1, 0.0)], 2.0)
+    buffer.take(1, 3.0)
+    buffer.set_aside(1, "the learner died over it", 4.0)
+    assert [(one.group_id, one.reason, [sample.index for sample in one.samples]) for one in told] == [
+        (0, "it took too long", [1]), (1, "by hand", [0, 1]), (2, "the learner died over it", [0, 1]),
+    ]  # fmt: skip
+    assert told[0].samples[0] == make_sample(0, 1)
+    buffer.check()
+    buffer.close()
 
 
 # -- resume --------------------------------------------------------------------------------------------------------------

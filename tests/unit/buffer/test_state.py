@@ -2,7 +2,7 @@ import pytest
 
 from asyncrl.algorithms.screening import Screen
 from asyncrl.buffer import events as ev
-from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, BufferLimits, Group, GroupsRestored, choose
+from asyncrl.buffer.group import MOST_REASONS, OTHER_REASONS, BufferLimits, Group, GroupsRestored, choose, staleness_figures
 from asyncrl.buffer.state import BufferState
 from asyncrl.config.algorithm import PreferenceConfig
 
@@ -53,9 +53,9 @@ def test_wait_says_which_groups_it_waits_for_and_why():
 def test_a_bound_of_any_size_is_no_work():
     eta = 2**53
     limits = BufferLimits(groups_per_step=1, max_staleness=eta)
-    old, fresh, running = (Group(number, "p", 1, version) for number, version in ((4, 0), (8, eta), (3, 0)))
+    old, fresh, running = (Group(number, "p", 1, version) for number, version in ((8, 0), (4, eta), (3, 0)))
     old.state = fresh.state = "ready"
-    assert choose(1, [fresh, old, running], 2, limits) == (4,)
+    assert choose(1, [fresh, old, running], 2, limits) == (8,), "the earliest deadline goes first, whichever was issued first"
     assert choose(eta, [fresh, running], 1, limits) == ev.Wait(eta, f"step {eta} is the last chance of 1 group not finished yet")
 
 
@@ -183,3 +183,23 @@ def test_the_lead_learns_nothing_from_time_in_which_the_run_stood_still():
         machine(ev.IssueResumed())
         step(machine.state.next_step)
         assert machine.state.lead.versions == waited
+
+
+# -- staleness ------------------------------------------------------------------------------------------------------------
+
+
+def test_token_sample_in_flight_and_in_queue_parts():
+    figures = staleness_figures(5, [((3, 10), (4, 30)), ((5, 10),)], queue_s=[1.0, 3.0])
+    assert (figures.num_samples, figures.num_tokens, figures.token_max) == (2, 50, 2)
+    assert figures.metrics == pytest.approx({
+        "staleness/token_mean": (30 + 20) / 50, "staleness/token_max": 2, "staleness/masked_tokens": 0,
+        "staleness/mean": 1.0, "staleness/max": 2, "staleness/in_flight_mean": 0.5, "staleness/in_flight_max": 1,
+        "staleness/in_queue_mean": 0.5, "staleness/in_queue_max": 1, "queue/wait_mean_s": 2.0, "queue/wait_max_s": 3.0,
+        "staleness/histogram/0": 0.2, "staleness/histogram/1": 0.6, "staleness/histogram/2": 0.2,
+    })  # fmt: skip
+
+
+def test_masked_tokens_are_counted_apart_and_a_wholly_masked_sample_not_at_all():
+    figures = staleness_figures(5, [((1, 7), (4, 30)), ((2, 9),)], mask_below=3)
+    assert (figures.num_samples, figures.num_tokens, figures.token_max) == (1, 30, 1)
+    assert (figures.metrics["staleness/masked_tokens"], figures.metrics["staleness/in_flight_max"]) == (16, 0)

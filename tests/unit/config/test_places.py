@@ -3,7 +3,7 @@ import pytest
 from asyncrl.config.load import dump_config, load_run_config, parse_config
 from asyncrl.config.places import choose_medium, with_chosen_medium, with_launch_choices
 from asyncrl.errors import ConfigError
-from asyncrl.generate.factory import with_own_server
+from asyncrl.generate.rollout import with_own_server
 from tests.builders import laid_over
 
 VLLM = {"kind": "vllm", "device": "cuda", "max_sequence_tokens": 512}

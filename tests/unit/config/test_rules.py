@@ -126,6 +126,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"broadcast__medium__kind": "nccl", "learner__device": "cuda:1", "generate__engine": VLLM}, "takes one generator a GPU"),
     # Ray
     ({"launch": {"kind": "ray", "address": "ray://head:10001"}}, "Ray's client"),
+    ({"launch": {"kind": "ray"}, "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "transport.host '0.0.0.0' is told to every"),
     (COLOCATED | {"launch__kind": "ray"}, "launch"),
     ({"launch__kind": "ray", "learner__device": "cuda:1"}, "from 0"),
     ({"launch": {"kind": "ray", "learner": {"num_gpus": 0}}, "learner__device": "cuda"}, "launch.learner.num_gpus is 0"),

@@ -6,15 +6,17 @@ import shutil
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.client import Run, connect
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AlreadyRunsError, ConfigError, LaunchError
 from asyncrl.observe.steps import EVAL_FILE, EVENTS_FILE, STEPS_FILE, EvalReport, RunEvent, StepReport
-from asyncrl.schema.status import RunStatus
+from asyncrl.schema.status import ApiEndpoint, RunStatus
 from tests.builders import until, write_rows
 
 
@@ -126,6 +128,22 @@ def test_of_a_start_that_ended_before_its_first_sample_the_next_one_keeps_its_lo
     with Run(config)._prepared_folder():
         left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert left == {"config.toml", "logs/controller.log", "pids.jsonl"}
+
+
+async def test_a_run_that_another_machine_has_open_is_neither_called_lost_nor_touched_and_that_machine_is_named(tmp_path, config):
+    folder = tmp_path / "r"
+    endpoint = msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, "there"))
+    (folder / "api.json").write_bytes(endpoint)
+    before = (folder / "config.toml").read_bytes()
+    with pytest.raises(LaunchError, match=f"the run in {folder} is on there and answers there only; where that machine is gone"):
+        await connect(folder).__aenter__()
+    ledger = SqliteLedger(folder / "ledger.sqlite")
+    with pytest.raises(AlreadyRunsError, match=f"already runs on there; `asyncrl stop {folder}` on there first"):
+        Run(resume=folder, overrides={"num_steps": 7})._prepared_folder().__enter__()
+    ledger.close()
+    assert [(folder / name).read_bytes() for name in ("api.json", "config.toml")] == [endpoint, before]
+    with Run(resume=folder)._prepared_folder():
+        pass  # that machine is gone, and its lock with it
 
 
 def test_a_run_whose_ledger_is_in_memory_is_not_resumed_from_a_checkpoint_and_says_why(tmp_path, config):

@@ -20,9 +20,8 @@ from asyncrl.control.lifecycle.events import DrainRequested, PauseRequested, Res
 from asyncrl.errors import ConnectionClosed, RunError
 from asyncrl.observe.samples import read_samples
 from asyncrl.observe.steps import EvalReport
-from asyncrl.schema.batches import StepBatch, StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
-from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest
+from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest, StepBatch, StepDone
 from asyncrl.schema.status import GroupAsked, GroupsAsked
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
@@ -34,6 +33,7 @@ from tests.in_process import InProcessListener
 B = G = 2
 ETA = 1
 NUM_STEPS = 2
+SECRET = "https://alarms/token"
 
 
 class World:
@@ -74,12 +74,19 @@ class World:
             await generator.send(VersionLive(version, "generator-0", 0.0, 0.0, 0.0), Lane.CONTROL)
         return learner, reward, generator
 
+    async def start_outside(self) -> tuple[Connection, Connection]:
+        """Bring up reward worker and generator of a run whose learner is outside."""
+        await self.launcher.started("generator-0")
+        reward, generator = [await self.join(name.partition("-")[0], name) for name in ("reward-0", "generator-0")]
+        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        return reward, generator
+
     async def let_in(self, name: str = "joined-b-7-0", *, version_is_live: bool = True) -> Connection:
         """Bring up a generator that the run did not start."""
         self.controller.membership.most_joined = 1
         assert self.controller.membership.refusal(hello("generator", name)) == ""
         guest = await self.join("generator", name)
-        assert (await receive(guest, JoinTerms)).config_toml
+        assert SECRET not in (await receive(guest, JoinTerms)).config_toml
         assert (await receive(guest, LoadModel)).model_folder == "model"
         await guest.send(EngineReady(name, 64, -1), Lane.CONTROL)
         if version_is_live:
@@ -111,7 +118,7 @@ async def running(folder: Path, **settings: object) -> AsyncIterator[World]:
         run.cancel()
         await asyncio.wait([run])
         world.controller.reporter.newest = None  # nothing to draw
-        await world.controller.reporter.close(folder)
+        await world.controller.reporter.close()
         world.buffer.close()
 
 
@@ -209,7 +216,7 @@ async def test_a_generator_that_says_twice_that_it_is_ready_keeps_the_groups_it_
 
 
 async def test_a_joining_generator_that_was_cut_off_in_a_pause_and_comes_back_after_it_goes_on(tmp_path):
-    async with running(tmp_path) as world:
+    async with running(tmp_path, observe={"webhook": SECRET}) as world:
         await world.start()
         await world.until("running")
         name = "joined-b-7-0"
@@ -314,9 +321,7 @@ async def test_a_run_that_an_outside_learner_trains_keeps_its_newest_steps_and_g
     num_steps = 2 * KEPT_STEPS
     async with running(tmp_path, num_steps=num_steps + 1, learner={"kind": "external"}) as world:
         api = RunApi(world.controller)
-        await world.launcher.started("generator-0")
-        reward, generator = [await world.join(name.partition("-")[0], name) for name in ("reward-0", "generator-0")]
-        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        reward, generator = await world.start_outside()
         for step in range(num_steps):
             await generate(generator, reward, B, version=step)
             assert (await asyncio.wait_for(api.take(), 30)).step == step
@@ -334,9 +339,7 @@ async def test_a_run_that_an_outside_learner_trains_keeps_its_newest_steps_and_g
 async def test_a_run_that_has_ended_keeps_the_step_that_was_taken_whatever_its_caller_asks_for(tmp_path):
     async with running(tmp_path, learner={"kind": "driven"}) as world:
         api = RunApi(world.controller)
-        await world.launcher.started("generator-0")
-        reward, generator = [await world.join(name.partition("-")[0], name) for name in ("reward-0", "generator-0")]
-        await generator.send(EngineReady("generator-0", 64, 0), Lane.CONTROL)
+        reward, generator = await world.start_outside()
         asked = tuple(GroupAsked(number, Prompt(f"q{number}", text="1=", answer="46")) for number in range(2 * B))
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(api.generate(GroupsAsked("stream", asked, len(asked))))

@@ -83,11 +83,11 @@ async def test_what_is_said_again_frees_no_slot_and_counts_for_nothing():
     sample, held = answer_to(work, 0), bench.buffer.state.pool.members_on
     assert bench.dispatcher.take_samples([sample], "generator-0") == [sample]
     failure = SampleFailure(other.group_id, 0, other.attempt, "generate", "no room")
-    assert bench.dispatcher.take_failure(failure, "generator-0") is True
+    bench.dispatcher.take_failure(failure, "generator-0")
     before = held("generator-0"), bench.dispatcher.generated_tokens
     for _ in range(3):
         assert bench.dispatcher.take_samples([sample, sample], "generator-0") == []
-        assert bench.dispatcher.take_failure(failure, "generator-0") is False
+        bench.dispatcher.take_failure(failure, "generator-0")
     assert (held("generator-0"), bench.dispatcher.generated_tokens) == before == (4 * G - 2, 2)
 
 
@@ -99,7 +99,7 @@ async def test_a_generator_is_told_to_stop_at_a_group_that_is_over_and_its_membe
     assert (await asyncio.wait_for(far.receive(Lane.CONTROL), 30)).message == AbortGroup(work.group_id)
     members = bench.buffer.state.pool.members_on("generator-0")
     failure = SampleFailure(work.group_id, 1, work.attempt, "generate", "aborted after 7 tokens")
-    assert bench.dispatcher.take_failure(failure, "generator-0") is False
+    bench.dispatcher.take_failure(failure, "generator-0")
     assert bench.buffer.state.pool.members_on("generator-0") == members - 1
 
 
@@ -116,7 +116,7 @@ async def test_an_evaluation_survives_its_generator_counts_what_cannot_be_used_a
     assert (beyond.purpose, beyond.group_id < 0) == ("eval", True)
     bench.dispatcher.take_samples([answer_to(beyond, token_ids=ids_to_bytes([3, 500]))], "generator-1")
     failure = SampleFailure(too_long.group_id, 0, too_long.attempt, "generate", "its prompt has no room", "eval")
-    assert bench.dispatcher.take_failure(failure, "generator-1") is True
+    bench.dispatcher.take_failure(failure, "generator-1")
     verdicts = ((math.nan, {}), (1.0, {"answer_match": math.inf}), (1.0, {"answer_match": 1.0}))
     for work, verdict in zip(works, verdicts, strict=True):
         bench.dispatcher.take_samples([answer_to(work)], "generator-1")

@@ -3,17 +3,18 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import why_weights_do_not_reach
-from asyncrl.control.join import JoinRequest, Membership, joined
+from asyncrl.control.join import JoinRequest, Membership, joined, own_config
 from asyncrl.control.lifecycle.events import ProcessPlan
 from asyncrl.errors import ConfigError, ConnectionClosed
 from asyncrl.schema.control import PROTOCOL, Hello, JoinTerms
 from asyncrl.schema.samples import SampleFailure
+from asyncrl.schema.status import ApiEndpoint
 from asyncrl.transport.protocol import Lane, Listener
-from asyncrl.transport.security import CLIENT_FILE, KEYS_FOLDER, bring_client_keys, load_client_keys, make_keys
 from asyncrl.transport.zmq_server import open_listener
 
 
@@ -40,22 +41,6 @@ def test_a_medium_that_does_not_reach_another_machine_says_so(medium, shares_fol
     why = why_weights_do_not_reach(_medium(**medium), shares_folder=shares_folder)
     assert reason in why
     assert bool(why) == bool(reason)
-
-
-def test_keys_that_were_brought_are_private_and_nothing_else_is_taken_for_them(tmp_path):
-    make_keys(tmp_path / "run")
-    file, private = tmp_path / "run" / KEYS_FOLDER / CLIENT_FILE, tmp_path / "private"
-    private.mkdir()
-    bring_client_keys(file, private)
-    assert load_client_keys(private) == load_client_keys(tmp_path / "run")
-    wrong = tmp_path / "wrong"
-    wrong.write_text("no keys")
-    wrong.chmod(0o600)
-    with pytest.raises(ConfigError, match="is no client key"):
-        bring_client_keys(wrong, tmp_path)
-    wrong.chmod(0o644)
-    with pytest.raises(ConfigError, match="others can read it"):
-        bring_client_keys(wrong, tmp_path)
 
 
 async def _run_of(config, folder: Path) -> Listener:
@@ -100,6 +85,38 @@ async def test_weights_that_do_not_reach_this_machine_are_refused_with_what_to_s
         with pytest.raises(ConfigError, match=r"the run is on there, this is .*broadcast\.medium\.kind = 'zeromq'"):
             await joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint").__aenter__()
     await listener.close()
+
+
+SERVERS = ["http://127.0.0.1:8000", "http://10.0.0.5:8000"]
+
+
+@pytest.mark.parametrize(("url", "is_here", "refused"), [
+    ("http://10.0.0.6:8000", False, ""), ("http://127.0.0.1:8000", False, ""), ("http://127.0.0.1:8000", True, "name another"),
+    ("http://10.0.0.5:8000", False, "name another"),
+])  # fmt: skip
+def test_a_generator_joins_a_run_of_several_vllm_servers_with_one_that_is_not_the_run_s(url, is_here, refused):
+    engine = {"kind": "vllm_server", "url": ",".join(SERVERS), "shared_folder": "/shared"}
+    elastic = {"kind": "local", "elastic": {"min_generators": 2, "max_generators": 2}}
+    config = parse_config({
+        "model": {"kind": "pretrained", "path": "m"}, "generate": {"engine": engine, "num_workers": 2}, "launch": elastic,
+        "broadcast": {"medium": {"kind": "files"}},
+    })  # fmt: skip
+    overrides = (f"generate.engine.url={url}",)
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            own_config(_terms(config), overrides, is_here=is_here)
+    else:
+        own = own_config(_terms(config), overrides, is_here=is_here)
+        assert (own.generate.engine.urls, own.generate.num_workers, own.launch) == ((url,), 2, config.launch)
+
+
+async def test_an_address_that_names_no_machine_is_refused_elsewhere_with_what_to_give(tmp_path):
+    (tmp_path / "endpoint").write_text("tcp://0.0.0.0:4711")
+    (tmp_path / "config.toml").write_text(dump_config(_config()))
+    (tmp_path / "api.json").write_bytes(msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, "there")))
+    said = r"every address of there, .*: --address tcp://HOST:4711, and --keys .*client\.key"
+    with pytest.raises(ConfigError, match=said):
+        await joined(JoinRequest(run_folder=str(tmp_path)), 7, "endpoint").__aenter__()
 
 
 def test_a_joining_generator_whose_link_broke_is_let_in_again_and_another_of_its_name_is_not():

@@ -10,8 +10,8 @@ from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
 from asyncrl.observe.spans import SPANS_FILE, read_spans
 from asyncrl.observe.steps import EVENTS_FILE, MOST_LINE_BYTES, STEPS_FILE, RunEvent, StepReport, read_events
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Heartbeat
+from asyncrl.schema.samples import StepDone
 from asyncrl.schema.weights import VersionLive
 from tests.builders import bytes_read, score_of, write_rows
 from tests.virtual_clock import VirtualClock
@@ -23,7 +23,7 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(tmp_path):
     reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path, sinks), VirtualClock())
     reporter.note_answers([score_of(0, 0)])
     with pytest.raises(OSError, match=r"No space left|no network"):
-        await reporter.close(tmp_path)
+        await reporter.close()
     assert all(sink.close.called for sink in sinks)
 
 
@@ -38,7 +38,7 @@ async def test_a_long_run_is_resumed_from_the_ends_of_its_files(tmp_path):
     assert bytes_read() - before < 5 * MOST_LINE_BYTES  # twice of each file: its writer looks for a torn line
     assert reporter.newest == steps[-1]
     reporter.note_event("phase", "running")
-    await reporter.close(tmp_path)
+    await reporter.close()
     assert [event.seq for event in read_events(tmp_path, after=1199)] == [1200, 1201]
 
 
@@ -50,7 +50,7 @@ async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):
             reporter.note_answers([score_of(tick, index, worker="w" * (MOST_SPANS_BYTES // 200))])
         reporter.tick([], [])
         sizes.append(sum(path.stat().st_size for path in tmp_path.glob("spans*")))
-    await reporter.close(tmp_path)
+    await reporter.close()
     assert (tmp_path / "spans.old.jsonl").exists()
     assert max(sizes) <= 3 * MOST_SPANS_BYTES  # two files, and what one tick adds
 
@@ -65,7 +65,7 @@ async def test_a_wait_is_one_span_from_its_beginning_to_when_it_was_last_heard_o
     reporter.tick([], [])
     for since_s, heard_s in ((4.0, 5.0), (5.5, 6.0)):  # it works between the two, and the second lasts until the end
         reporter.tick([Wait("reward-0", "a sample to score", since_s)], [Heartbeat("reward-0", heard_s, "a sample", since_s)])
-    await reporter.close(tmp_path)
+    await reporter.close()
     assert [(one.process, one.attributes["why"], one.start_s, one.end_s) for one in read_spans(tmp_path)] == [
         ("generator-0", "a group", 1.5, 2.0), ("admission", "the staleness bound", 0.0, 0.0), ("generator-0", "resume", 3.0, 3.0),
         ("reward-0", "a sample to score", 4.0, 5.0), ("reward-0", "a sample to score", 5.5, 6.0),
@@ -87,7 +87,7 @@ async def test_of_several_generators_the_slowest_and_the_one_that_differs_most_i
     assert told() == [30.0, 9.0, 0.5]
     reporter.forget("generator-0")
     assert told() == [30.0, 3.0, 0.001]
-    await reporter.close(tmp_path)
+    await reporter.close()
 
 
 async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screens_is_none(tmp_path):
@@ -103,4 +103,4 @@ async def test_a_burst_of_lost_groups_is_one_event_and_what_the_algorithm_screen
         reporter.note_second(dispatcher, peers, learner_idle=False)
     told = [(event.kind, event.text) for event in read_events(tmp_path)]
     assert told == [("drops", f"{a_step + 1} stale, 3 reward")]
-    await reporter.close(tmp_path)
+    await reporter.close()

@@ -1,7 +1,8 @@
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.generate.engine import KVRoom
+from asyncrl.generate.engine import KVRoom, uniforms
 
 
 def test_the_slots_are_what_fits_and_move_only_by_an_eighth_or_to_all_there_are() -> None:
@@ -23,3 +24,14 @@ def test_the_answer_is_at_least_1_at_most_the_configured_number_and_near_what_fi
         told = room.update(free_blocks, running)
         assert 1 <= told <= most
         assert told == room.num_slots == room.update(free_blocks, running)
+
+
+def test_uniforms_are_spread_evenly_over_seeds_and_over_positions() -> None:
+    over_positions = uniforms(np.uint64(7), np.arange(20_000, dtype=np.uint64))
+    over_seeds = uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+    for draws in (over_positions, over_seeds):
+        assert draws.min() >= 0
+        assert draws.max() < 1
+        counts, _ = np.histogram(draws, bins=20, range=(0, 1))
+        assert abs(counts - 1000).max() < 150
+        assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03

@@ -1,13 +1,15 @@
-"""How prompts are laid into prefill forwards, and which rows may lend their keys and values."""
+"""How prompts are laid into prefill forwards, which rows may lend their keys and values, and how tokens are drawn."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers.model import SlotModel
-from asyncrl.generate.transformers.scheduler import InFlight, SlotDecoder
+from asyncrl.generate.transformers.scheduler import DRAW_FIELDS, InFlight, SamplingBatch, SlotDecoder, sample
 from asyncrl.schema.samples import SamplingParams
 from tests.contract.engine_cases import make_model, tensors_of
 
@@ -102,3 +104,11 @@ def test_a_row_that_a_request_was_moved_to_lends_nothing_of_the_one_that_had_it_
     submit(decoder, "after", group_key="after", prompt=(*system, 5))
     submit(decoder, "same", group_key="before", prompt=(*system, 3, 4))
     assert step(decoder) == {4: len(system), 5: 1}
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    rows, logits = 20_000, torch.tensor([2.0, 1.0, 0.0, -1.0])
+    draws = SamplingBatch.of(np.array([(seed, 0.5, 1.0, 0) for seed in range(rows)], dtype=DRAW_FIELDS))
+    tokens, _ = sample(logits.repeat(rows, 1), draws, np.zeros(rows, dtype=np.uint64))
+    seen = np.bincount(tokens, minlength=4) / rows
+    assert seen == pytest.approx(torch.softmax(logits / 0.5, -1).tolist(), abs=0.012)

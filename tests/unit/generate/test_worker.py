@@ -170,6 +170,24 @@ async def test_after_a_load_that_broke_off_a_generator_says_so_and_does_nothing_
         await controller.results(3)
 
 
+async def test_what_has_tokens_begins_again_before_weights_of_a_lower_version(tmp_path) -> None:
+    """Of a learner back from a checkpoint, which a generator without weights takes: versions never decrease within a sample."""
+    engine = msgspec.structs.replace(SLOWER, mean_tokens=40)
+    async with generator(engine, run_folder=tmp_path, kind="colocated") as controller:
+        version, num_tokens = 4, 0.0
+        await controller.connection.send(work(max_new_tokens=40))
+        while num_tokens == 0:
+            version += 1
+            await controller.order(available(version))
+            await controller.report(VersionLive)
+            num_tokens = (await controller.report(Heartbeat)).gauges["process/tokens_generated"]
+        await controller.order(SetPhase("train", 1))
+        await controller.order(available(3))
+        await controller.order(SetPhase("rollout", 2))
+        for sample in await controller.results(3):
+            assert samples.ids_from_bytes(sample.versions).tolist() == [3] * 40
+
+
 async def test_a_group_whose_abort_overtook_it_is_not_begun() -> None:
     async with generator(ENDLESS) as controller:
         await controller.order(AbortGroup(1))

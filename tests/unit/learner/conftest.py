@@ -11,12 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.run import RunConfig
-from asyncrl.learner.model.critic import Critic, build_critic_optimizer
-from asyncrl.learner.model.policy import Reference, made_ready
+from asyncrl.learner.model.policy import Critic, Reference, build_critic_optimizer, made_ready
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.train_state import TrainState
 from asyncrl.models.attention import PACKED_ATTENTION
-from asyncrl.schema.batches import PackedRow, PackedSample, StepBatch
+from asyncrl.schema.samples import PackedRow, PackedSample, StepBatch
 
 VOCABULARY = 23
 TINY = {

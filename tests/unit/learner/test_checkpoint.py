@@ -7,15 +7,13 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
-from asyncrl.learner.checkpoint import save_checkpoint, save_shards
+from asyncrl.learner.checkpoint import load_or_make, save_checkpoint
 from asyncrl.learner.checkpoint_folder import StepMemory, TrainerState, newest_checkpoint, write_checkpoint, write_folder
-from asyncrl.learner.resume import load_or_make
 from asyncrl.learner.step.train_step import train_step
 
 ALPHABET = "abcdefghijklmnopqrstu"
@@ -27,18 +25,6 @@ def standing_in(folder):
 
 def save(folder, initial):
     return save_checkpoint(folder / "checkpoints", initial.train_state, initial.tokenizer, TrainerState(initial.version), 2)
-
-
-def test_shards_are_written_as_they_become_whole_and_open_as_one_model(kit, tmp_path):
-    """The largest tensor has a shard of its own, out of order."""
-    model = kit.model(tie_word_embeddings=False)
-    tensors = dict(model.named_parameters())
-    largest = max(tensor.nbytes for tensor in tensors.values())
-    save_shards(((name, tensor.detach()) for name, tensor in tensors.items()), tensors, tmp_path, shard_bytes=largest - 1)
-    model.config.save_pretrained(tmp_path)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(opened.get_parameter(name), tensor) for name, tensor in tensors.items())
 
 
 def written(checkpoints, version, keep_last=2):

@@ -26,7 +26,7 @@ from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, S
 from asyncrl.config.run import AdditionTask, RunConfig
 from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.inference.models import ReferenceModel
-from asyncrl.learner.checkpoint import save_shards
+from asyncrl.learner.checkpoint import build_train_state, load_or_make, save_shards
 from asyncrl.learner.model.policy import (
     build_scratch,
     made_ready,
@@ -39,7 +39,6 @@ from asyncrl.learner.model.policy import (
     save_model,
 )
 from asyncrl.learner.model.sft_warmup import tokenise, warm_start
-from asyncrl.learner.resume import build_train_state, load_or_make
 from asyncrl.learner.step.microbatch import prepare
 from asyncrl.learner.step.train_step import train_step
 from asyncrl.models.adapters import adapters_off
@@ -118,13 +117,15 @@ def test_a_policy_or_reference_without_all_its_weights_is_refused_and_a_critic_n
     lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
     lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, **EXPERTS)),
 ])  # fmt: skip
-def test_parameters_alone_are_a_whole_model(kit, tmp_path, make):
-    """As checkpoints of several ranks have them: tied weights once, and no buffers."""
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 1200])
+def test_parameters_alone_are_a_whole_model_in_shards_that_are_written_as_they_become_whole(kit, tmp_path, make, shard_bytes):
+    """As checkpoints of several ranks have them: tied weights once, and no buffers. A larger tensor has a shard of its own."""
     model = made_ready(make(), LearnerConfig())
     build_scratch(SMALL, ALPHABET, seed=0)[1].save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     parameters = dict(model.named_parameters())
-    save_shards(((name, tensor.detach()) for name, tensor in parameters.items()), parameters, tmp_path)
+    save_shards(((name, tensor.detach()) for name, tensor in parameters.items()), parameters, tmp_path, shard_bytes)
+    assert (len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2) == (shard_bytes == 1200)
     assert kit.same(open_model(tmp_path, LearnerConfig()).parameters(), parameters.values())
 
 

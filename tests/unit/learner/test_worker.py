@@ -13,8 +13,8 @@ from asyncrl.errors import BroadcastError, LearnerError
 from asyncrl.learner.fake import FakeLearner
 from asyncrl.learner.ranks.group import RankLauncher
 from asyncrl.learner.worker import LearnerWorker
-from asyncrl.schema.batches import StepDone
 from asyncrl.schema.control import Checkpoint, CheckpointDone, Heartbeat, LearnerReady
+from asyncrl.schema.samples import StepDone
 from tests.builders import Controller, working
 
 ALPHABET = "abcdefghijklmnopqrstu"

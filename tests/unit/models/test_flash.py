@@ -3,6 +3,8 @@
 The GPU's own kernels: tests/gpu/test_attention.py.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -50,15 +52,6 @@ def gradients(grad, kept, numbers, scale):
         for own_found, wide in zip(found[1:], both, strict=True):
             own_found.index_add_(0, of_keys, wide.view(len(of_keys), key.shape[1], -1, key.shape[2]).sum(2))
     return tuple(found)
-
-
-def row(lengths, shared):
-    """Sequences that begin with the first one's tokens, and how many tokens there are."""
-    sequences, num_tokens = [np.arange(lengths[0])], lengths[0]
-    for length in lengths[1:]:
-        sequences.append(np.concatenate([np.arange(shared), np.arange(num_tokens, num_tokens + length - shared)]))
-        num_tokens += length - shared
-    return build_layout(sequences, num_tokens), num_tokens
 
 
 def ranges(*parts):
@@ -124,8 +117,8 @@ def test_a_block_with_flash_attention_is_one_graph_for_rows_of_every_size(monkey
         return output.sin()
 
     compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
-    for lengths in ([9, 12, 7, 31, 26], [30, 11, 25, 14], [8, 40, 22, 9, 17, 33]):
-        layout, num_tokens = row(lengths, 5)
-        given = inputs(num_tokens)
+    for ends in ([9, 16, 18, 44, 65], [30, 36, 56, 65], [8, 43, 60, 64, 76, 104]):
+        own = [ranges((0, 5), (first, last)) for first, last in pairwise(ends)]  # all begin with the first one's five
+        layout, given = build_layout([ranges((0, ends[0])), *own], ends[-1]), inputs(ends[-1])
         torch.testing.assert_close(compiled(*given, layout), block(*given, layout))
     assert counter.frame_count == 1

@@ -4,11 +4,13 @@ import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.config.run import RunConfig
 from asyncrl.observe.display import RunView, follow_run
-from asyncrl.observe.report import write_report
+from asyncrl.observe.report import DrawnStep, draw_reward, write_report
 from asyncrl.observe.spans import SPANS_FILE
 from asyncrl.observe.steps import EVAL_FILE, StepReport, read_steps
 from asyncrl.schema.status import ProcessStatus, RunStatus
@@ -58,6 +60,13 @@ async def test_a_pipe_gets_one_line_a_step_and_the_outcome_and_a_terminal_the_pa
     assert write_report(run_folder) == {"reward": run_folder / "reward.png"}  # of what there is, and of no more
     assert (run_folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert not list(run_folder.glob(".*.tmp"))  # noqa: ASYNC240 - a fixture of files
+
+
+def test_the_rewards_of_a_run_are_smoothed_over_a_twelfth_of_it() -> None:
+    steps = [DrawnStep(step, step + 1, float(step % 2)) for step in range(2_400)]
+    smooth = draw_reward(steps, [], RunConfig()).axes[0].lines[1].get_ydata()
+    assert list(smooth[:3]) == [0.0, 0.5, pytest.approx(1 / 3)]
+    assert smooth[-1] == pytest.approx(0.5)
 
 
 def status(phase: str = "running", *, deaths: int = 0, **more: object) -> RunStatus:

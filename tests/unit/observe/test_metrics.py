@@ -54,6 +54,7 @@ def test_names_in_code_are_in_the_table() -> None:
 
 MADE = re.compile(
     r".*_by_staleness/\*|(reward|advantage)/(mean|std|max|min)|bias/.*_(low|high)|eval/accuracy|(dropped|failed|deaths)/\*"
+    r"|placement/\w+_s"
 )
 """Names that code puts together from parts."""
 

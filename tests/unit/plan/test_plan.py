@@ -6,10 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.memory import ModelShape, shape_of_json
-from asyncrl.plan.cli_args import ask
 from asyncrl.plan.planner import advice, cache_bytes, engine_speed, gpu_memory, plan
 from asyncrl.plan.report import plan_text, plan_values
-from asyncrl.plan.spec import GIB, NAMED, Question, find_model, parse_cluster
+from asyncrl.plan.spec import GIB, NAMED, Question, ask, find_model, parse_cluster
 from asyncrl.plan.validate import planned_peak_bytes
 
 SEVEN = find_model("7B")
@@ -91,6 +90,8 @@ def test_the_cache_gets_what_all_else_that_is_there_leaves():
     beside_training = dataclasses.replace(apart, placement="async_hybrid")
     assert [round(cache_bytes(one, 1) / 1e9) for one in (apart, beside_training)] == [54, 24]
     assert engine_speed(beside_training, 1).batch < engine_speed(apart, 1).batch
+    on_one = {num: gpu_memory(beside_training, 1, num)[0].phases["train"].get("weight versions to fetch") for num in (1, 8)}
+    assert on_one == {1: 2 * beside_training.version_bytes, 8: None}
 
 
 def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true():

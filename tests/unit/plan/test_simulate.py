@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.cli_args import scenario_of, sweep
 from asyncrl.plan.report import plot, table
-from asyncrl.plan.simulator.engine import simulate
-from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution
+from asyncrl.plan.simulator.engine import simulate, sweep
+from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution, scenario_of
 
 SIZES = {"groups_per_step": 4, "group_size": 2, "num_slots": 8, "num_steps": 20}
 SCENARIO = Scenario(lengths=fixed(10), decode_s=0.1, step_s=fixed(0.5), **SIZES)

@@ -72,12 +72,6 @@ def live(recorder: Recorder, note: Watch | None = None) -> None:
     recorder.close()
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
-    live(Recorder(tmp_path))
-    return tmp_path
-
-
 def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:
     recorder, noted = Recorder(tmp_path), list[str]()
 
@@ -95,12 +89,13 @@ def test_one_changed_event_is_the_first_that_differs(tmp_path: Path) -> None:
     assert "recorded: [['ScoreMembers'" in life.difference
 
 
-def test_a_damaged_byte_ends_the_replay_in_front_of_it(recorded: Path) -> None:
-    path = recorded / "record" / "decisions-0000.bin"
+def test_a_damaged_byte_ends_the_replay_in_front_of_it(tmp_path: Path) -> None:
+    live(Recorder(tmp_path))
+    path = tmp_path / "record" / "decisions-0000.bin"
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
-    (life,) = replay_decisions(recorded)
+    (life,) = replay_decisions(tmp_path)
     assert "was changed" in life.fault
     assert (life.difference, life.last_step < NUM_STEPS - 1) == ("", True)
 

@@ -6,9 +6,8 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.config.run import PlacementConfig
 from asyncrl.errors import ResidencyError
-from asyncrl.residency.components import TensorComponent
+from asyncrl.residency.components import ResidencyManager, TensorComponent
 from asyncrl.residency.device import SimulatedDevice
-from asyncrl.residency.manager import ResidencyManager
 from asyncrl.residency.plan import PhaseNeeds
 
 

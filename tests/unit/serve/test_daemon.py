@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import resource
-import signal
 import socket
 import ssl
 import subprocess
@@ -17,15 +15,14 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.clock import SystemClock
-from asyncrl.control.launch.controller_process import find_controllers
+from asyncrl.control.launch.processes import find_controllers, kill_controllers
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, RunEvent, StepReport
 from asyncrl.serve.client import Server
 from asyncrl.serve.daemon import URL_FILE, ServeOptions, Viewed, own_records, serve, view_runs
-from asyncrl.serve.guard import Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.records import RUNS, TOKEN_FILE, Records, RunRecord
+from asyncrl.serve.records import RUNS, TOKEN_FILE, Guard, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 from tests.builders import until, write_rows
 
@@ -182,11 +179,9 @@ async def two_gpus(tmp_path):
         keeping = group.create_task(keeper.run())
         yield client
         keeping.cancel()
-    folders = list((tmp_path / RUNS).iterdir())
-    while pids := [pid for folder in folders for pid in find_controllers(folder)]:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for folder in (tmp_path / RUNS).iterdir():
+        while find_controllers(folder):
+            kill_controllers(folder)
     records.close()
 
 

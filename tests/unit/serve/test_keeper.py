@@ -1,7 +1,11 @@
-"""The keeper beside a controller that stands still, or is slow to go: a process that does nothing, and an API of this test."""
+"""The keeper beside a controller that stands still, or is slow to go: a process that does nothing, and an API of this test.
+
+And who starts: all or nothing, by priority, then first come, and nobody overtakes.
+"""
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 
@@ -9,12 +13,17 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.config.load import dump_config, resolve_config
+from asyncrl.folders import lock_folder
+from asyncrl.observe.steps import EVENTS_FILE, RunEvent
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.machine import Machine
-from asyncrl.serve.records import Records, RunRecord
-from tests.builders import until
+from asyncrl.serve.machine import Machine, admit, demand_of, in_order, waits
+from asyncrl.serve.records import Demand, Records, RunRecord
+from tests.builders import until, write_rows
 from tests.virtual_clock import VirtualClock
 
 
@@ -22,10 +31,15 @@ class StandIn:
     """A controller's API; its process ends with its standard input."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.url = folder, ""
         self.answers, self.version, self.num_refused = True, 1, 0
-        words = ("sh", "-c", "read line", "asyncrl.pipeline", "controller", "controller", str(folder.resolve()))
+        self.process = None
+
+    def begin(self):
+        words = ("sh", "-c", "read line", "asyncrl.pipeline", "controller", "controller", str(self.folder.resolve()))
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        endpoint = ApiEndpoint(url=self.url, token="t", pid=self.process.pid)
+        (self.folder / "api.json").write_bytes(msgspec.json.encode(endpoint))
 
     async def status(self, _request):
         if not self.answers:
@@ -42,16 +56,24 @@ def records(tmp_path):
 
 
 @pytest.fixture
-async def controller(records):
-    """That of a run which is live."""
+async def stand_in(records):
+    """One that has not begun, of a run which is live."""
     records.put_run(RunRecord(id="r", number=1, state="live", num_steps=9))
-    stand_in, app = StandIn(records.run_folder("r")), web.Application()
-    app.router.add_get("/status", stand_in.status)
+    one, app = StandIn(records.run_folder("r")), web.Application()
+    app.router.add_get("/status", one.status)
     async with TestServer(app) as server:
-        endpoint = ApiEndpoint(url=str(server.make_url("/")), token="t", pid=stand_in.process.pid)
-        (stand_in.folder / "api.json").write_bytes(msgspec.json.encode(endpoint))
-        with stand_in.process:
-            yield stand_in
+        one.url = str(server.make_url("/"))
+        yield one
+        if one.process is not None:
+            with one.process:
+                one.process.stdin.close()
+
+
+@pytest.fixture
+def controller(stand_in):
+    """That of a run which is live."""
+    stand_in.begin()
+    return stand_in
 
 
 @contextlib.asynccontextmanager
@@ -85,14 +107,106 @@ async def test_a_controller_that_answers_again_is_followed_at_once_and_one_that_
     assert told == ["adopted", "lost", "ended"]  # the next controller has no config
 
 
-async def test_a_run_that_is_resumed_waits_for_its_controller_to_go(records, controller):
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_run_that_is_resumed_waits_for_its_controller_to_go_and_goes_on_where_its_daemon_is_killed_meanwhile(
+    records, controller, is_killed
+):
     (controller.folder / "config.toml").write_text("num_stepz = 9")
-    records.put_run(RunRecord(id="r", number=1, state="queued", num_steps=9))
-    async with kept(records, VirtualClock()):
+    write_rows(controller.folder / EVENTS_FILE, RunEvent(seq=1, time_s=0.0, kind="phase", subject="stopped"))
+    records.put_run(RunRecord(id="r", number=1, state="queued", num_steps=9, events_told=1))
+    async with contextlib.AsyncExitStack() as daemons:
+        await daemons.enter_async_context(kept(records, VirtualClock()))
         await until(lambda: records.runs["r"].state != "queued")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await until(lambda: records.runs["r"].state != "starting" or records.runs["r"].attempts)
+        if is_killed:
+            await daemons.aclose()
         controller.process.stdin.close()
+        if is_killed:
+            controller.process.wait()
+            await daemons.enter_async_context(kept(records, VirtualClock()))
         await until(lambda: records.runs["r"].state == "ended")
     assert "num_stepz" in records.runs["r"].reason
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+async def test_a_controller_that_comes_into_sight_as_the_next_is_started_is_adopted_in_its_attempt(records, stand_in, is_locked):
+    """The daemon that began it was killed: the folder is locked until that process runs what it is to run."""
+    config, clock = stand_in.folder / "config.toml", VirtualClock()
+    os.mkfifo(config)  # who starts the next reads it in between
+    records.put_run(RunRecord(id="r", number=1, state="starting", num_steps=9, attempts=1))
+    async with kept(records, clock) as keeper:
+        await until(lambda: records.runs["r"].attempts == 2)
+        lock = lock_folder(stand_in.folder)
+        if not is_locked:
+            os.close(lock)
+            stand_in.begin()
+        with await asyncio.to_thread(config.open, "w") as reader:
+            config.unlink()
+            config.write_text("num_steps = 9")
+            reader.write("num_steps = 9")
+        await until(lambda: records.runs["r"].attempts == 1)
+        if is_locked:
+            os.close(lock)
+            stand_in.begin()
+        await until(lambda: clock.advance(0.5) or keeper.statuses)
+        assert (records.runs["r"].state, records.runs["r"].attempts) == ("live", 1)
+
+
+async def test_a_run_whose_generators_are_changed_while_it_is_live_takes_what_it_then_has(records, controller):
+    config = resolve_config("quickstart", {"generate.num_workers": 7})
+    (controller.folder / "config.toml").write_text(dump_config(config))
+    write_rows(controller.folder / EVENTS_FILE, RunEvent(seq=1, time_s=0.0, kind="change", text="from step 1 on: ..."))
+    async with kept(records, VirtualClock()) as keeper:
+        await until(lambda: records.runs["r"].demand == demand_of(config, keeper.machine))
+    assert records.runs["r"].demand.memory_bytes > demand_of(resolve_config("quickstart"), keeper.machine).memory_bytes
+
+
+async def test_a_run_that_somebody_else_starts_is_refused_to_a_user_who_resumes_it(records, stand_in):
+    (stand_in.folder / "config.toml").write_text("num_steps = 9")
+    records.put_run(RunRecord(id="r", number=1, state="queued", num_steps=9))
+    lock = lock_folder(stand_in.folder)
+    async with kept(records, VirtualClock()):
+        await until(lambda: records.runs["r"].state == "ended")
+    os.close(lock)
+    assert "is being started by another process" in records.runs["r"].reason
+
+
+def run(number, gpus=0, cores=1, memory=0, priority=0, **more):
+    return RunRecord(id=f"r{number}", number=number, priority=priority, demand=Demand(gpus, cores, memory), **more)
+
+
+def test_what_a_run_waits_for_is_said():
+    machine = Machine(("a", "b"), cores=4, memory_bytes=8 << 30)
+    live = RunRecord(id="r0", number=0, state="live", gpus=("a",), demand=Demand(1, 3, 6 << 30))
+    assert waits(machine, [live, run(2), run(1, gpus=2, memory=3 << 30)]) == ["2 GPUs (1 free), 3 GiB (2 free)", "1 before it"]
+    assert waits(machine, [live, run(1)]) == ["its start"]
+
+
+def test_the_most_generators_that_a_run_may_grow_to_are_counted():
+    machine, elastic = Machine(cores=1000), {"launch": {"kind": "local", "elastic": {"max_generators": 64}}}
+    grown = demand_of(resolve_config("quickstart", {"generate.num_workers": 64}), machine)
+    assert demand_of(resolve_config("quickstart", {"generate.num_workers": 2, **elastic}), machine) == grown
+    assert grown.cores >= 64
+
+
+demands = st.integers(0, 3), st.integers(1, 4), st.integers(0, 4)
+listed = st.builds(run, st.integers(0, 1000), *demands, st.integers(-1, 1), state=st.sampled_from(["queued", "ended"]))
+
+
+def test_a_run_that_a_larger_machine_took_does_not_hold_the_queue_up():
+    assert list(admit(Machine(cores=2), [run(1, cores=16), run(2)])) == ["r1"]
+
+
+@given(st.lists(listed, max_size=12, unique_by=lambda one: one.number), st.integers(0, 4), st.integers(1, 8), st.integers(0, 8))
+def test_what_is_given_is_there_and_is_the_head_of_the_queue(runs, gpus, cores, memory):
+    machine = Machine(tuple(map(str, range(gpus))), cores, memory)
+    granted = admit(machine, runs)
+    by_id = {one.id: one for one in runs}
+    assert list(granted) == [one.id for one in in_order(runs)][: len(granted)]
+    given_out = [gpu for gpus in granted.values() for gpu in gpus]
+    assert len(given_out) == len(set(given_out))
+    assert all(len(gpus) == by_id[run].demand.gpus for run, gpus in granted.items())
+    assert sum(min(by_id[run].demand.cores, cores) for run in granted) <= cores
+    assert sum(by_id[run].demand.memory_bytes for run in granted) <= memory

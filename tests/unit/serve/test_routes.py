@@ -31,17 +31,18 @@ from asyncrl.observe.steps import (
     EVAL_FILE,
     MOST_READ_BYTES,
     SECONDS_FILE,
+    STEPS_FILE,
     EvalReport,
     JsonLines,
     SecondReport,
+    StepReport,
     set_behind,
 )
 from asyncrl.serve.client import Server
-from asyncrl.serve.guard import OPEN, SESSION_S, ForbiddenError, Guard, new_token
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
 from asyncrl.serve.reading import MOST_CHUNK_BYTES, MOST_SERIES, SUMS_FILE, json_response, stream
-from asyncrl.serve.records import DATABASE, ROLES, Records, RunRecord
+from asyncrl.serve.records import DATABASE, OPEN, ROLES, SESSION_S, ForbiddenError, Guard, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 from tests.builders import write_rows
 from tests.virtual_clock import VirtualClock
@@ -652,6 +653,17 @@ async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are
     assert said["steps"] == [0, 1]
     assert said["columns"] == {"reward_mean": [0.1, 0.30000000000000004], "ratio/ess": [0.5, 1e-7], "__class__": [None, None]}
     assert (said["newest"]["reward_mean"], said["offset"]) == (0.30000000000000004, len(whole))
+
+
+async def test_runs_are_compared_by_their_first_step_and_their_newest_whatever_is_between(service, client, tokens):
+    folder = service.records.run_folder("r")
+    (folder / "config.toml").write_text(dump_config(resolve_config("quickstart")))
+    ends = [StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=step % 2) for step in (0, *range(40, 101))]
+    again = StepReport(step=100, version=101, time_s=200.0, reward_mean=0.0)
+    rows = [msgspec.json.encode(row) for row in (*ends, again)]
+    (folder / STEPS_FILE).write_bytes(b"\n".join([rows[0], b'{"of": "another version"}', *rows[1:], b""]))
+    (row,) = (await (await client.get("/v1/compare?runs=r", headers=bearer(tokens["viewer"]))).json())["runs"]
+    assert (row["reward"], row["steps_per_s"]) == (0.5, 0.5)
 
 
 async def test_a_stream_goes_on_behind_lines_that_make_no_sense(service, client, tokens):

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.submit import MOST_SAID, Fork, RefusedError, Submission, foreign_code, of_fork, resolve
+from asyncrl.serve.submit import MOST_SAID, Fork, RefusedError, Submission, change_faults, foreign_code, of_fork, resolve
 from tests.builders import laid_over
 from tests.unit.config.test_rules import ALGORITHMS, RULES, SERVERS, served
 
@@ -66,6 +66,13 @@ def test_a_model_that_is_not_there_is_said_beside_what_the_machine_does_not_have
     faults = faults_of(tmp_path, set=missing)  # its memory is not known, its GPUs are
     assert set(faults) == {"model.path", "machine"}
     assert "there is no folder" in faults["model.path"].allowed
+
+
+def test_a_change_to_more_than_the_machine_has_is_refused_since_the_run_could_not_be_resumed():
+    small, changes = Machine(cores=2, memory_bytes=4 << 30), {"generate.num_workers": 30}
+    assert change_faults(resolve_config("quickstart"), changes, MACHINE) == []
+    (fault,) = change_faults(resolve_config("quickstart"), changes, small)
+    assert (fault.field, "this machine has 4.0" in fault.allowed) == ("generate.num_workers", True)
 
 
 def test_whatever_is_wrong_together_is_refused_with_what_was_given(tmp_path):

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.schema.control import PROTOCOL, AbortGroup, Hello
 from asyncrl.schema.samples import GroupWork, Prompt, SamplingParams
-from asyncrl.transport.packets import Parcel
-from asyncrl.transport.protocol import Connection, Lane, Refused
+from asyncrl.transport.protocol import Connection, Lane, Parcel, Refused
 
 HELLO = Hello(PROTOCOL, "generator", "generator-0", "incarnation", 7)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["send", "ack", "cut", "mend", "forget"]), st.integers(0, 20)), max_size=200)

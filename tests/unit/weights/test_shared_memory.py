@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from asyncrl.errors import BroadcastError
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable, WeightsManifest
 from asyncrl.weights.media.shared_memory import LEASE_LIMIT_S, SharedMemoryReader, SharedMemoryWriter
-from asyncrl.weights.shm_segments import remove_leftover_segments, segment_path
+from asyncrl.weights.shm_segments import folders_of_run, remove_leftover_segments
 
 MANIFEST = make_manifest({"w": torch.zeros(1_000_000)})
 
@@ -28,10 +29,9 @@ def announcement(version, location):
 
 def test_what_lies_in_shared_memory_is_private(writer, tmp_path):
     writer.open(MANIFEST)
-    ours = segment_path(tmp_path, "")
-    paths = list(ours.parent.glob(f"{ours.name}*"))
-    assert len(paths) == 3
-    assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
+    ours = folders_of_run(tmp_path)
+    (folder,) = ours.parent.glob(f"{ours.name}*")
+    assert folder.stat().st_mode & 0o077 == 0
 
 
 def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp_path):
@@ -40,24 +40,16 @@ def test_no_room_is_an_error_that_says_what_to_do_and_leaves_nothing(writer, tmp
     assert remove_leftover_segments(tmp_path) == []
 
 
-def test_a_segment_whose_learner_lives_stays_though_a_reader_has_closed_it_and_another_process_sweeps(writer, tmp_path):
+def test_a_closed_reader_has_nothing_mapped(writer, tmp_path):
     writer.open(MANIFEST)
     writer.overwrite(0)
-    location = Path(writer.commit(0, 1, ""))
-    into = memoryview(bytearray(MANIFEST.total_bytes))
-    num_mapped = [Path("/proc/self/maps").read_text().count(str(location))]
+    location, maps = writer.commit(0, 1, ""), Path("/proc/self/maps")
+    num_mapped = [maps.read_text().count(location)]
     with closing(SharedMemoryReader(tmp_path)) as reader:
-        reader.fetch(announcement(1, str(location)), into, threading.Event())
-        num_mapped.append(Path("/proc/self/maps").read_text().count(str(location)))
-    num_mapped.append(Path("/proc/self/maps").read_text().count(str(location)))
-    assert num_mapped[0] == num_mapped[2] < num_mapped[1], "a closed reader has nothing mapped"
-    location.read_bytes()
-    sweep = (
-        "import sys, pathlib, asyncrl.weights.shm_segments as segments\n"
-        "sys.exit(len(segments.remove_leftover_segments(pathlib.Path(sys.argv[1]))))"
-    )
-    assert subprocess.run([sys.executable, "-c", sweep, str(tmp_path)], check=False).returncode == 0
-    assert location.exists()
+        reader.fetch(announcement(1, location), memoryview(bytearray(MANIFEST.total_bytes)), threading.Event())
+        num_mapped.append(maps.read_text().count(location))
+    num_mapped.append(maps.read_text().count(location))
+    assert num_mapped[0] == num_mapped[2] < num_mapped[1]
 
 
 def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
@@ -76,29 +68,22 @@ def test_a_forked_child_keeps_no_segment_of_a_learner_that_was_killed(tmp_path):
         assert remove_leftover_segments(tmp_path) == []
         process.kill()
         process.wait()
-        assert remove_leftover_segments(tmp_path) == [path]
+        assert remove_leftover_segments(tmp_path) == [path.parent]
 
 
-def test_what_another_user_made_under_a_name_of_the_run_stays_and_stops_nobody(tmp_path, monkeypatch):
-    foreign = [segment_path(tmp_path, name) for name in ("a", "b", "x.y")]
-    own, unlink = segment_path(tmp_path, "c"), Path.unlink
-
-    def refuse(path, missing_ok=False):
-        if path in foreign:
-            raise PermissionError(path)
-        unlink(path, missing_ok)
-
+def test_what_another_user_made_under_a_name_of_the_run_stays_and_stops_nobody(writer, tmp_path, monkeypatch):
+    ours = folders_of_run(tmp_path)
+    folder, file = (ours.with_name(f"{ours.name}{name}") for name in ("a", "b"))
+    folder.mkdir()
+    file.touch()
     try:
-        foreign[0].mkdir()
-        for path in (*foreign[1:], own):
-            path.touch()
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "unlink", refuse)
-            assert remove_leftover_segments(tmp_path) == [own]
+            patched.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+            writer.open(MANIFEST)
+            assert folder.is_dir()
+        assert len(remove_leftover_segments(tmp_path)) == 2
     finally:
-        foreign[0].rmdir()
-        for path in foreign[1:]:
-            path.unlink()
+        file.unlink()
 
 
 def test_a_reader_that_stands_still_spares_its_slot_for_a_while_only(tmp_path):

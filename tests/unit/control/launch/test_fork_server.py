@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from asyncrl.control.launch import fork_server
-from asyncrl.control.launch.fork_server import ForkedProcess, ForkLauncher
-from asyncrl.control.launch.processes import ProcessSpec
+from asyncrl.control.launch.fork_server import ForkLauncher
+from asyncrl.control.launch.processes import LocalProcess, ProcessSpec
 from asyncrl.errors import LaunchError
 
 STAGE = """
@@ -70,9 +70,8 @@ def spec(folder: Path, name: str) -> ProcessSpec:
     return ProcessSpec(name, "learner", 1, command, folder / "logs" / f"{name}.log", 2, {"EXTRA": "here"})
 
 
-async def start(launcher: ForkLauncher, folder: Path, name: str) -> tuple[ForkedProcess, dict[str, object], TextIO]:
+async def start(launcher: ForkLauncher, folder: Path, name: str) -> tuple[LocalProcess, dict[str, object], TextIO]:
     process = await launcher.start(spec(folder, name))
-    assert isinstance(process, ForkedProcess)
     async with asyncio.timeout(20):
         pipe = await asyncio.to_thread(open, folder / "life")
         said = await asyncio.to_thread(pipe.readline)

@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from asyncrl.control.launch import processes
 
 LEAVE_ONE_BEHIND = """
@@ -34,6 +36,18 @@ async def test_kill_takes_the_whole_process_group(tmp_path: Path) -> None:
             process.kill()
             assert await process.wait() == -signal.SIGKILL
             assert await asyncio.to_thread(pipe.read) == ""
+
+
+async def test_all_nodes_together_have_one_time_to_say_whether_they_see_the_run_s_folder(caplog) -> None:
+    refusals_of = pytest.importorskip("asyncrl.control.launch.ray").refusals_of
+    asked = {name: asyncio.get_running_loop().create_future() for name in ("blind", "sees", "broken", "hangs", "hangs too")}
+    asked["blind"].set_result("node blind does not see the folder")
+    asked["sees"].set_result("")
+    asked["broken"].set_exception(OSError("no such node"))
+    async with asyncio.timeout(30):
+        assert await refusals_of(asked, 0.2) == ["node blind does not see the folder"]
+    said = [message.rpartition("folder: ")[2] for message in caplog.messages]
+    assert said == ["no such node", "no answer within 0.2 s", "no answer within 0.2 s"]
 
 
 def test_environment_gives_each_process_its_share_of_cores(tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ def test_one_death_too_many_names_processes_codes_and_log() -> None:
     )
 
 
+def test_the_loss_of_a_node_is_one_death_however_many_processes_were_on_it_and_nobody_s_memory() -> None:
+    told = Told(config=SupervisionConfig(max_deaths=1)).up()
+    lost = [ev.ProcessExited(item.name, ev.LOST, 1, "10.0.0.7") for item in PLAN]
+    dead = [one for one in told(*lost) if isinstance(one, ev.AnnounceDead)]
+    assert [one.reason for one in dead] == [f"{one.name} is lost: its node 10.0.0.7, or its actor there, is gone" for one in dead]
+    assert (len(dead), told.life.over) == (3, False)
+    told(ev.ProcessStarted("learner", 2))
+    *_, end = told(ev.ProcessExited("learner", ev.LOST, 2, "10.0.0.7"))
+    assert isinstance(end, ev.EndRun)
+    assert "2 deaths within 300 s, allowed are 1" in end.reason
+    assert "learner ended with the loss of its node, the loss of its node; generator-0 ended" in end.reason
+
+
 def beating(told: Told, seconds: int, *names: str) -> list[ev.Instruction]:
     """Let time pass, in which these processes send heartbeats."""
     instructions: list[ev.Instruction] = []
@@ -147,3 +160,7 @@ def test_drain_timeout_and_stall_end_badly() -> None:
     reason = "draining took 121 s, longer than supervision.drain_timeout_s allows"
     assert told(ev.Tick())[-1] == ev.EndRun(ok=False, reason=reason)
     assert Told().up()(ev.Stalled("learner waits for a batch"))[-1] == ev.EndRun(ok=False, reason="learner waits for a batch")
+    told = Told().up()
+    told(ev.ProcessExited("learner", ev.LOST, 1, "10.0.0.7"))  # and no node is there for its next start
+    reason = "nothing moved; not started yet: learner"
+    assert told(ev.Stalled("nothing moved"))[-1] == ev.EndRun(ok=False, reason=reason)

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.config.load import parse_config
 from asyncrl.control.placement import limits, memory
-from asyncrl.control.tools.choices import KV_CACHE_SHARE, with_choices
 from asyncrl.errors import ConfigError
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.learner.model.policy import DTYPES
@@ -102,7 +101,7 @@ def test_a_joining_generator_is_held_to_a_share_on_the_runs_own_machine_only():
     assert memory.memory_bounds(limits.as_joined(config, on_same_machine=True)) == (0.25, 0.5, 8 << 30)
     assert memory.memory_bounds(limits.as_joined(config, on_same_machine=False)) == (1.0, 1.0, 0)
     before = os.sched_getaffinity(0)
-    assert limits.keep_to_own_cores(limits.as_joined(beside(), on_same_machine=False)) == frozenset()
+    limits.keep_to_own_cores(limits.as_joined(beside(), on_same_machine=False))
     assert os.sched_getaffinity(0) == before
 
 
@@ -165,20 +164,6 @@ def test_the_kv_cache_in_the_sum_is_that_of_the_engine(slots, longest):
     key = torch.zeros(1, 1, 1, 8)
     cache.write(0, torch.tensor([0]), key, key)
     assert memory.generator_parts(made)[1].num_bytes == cache.num_bytes
-
-
-def test_slots_are_chosen_by_the_rows_that_the_engine_makes_for_them():
-    row_bytes = KV_CACHE_SHARE * limits.total_memory() / 45  # room for 45 rows: 32 slots have 32, 33 slots 64
-    hidden = int(row_bytes / (2 * 1000 * 16 * 4)) // 4 * 4
-    chosen, _ = with_choices(parse_config({
-        "model": {"kind": "scratch", "hidden_size": hidden, "num_layers": 1000, "num_heads": 4},
-        "algorithm": {"groups_per_step": 64, "group_size": 4},
-        "generate": {
-            "num_workers": 1, "engine": {"kind": "transformers", "max_sequence_tokens": 16}, "sampling": {"max_new_tokens": 4},
-        },
-    }))  # fmt: skip
-    assert chosen.generate.engine.num_slots == 32
-    assert memory.generator_parts(chosen)[1].num_bytes <= KV_CACHE_SHARE * limits.total_memory()
 
 
 @pytest.mark.parametrize(("dtype", "offload", "optimizer"), [

@@ -1,10 +1,24 @@
-"""What `auto` means on this machine, and what a dry run says about processes and memory."""
+"""What `auto` means on this machine, what a dry run says, and what is looked at before a run is started."""
+
+import re
 
 import pytest
 
+from asyncrl import Run
 from asyncrl.config.load import parse_config
-from asyncrl.control.tools.choices import with_choices
+from asyncrl.control.placement.limits import total_memory
+from asyncrl.control.placement.memory import generator_parts
+from asyncrl.control.tools.choices import KV_CACHE_SHARE, describe, start_faults, with_choices
+from asyncrl.errors import ConfigError
 from asyncrl.models.number_format import hardware_format
+from tests.builders import write_jsonl
+
+GOOD = """
+print("imported")
+def task(seed): ...
+def score(prompt, text): return 0.0
+def maths(inputs, config): ...
+"""
 
 
 def chosen(num_workers=1, groups=64, hidden_size=128, **engine):
@@ -24,9 +38,11 @@ def test_a_generator_gets_its_part_of_a_steps_samples_as_slots(num_workers, grou
     assert any(line.startswith(f"generate.engine.num_slots auto is {slots}: {4 * groups} samples a step") for line in said)
 
 
-def test_slots_are_fewer_where_their_kv_cache_would_fill_the_memory():
-    config, said = chosen(hidden_size=1 << 20)  # 134 GB a sequence
-    assert config.generate.engine.num_slots == 1
+def test_slots_are_as_many_as_there_is_room_for_rows_that_the_engine_makes_for_them():
+    row_bytes = KV_CACHE_SHARE * total_memory() / 45  # room for 45 rows: 32 slots have 32, 33 slots 64
+    config, said = chosen(hidden_size=int(row_bytes / (2 * 1000 * 16 * 4)) // 4 * 4)
+    assert config.generate.engine.num_slots == 32
+    assert generator_parts(config)[1].num_bytes <= KV_CACHE_SHARE * total_memory()
     assert any("but the KV cache of more would take over 25% of" in line for line in said)
 
 
@@ -38,3 +54,87 @@ def test_auto_dtypes_are_this_machines_and_what_is_given_stays():
     assert config.generate.engine.num_slots == 7
     again, nothing = with_choices(config)
     assert (again, nothing) == (config, [])
+
+
+# -- what it names outside itself ---------------------------------------------------------------------------------------
+
+
+def config_of(path, **changes):
+    own = {name: f"{path}:{name}" for name in ("task", "score", "maths")}
+    rewards = [{"kind": "python", "path": own["score"]}, {"kind": "answer_match"}]
+    algorithm = dict.fromkeys(("advantage", "loss"), own["maths"]) | {"corrections": [{"kind": "python", "path": own["maths"]}]}
+    task = {"kind": "python", "path": own["task"]}
+    return parse_config({"task": task, "reward": {"functions": rewards}, "algorithm": algorithm, **changes})
+
+
+def written(folder, text):
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("wrong", "messages"), [
+    (
+        {"def task(seed)": "def task()", "def score(prompt, text)": "def score(text)", "maths(inputs, config)": "maths(x)"},
+        (r"task.path '.*mine.py:task' is called with \(seed\) and takes \(\)",
+         r"reward.functions .* is called with \(prompt, text\) and takes \(text\)", r"algorithm.advantage .* takes \(x\)"),
+    ),
+    ({"print(": "import no_such_package; ("}, ["cannot be imported: No module named 'no_such_package'"]),
+    ({"print(": "import os; os._exit(0) or ("}, ["ended the process with exit code 0 and no answer: it said nothing"]),
+])  # fmt: skip
+def test_a_fault_shows_before_anything_is_started(tmp_path, wrong, messages):
+    text = GOOD
+    for good, bad in wrong.items():
+        text = text.replace(good, bad)
+    faults = "\n".join(describe(config_of(written(tmp_path, text)))[1])
+    for message in messages:
+        assert re.search(message, faults)
+
+
+async def test_a_task_s_file_that_is_not_there_blocks_no_name_and_the_dry_run_names_it(tmp_path):
+    task = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    config = parse_config({"task": task, "folder": str(tmp_path), "name": "early"})
+    with pytest.raises(ConfigError, match=r"task.path: there is no file .*train.jsonl\ntask.held_out_path: .*test.jsonl"):
+        async with Run(config):
+            pass
+    assert not (tmp_path / "early").exists()
+    assert [fault.partition(":")[0] for fault in describe(config)[1]] == ["task.path", "task.held_out_path"]
+
+
+def test_functions_in_an_environment_of_the_run_are_not_looked_for_here():
+    launch = {"kind": "ray", "environment": {"working_dir": "elsewhere"}}
+    assert start_faults(config_of("not_here.py", launch=launch)) == []
+    fields = ["task.path", "reward.functions", "algorithm.advantage", "algorithm.loss", "algorithm.corrections"]
+    found = start_faults(config_of("not_here.py", launch={"kind": "ray"}))
+    assert [fault.partition(" ")[0] for fault in found] == fields
+
+
+def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
+    records = [{"question": f"{'x' * 20}{number}", "answer": "2"} for number in range(30)]
+    task = {"kind": "jsonl", "path": write_jsonl(tmp_path / "d.jsonl", records), "chat": False, "held_out": 10}
+    generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
+    (fault,) = describe(parse_config({"task": task, "generate": generate}))[1]
+    assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
+
+
+@pytest.mark.parametrize(("files", "said"), [
+    ([], "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json"),
+])  # fmt: skip
+def test_folders_that_are_not_there_or_cannot_be_written_and_files_that_a_model_lacks_are_named(tmp_path, files, said):
+    for name in files:
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / name).write_text("{}")
+    (tmp_path / "file").write_text("")
+    model = {"kind": "pretrained", "path": str(tmp_path / "m")}
+    wrong, unwritten = start_faults(parse_config({"model": model, "folder": str(tmp_path / "file" / "runs")}))
+    assert said in wrong
+    assert unwritten == f"folder: {tmp_path / 'file'} is no folder that can be written"
+
+
+def test_a_phase_without_room_is_said_beside_what_is_wrong_with_folders(tmp_path):
+    (tmp_path / "file").write_text("")
+    placement = {"kind": "colocated", "device_memory_gib": 1e-6}
+    wrong = {"folder": str(tmp_path / "file" / "runs"), "placement": placement, "buffer": {"max_staleness": 1}}
+    unwritten, no_room = start_faults(parse_config(wrong))
+    assert unwritten.startswith("folder: ")
+    assert "does not fit the device" in no_room

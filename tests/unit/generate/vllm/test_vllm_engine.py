@@ -3,12 +3,15 @@
 import asyncio
 
 import pytest
+import torch
 
 from asyncrl.config.generate import VLLMServerEngineConfig
 from asyncrl.errors import BroadcastError, EngineDied, GenerationError
 from asyncrl.generate.engine import Piece
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
+from asyncrl.models.layout import make_manifest
+from asyncrl.weights.tensors import MappedTensors
 from tests.contract.engine_cases import collect, make_model, make_request, tensors_of
 
 TENSORS = tensors_of(make_model(0, hidden_size=8, num_hidden_layers=1))
@@ -121,11 +124,18 @@ async def test_what_vllm_may_not_do_fails_the_request_and_a_dead_vllm_fails_none
     ([LoadReply("broadcast", "gone")], "; see shared_folder", GenerationError, "gone; see shared_folder"),
     ([LoadReply("generation", "half")], "", GenerationError, "half"),
     ([], "", GenerationError, "no worker answered"),
+    ([LoadReply()], "", BroadcastError, "overwritten"),
 ])  # fmt: skip
 async def test_after_a_load_that_failed_nothing_is_sampled_until_another_succeeds(engine, replies, hint, kind, expected) -> None:
+    def overwritten() -> None:
+        if expected == "overwritten":
+            raise BroadcastError(expected)
+
     engine.backend.replies, engine.backend.load_hint = replies, hint
+    manifest = make_manifest(TENSORS)
+    mapped = MappedTensors(manifest, torch.zeros(manifest.total_bytes, dtype=torch.uint8), "slot", check=overwritten)
     with pytest.raises(kind, match=expected):
-        await engine.load_weights(0, TENSORS, "recompute")
+        await engine.load_weights(0, mapped, "recompute")
     await engine.resume()
     with pytest.raises(GenerationError, match="came only in part"):
         await engine.score([2, 3])
@@ -134,6 +144,25 @@ async def test_after_a_load_that_failed_nothing_is_sampled_until_another_succeed
     await engine.load_weights(1, TENSORS, "keep")
     assert (engine.backend.told[-1], engine.version) == ("resume", 1)
     assert await engine.score([2, 3, 4]) == [-1.0, -1.0]
+
+
+async def test_a_version_of_which_nothing_came_to_any_worker_leaves_the_old_one_serving(engine) -> None:
+    nothing = LoadReply("broadcast", "gone", is_untouched=True)
+    for replies, score in (([nothing, nothing], [-1.0]), ([nothing, LoadReply()], None), ([nothing, nothing], None)):
+        if score:
+            await engine.load_weights(0, TENSORS, "keep")
+        engine.backend.replies = replies
+        with pytest.raises(BroadcastError, match="gone"):
+            await engine.load_weights(1, TENSORS, "keep")
+        assert (engine.version, engine.has_weights, engine.backend.told[-1]) == (0, bool(score), "resume" if score else "load")
+
+
+async def test_after_a_wake_to_which_no_version_came_vllm_cannot_sleep_and_a_new_one_is_wanted(engine) -> None:
+    """It stands still with half of its memory, and would call that sleep (0.26)."""
+    await engine.sleep()
+    await engine.wake()
+    with pytest.raises(EngineDied, match="no whole version came"):
+        await engine.sleep()
 
 
 async def test_sleeping_and_waking_twice_are_as_once(engine) -> None:

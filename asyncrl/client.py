@@ -1,8 +1,8 @@
-"""The Python async API: own a run, or join one from outside.
+"""The Python async API: start and own a run, or connect to a live run from outside.
 
-`Run` starts the controller as a process of its own and talks to it over the same HTTP API that `connect` uses from anywhere else
-on the machine, so what the CLI does, a program can do, and the other way round. A `Run` that is left by an exception or a
-cancelled task stops its processes before the exception goes on: nothing stays behind.
+`Run` starts the controller as a separate process and talks to it over HTTP. `connect` uses the same HTTP API from any other
+process on the machine, and so does the CLI: a program can do what the CLI does. If a `Run` context is left by an exception or a
+cancelled task, the run's processes are stopped before the exception is raised further: no process is left behind.
 
 Imports no torch.
 """
@@ -63,17 +63,19 @@ CONTROLLER_LOG = Path("logs", "controller.log")
 LOCK_FILE = "ledger.sqlite.lock"
 """Locked by the controller while it has the ledger open (buffer/ledger/store.py)."""
 UNLOCK_S = 5.0
-"""For a controller that was killed to let go of its ledger: it is in no list of processes by then."""
+"""How long a killed controller has to release its ledger's lock; by then it is in no list of processes."""
+LOOK_S = 1.0
+"""Between looks whether a controller has ended, or answers again."""
 START_TIMEOUT_S = 120.0
-"""For the controller to answer; models load later."""
+"""How long the controller has to answer; models load later."""
 CONTROLLER_END_S = 60.0
-"""For the controller of a run that has ended to go."""
+"""How long the controller of an ended run has to exit."""
 FULL_DISK_BYTES = 1 << 20
-"""A disk with less room than this is full."""
+"""A disk with less free space than this counts as full."""
 ANSWER_TIMEOUT_S = 60.0
-"""For questions that a live controller answers at once."""
+"""Timeout of requests that a live controller answers at once."""
 STOP_TIMEOUT_S = 1.0
-"""For a run to end by itself once it is told to end at once; then its processes are killed."""
+"""How long a run has to end by itself after `stop`; then its processes are killed."""
 
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ class RunClient:
     def __init__(self, run: str | Path, token: str = "") -> None:
         self._url, self._token = (str(run), token) if "://" in str(run) else ("", "")
         self.run_folder = Path() if self._url else Path(run).resolve()
-        """Of a run that was reached by its URL: the folder on its own machine."""
+        """With a URL: the run's folder on the run's own machine."""
         self._http: aiohttp.ClientSession | None = None
         self._lease: asyncio.StreamWriter | None = None
 
@@ -116,7 +118,7 @@ class RunClient:
         await self._close()
 
     async def status(self) -> RunStatus:
-        """Return the run as it is now.
+        """Return the run's current status.
 
         Raises:
             RunError: The run does not answer.
@@ -124,7 +126,7 @@ class RunClient:
         return await self._call("GET", "status", RunStatus, timeout_s=ANSWER_TIMEOUT_S)
 
     async def steps(self, first: int = 0) -> AsyncIterator[StepReport]:
-        """Yield every step's report from step `first`, past ones at once and coming ones as they happen, until the run ends.
+        """Yield the report of every step from `first` on, past steps at once and later ones as they finish, until the run ends.
 
         Raises:
             RunError: The run failed; the message is its reason.
@@ -138,14 +140,14 @@ class RunClient:
             raise RunError(status.reason)
 
     async def events(self, *kinds: EventKind, after: int = 0) -> AsyncIterator[RunEvent]:
-        """Yield what happens to the run, past events at once and coming ones as they happen, until the run ends.
+        """Yield the run's events, past ones at once and later ones as they happen, until the run ends.
 
         Args:
-            kinds: Those that are wanted; none: all.
-            after: Number (`RunEvent.seq`) of the event behind which to begin; 0: at the first.
+            kinds: Kinds of events to yield; empty: all.
+            after: Begin after the event with this number (`RunEvent.seq`); 0: at the first event.
 
         Raises:
-            RunError: Nothing answers.
+            RunError: The run does not answer.
         """
         async with self._answer("GET", "events", params={"after": str(after)}, headers={"Accept": "*/*"}) as response:
             async for line in response.content:
@@ -162,7 +164,7 @@ class RunClient:
         return await self._call("POST", "pause", RunStatus)
 
     async def resume(self) -> RunStatus:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         return await self._call("POST", "resume", RunStatus)
 
     async def checkpoint(self) -> str:
@@ -170,7 +172,7 @@ class RunClient:
         return await self._call("POST", "checkpoint", str)
 
     async def drain(self) -> RunStatus:
-        """Finish the step in hand, write a checkpoint and end the run; returns when it has ended."""
+        """Finish the current step, write a checkpoint and end the run; returns when the run has ended."""
         return await self._call("POST", "drain", RunStatus)
 
     async def stop(self) -> RunStatus:
@@ -178,11 +180,11 @@ class RunClient:
         return await self._call("POST", "stop", RunStatus)
 
     async def change(self, values: Mapping[str, Any], *, who: str = "a client") -> ChangeResult:
-        """Change the config while the run goes on (docs/running.md has the fields), from the next step that is taken on.
+        """Change the config of the live run (docs/running.md lists the fields); it applies from the next step taken.
 
         Args:
-            values: By field, `{"buffer.max_staleness": 1}`.
-            who: For the ledger and the events.
+            values: New values by field, for example `{"buffer.max_staleness": 1}`.
+            who: Who makes the change, for the ledger and the events.
 
         Raises:
             RunError: A field cannot change now, or a value is not allowed; nothing is changed then.
@@ -190,22 +192,22 @@ class RunClient:
         return await self._call("POST", "change", ChangeResult, {"values": dict(values), "who": who})
 
     async def submit(self, group: ExternalGroup) -> SubmitResult:
-        """Hand in a group of samples generated elsewhere; checked, scored and bounded in staleness like any other."""
+        """Submit a group of samples generated elsewhere; it is checked, scored and bounded in staleness like any other."""
         if not isinstance(group, ExternalGroup):
             raise ConfigError(f"submit takes an ExternalGroup, got {type(group).__name__}")
         return await self._call("POST", "submit", SubmitResult, group)
 
     async def score(self, function: Reward) -> None:
-        """Judge the run's samples by a function of this process, until the run has ended (`reward.functions` of kind `caller`).
+        """Score the run's samples with a function in this process, until the run has ended (`reward.functions` of kind `caller`).
 
-        One program at a time: when it is lost, scoring waits, `status` says so, and another may take over.
+        One program scores at a time: if it ends, scoring waits, `status` says so, and another program may take over.
 
         Args:
-            function: (prompt, text) to a reward, plain or async; an async one judges several groups at once. What it raises
-                fails the sample.
+            function: A plain or async function (prompt, text) -> reward; an async one scores several groups at once. A sample
+                for which it raises an error fails.
 
         Raises:
-            RunError: The run has reward functions of its own, another program judges, or nothing answers.
+            RunError: The run has reward functions of its own, another program scores already, or the run does not answer.
         """
         refused: BaseException | None = None
         try:
@@ -216,11 +218,11 @@ class RunClient:
             raise refused
 
     async def judge(self, judged: Judged) -> list[ScoreRequest]:
-        """Say what was judged, and return what else is to be, waiting a little for some; `score` does it over and over."""
+        """Send scores, and return the next samples to score, waiting a little for some; `score` calls this in a loop."""
         return await self._call("POST", "score", list[ScoreRequest], judged)
 
     async def take(self) -> GroupsTaken:
-        """Take the next step's scored groups, waiting until there are enough (`learner.kind = "external"`).
+        """Wait until the next step has enough scored groups, and take them (`learner.kind = "external"`).
 
         Raises:
             RunError: The run has its own learner, or has ended.
@@ -228,19 +230,19 @@ class RunClient:
         return await self._call("POST", "take", GroupsTaken)
 
     async def generate(self, asked: GroupsAsked) -> list[GroupGiven]:
-        """Have groups generated, and return the first of them once they are there (`learner.kind = "driven"`).
+        """Request groups, and return the first of them once they are ready (`learner.kind = "driven"`).
 
-        What is not returned yet is generated all the same; asking for the same again gives the same groups.
+        Groups that are not returned yet are generated too; the same request again returns the same groups.
         """
         return await self._call("POST", "generate", list[GroupGiven], asked)
 
     async def progress(self, asked: GroupsAsked) -> AsyncGenerator[Progress, None]:
-        """Have groups generated as `generate` does, and yield the tokens of the first, which is followed, as they come.
+        """Request groups as `generate` does, and yield the tokens of the first one as they are generated; it must be followed.
 
-        It ends once the group is ready, or over. Where a generator or the newest weights were lost, all tokens come again.
+        Ends once the group is ready, or over. If a generator or the newest weights were lost, all tokens are yielded again.
 
         Raises:
-            RunError: The run gives no such groups, the stream is closed, or nothing answers.
+            RunError: The run does not generate for callers, the stream is closed, or the run does not answer.
         """
         body = io.BytesIO(msgspec.msgpack.encode(asked))
         async with self._answer("POST", "progress", data=body, headers={"Accept": "*/*"}) as response:
@@ -248,22 +250,22 @@ class RunClient:
                 yield msgspec.json.decode(line, type=Progress)
 
     async def release(self, released: Released) -> None:
-        """Give the places of groups back that will not be trained (`learner.kind = "driven"`)."""
+        """Free the places of groups that will not be trained (`learner.kind = "driven"`)."""
         await self._call("POST", "release", NoneType, released)
 
     async def take_these(self, group_ids: Sequence[int]) -> int:
         """Take exactly these groups for the next step (`learner.kind = "driven"`); a repeat changes nothing.
 
         Returns:
-            Tokens of a version under this one are not to be trained (`buffer.policy = "mask"`).
+            The oldest version whose tokens may be trained (`buffer.policy = "mask"`).
 
         Raises:
-            RunError: A group is too old, over or not ready, or they are not as many as a step trains.
+            RunError: A group is too old, over or not ready, or the number of groups is wrong.
         """
         return await self._call("POST", "lease", int, {"groups": tuple(group_ids)})
 
     async def trained(self, step: int, metrics: dict[str, float] | None = None) -> None:
-        """Say that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""
+        """Report that optimizer step `step` is done, so that its groups count as trained (`learner.kind = "external"`)."""
         await self._call("POST", "trained", NoneType, {"step": step, "metrics": metrics or {}})
 
     async def announce_weights(self, available: WeightsAvailable, model_folder: str = "") -> None:
@@ -286,7 +288,7 @@ class RunClient:
             self._lease = await take_lease(self.run_folder)
 
     def _lost(self) -> RunLostError:
-        """Return what became of a run that does not answer, and what to do."""
+        """Return the error for a run that does not answer: what happened to the run, and what to do."""
         if self._url:
             return RunLostError(f"nothing answers at {self._url}")
         folder = self.run_folder
@@ -313,10 +315,10 @@ class RunClient:
     async def _answer(
         self, method: str, path: str, timeout_s: float | None = None, **asked: object
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask the run for something; `asked` is what aiohttp's request takes.
+        """Send a request to the run; `asked` are arguments of aiohttp's `request`.
 
         Raises:
-            RunError: It refuses, or (RunLostError) does not answer, or not within `timeout_s`, up to the end of the context.
+            RunError: The run refuses, or (RunLostError) gives no complete answer within `timeout_s`.
         """
         if self._http is None:
             raise RunError("this client is closed; use it inside `async with`")
@@ -339,20 +341,20 @@ class RunClient:
 
 
 def connect(run: str | Path, token: str = "") -> RunClient:
-    """Join a live run; use as an async context manager. A detached run is held while it is entered.
+    """Connect to a live run; use as an async context manager. A detached run does not end while a program is connected.
 
     Args:
-        run: Its folder on this machine, or its URL at a daemon, `http://HOST:PORT/v1/runs/ID` (docs/service.md).
-        token: Of the daemon, with a URL.
+        run: The run's folder on this machine, or its URL at a daemon, `http://HOST:PORT/v1/runs/ID` (docs/service.md).
+        token: The daemon's token, needed with a URL.
 
     Raises:
-        LaunchError: On entering, where no live run answers there.
+        LaunchError: On entering, if no live run answers.
     """
     return RunClient(run, token)
 
 
 def given_config(config: ConfigLike | None, resume: str | Path | None, overrides: Overrides) -> RunConfig:
-    """Return the config that is given, or that of the run that is resumed, with `overrides` laid over it."""
+    """Return the given config, or the config of the resumed run, with values replaced by `overrides`."""
     if config is None and resume is None:
         raise ConfigError("give a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
     return resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
@@ -363,15 +365,15 @@ class Run(RunClient):
 
     Args:
         config: A `RunConfig`, nested dicts, or the path of a TOML file. With `resume`, may be left out.
-        resume: A run folder to pick up where it stopped.
-        overrides: Laid over the config: `["buffer.max_staleness=1"]` or `{"buffer.max_staleness": 1}`.
-        detached: The run goes on when it is left, and when this program ends; `connect` joins it again.
-        environment: Of the controller of a detached run and its processes, on top of this program's own.
-        reward: Judges every sample in this process, in place of the config's reward functions; see `score`. A plain function that
-            takes long holds this program's event loop up.
+        resume: The folder of a run to continue where it stopped.
+        overrides: Values that replace those of the config: `["buffer.max_staleness=1"]` or `{"buffer.max_staleness": 1}`.
+        detached: The run continues after the context is left and after this program ends; `connect` reaches it again.
+        environment: Variables for the processes of a detached run, in addition to this program's environment.
+        reward: Scores every sample in this process instead of the config's reward functions; see `RunClient.score`. A slow plain
+            function blocks this program's event loop.
 
     Raises:
-        ConfigError: The config is wrong, a function or file that it names is not there, or the folder already holds a run.
+        ConfigError: The config is wrong, it names a function or file that does not exist, or the folder already holds a run.
 
     Example:
         >>> async with asyncrl.Run("configs/quickstart.toml") as run:  # doctest: +SKIP
@@ -408,13 +410,15 @@ class Run(RunClient):
         if faults := [*faults, *wrong_kinds(self.run_folder)]:
             raise ConfigError("\n".join(faults))
         # The controller of a run that has ended answers no more, and its process is about to go.
-        if self._resumed and not is_live(self.run_folder) and not await until_gone(self.run_folder, CONTROLLER_END_S):
-            late = f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
-            raise AlreadyRunsError(late)
-        if not is_live(self.run_folder):
-            until_s = asyncio.get_running_loop().time() + UNLOCK_S
-            while is_locked(self.run_folder / LOCK_FILE) and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + CONTROLLER_END_S
+        while self._resumed and not is_live(self.run_folder) and not await until_gone(self.run_folder, LOOK_S):
+            if clock() > until_s:
+                late = f"the controller of {self.run_folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder"
+                raise AlreadyRunsError(late)
+        until_s = clock() + UNLOCK_S
+        while not is_live(self.run_folder) and is_locked(self.run_folder / LOCK_FILE) and clock() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         with self._prepared_folder():
             self._controller = ControllerProcess(self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
@@ -462,7 +466,7 @@ class Run(RunClient):
             raise asyncio.CancelledError
 
     async def end_now(self) -> None:
-        """End the run within seconds: it is told to, and what has not ended then is killed. It can be resumed."""
+        """End the run within seconds: tell it to stop, then kill processes that have not ended. The run can be resumed."""
         with contextlib.suppress(RunError, TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self.stop()
@@ -480,7 +484,7 @@ class Run(RunClient):
 
     @contextlib.contextmanager
     def _prepared_folder(self) -> Iterator[None]:
-        """Write the run's folder and config, and hold the folder's lock while the run starts: of several starts one goes on."""
+        """Write the run's folder and config, and hold the folder's lock while the run starts: only one start can succeed."""
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             self.run_folder.chmod(0o700)
@@ -564,19 +568,19 @@ class Run(RunClient):
 
 
 def newest_saved(run_folder: Path) -> int:
-    """Return the version of a run's newest checkpoint; -1 where there is none."""
+    """Return the version of a run's newest checkpoint; -1 if there is none."""
     numbers = [path.name.removeprefix("step-") for path in (run_folder / "checkpoints").glob("step-*")]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 def _elsewhere(run_folder: Path) -> str:
-    """Return the machine that a run answers on, where it is another than this; else nothing."""
+    """Return the name of the machine that a run answers on, or nothing if it is this machine."""
     endpoint = read_endpoint(run_folder)
     return "" if endpoint is None or endpoint.machine == platform.node() else endpoint.machine
 
 
 def _holds_samples(run_folder: Path) -> bool:
-    """Return whether anything was generated, or saved, in a run folder; a ledger that cannot be read counts as one that has."""
+    """Return whether a run folder has samples or a checkpoint; a ledger that cannot be read counts as having samples."""
     if any((run_folder / "checkpoints").glob("step-*")) or newest_row(run_folder / STEPS_FILE, StepReport):
         return True
     try:
@@ -586,7 +590,7 @@ def _holds_samples(run_folder: Path) -> bool:
 
 
 def _full_disk(run_folder: Path) -> str:
-    """Return what to do about a disk on which there is no room; empty where there is some."""
+    """Return what to do about a full disk; empty if the disk is not full."""
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(run_folder).free
         if free_bytes < FULL_DISK_BYTES:
@@ -595,9 +599,9 @@ def _full_disk(run_folder: Path) -> str:
 
 
 def _last_words(run_folder: Path, after: int = 0) -> tuple[str, bool]:
-    """Return what the controller said last behind a byte of its log, and whether that is its own one-line error.
+    """Return the controller's last message after a byte position of its log, and whether that is its own one-line error.
 
-    Where there is no such error it is the end of the log.
+    If there is no such error, return the end of the log.
     """
     log = run_folder / CONTROLLER_LOG
     lines = log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []

@@ -1,8 +1,8 @@
-"""Groups of samples in a caller's hands: asked for from a run, judged, normalised and put together to steps.
+"""Groups of samples for a caller's own loop: request them from a run, score and normalise them, and collect them into steps.
 
 Invariant of a stream: its groups come in the order of its prompts, each once. So batches of `algorithm.groups_per_step` groups,
-trained in that order, are never too old: a group starts only while there is a place for it under the staleness bound. Nothing is
-lost to a cancelled wait: the next one gives the same group.
+trained in that order, are never too old: a group starts only while there is a place for it under the staleness bound. A cancelled
+wait loses nothing: the next one returns the same group.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ T = TypeVar("T")
 
 
 class GroupStream:
-    """Groups of a caller's prompts, in the order of the prompts; use as an async context manager, which releases what is left.
+    """Groups of a caller's prompts, in the order of the prompts; an async context manager that releases untrained groups at exit.
 
     A group that failed, or that the run has dropped (the reason is in its ledger and in the log), is left out.
 
     Args:
-        run: Of the groups.
-        prompts: As `Session.stream` takes them.
-        size: Members of each group; 0: the config's.
-        max_new_tokens: Of each member; 0: the config's.
-        window: Groups asked for and not given yet, at most.
-        is_over: Whether the stream ends here.
-        say_after_s: A stream that waits for its caller says so then.
-        is_followed: Whether `progress` is asked for.
+        run: The run that generates the groups.
+        prompts: As in `Session.stream`.
+        size: Members of each group; 0: the config's number.
+        max_new_tokens: Limit for each member; 0: the config's.
+        window: Maximum number of groups that are requested and not given yet.
+        is_over: Returns whether the stream ends now.
+        say_after_s: After waiting this long for its caller, the stream logs a warning.
+        is_followed: Whether `progress` will be used.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class GroupStream:
         self._window, self._is_over, self._say_after_s, self._is_followed = window, is_over, say_after_s, is_followed
         self._name = uuid.uuid4().hex
         self.num_given = 0
-        """Prompts whose group was given, or never will be."""
+        """Number of prompts whose group was given or left out."""
         self._prompts = enumerate(prompts)
         self._waiting: deque[GroupAsked] = deque()
-        """Asked for and not given yet."""
+        """Groups requested and not given yet."""
         self._unsaid: set[int] = set()
-        """Of those, the numbers that the run may not know yet."""
+        """Numbers of those groups that the run may not know yet."""
         self._given: deque[GroupGiven] = deque()
-        """Of the first of those."""
+        """Results for the first of the requested groups."""
         self.wanted = 1
-        """How many its reader needs now: they are waited for at once. More than there are places for never come."""
+        """How many groups the reader needs now; one request waits for all of them. It must not exceed the number of places."""
         self._reading = asyncio.Lock()
-        """Several may read: each group is of one of them."""
+        """Several tasks may read at once; each group goes to one of them."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,7 +95,7 @@ class GroupStream:
         """Return every group.
 
         Raises:
-            RunError: One failed.
+            RunError: A group failed.
         """
         groups, self.wanted = list[ScoredGroup](), self._window
         while (following := await self._next()) is not None:
@@ -106,7 +106,7 @@ class GroupStream:
         return groups
 
     async def progress(self) -> AsyncGenerator[Progress, None]:
-        """Yield the tokens of the next group as they come, until it can be had; of a stream that is followed.
+        """Yield the tokens of the next group as they are generated, until the group is ready; needs `is_followed`.
 
         Raises:
             RunError: As `RunClient.progress`.
@@ -117,14 +117,14 @@ class GroupStream:
                     yield piece
 
     async def close(self) -> None:
-        """Release every group of the stream that is not trained; it is done also where the caller is cancelled meanwhile."""
+        """Release every untrained group of the stream; it is completed even if the caller is cancelled meanwhile."""
         try:
             await to_its_end(self._run.release(Released(self._name)))
         except RunError as error:
             log.debug("a stream's groups are not released: %s", error)  # the run is over, and all of them with it
 
     async def _next(self) -> tuple[int, GroupGiven] | None:
-        """Return the number of the next prompt and what became of its group, waiting for it; None: there are no more prompts."""
+        """Wait for the next prompt's group; return the prompt's number and the group's result. None: no more prompts."""
         async with self._reading:
             if not self._given:
                 if (asked := self._asked()) is None:
@@ -139,7 +139,7 @@ class GroupStream:
             return self._waiting.popleft().number, self._given.popleft()
 
     def _asked(self) -> GroupsAsked | None:
-        """Return what is not given yet, with new prompts as far as the window goes; None: there is nothing."""
+        """Return the request for groups not given yet, filled with new prompts up to the window; None: nothing to request."""
         for number, prompt in itertools.islice(self._prompts, self._window - len(self._waiting)):
             one = _as_prompt(prompt, f"{self._name}/{number}")
             self._waiting.append(GroupAsked(number, one, self._size, self._max_new_tokens, self._is_followed))
@@ -148,7 +148,7 @@ class GroupStream:
         return GroupsAsked(self._name, said, self.wanted) if said else None
 
     async def _say_what_is_held(self) -> None:
-        """Say so once where nothing comes until the caller does something."""
+        """Log a warning once, if no group can come until the caller trains or releases some."""
         await asyncio.sleep(self._say_after_s)
         with contextlib.suppress(RunError):
             status = await self._run.status()
@@ -158,7 +158,7 @@ class GroupStream:
 
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:
-    """Yield lists of `n` in order; what is left at the end and is fewer is not given."""
+    """Yield lists of `n` items in order; fewer than `n` left at the end are not given."""
     if n < 1:
         raise ConfigError(f"batched takes a size of at least 1, got {n}")
     batch = list[T]()
@@ -183,7 +183,7 @@ def group_norm(rewards: Sequence[Sequence[float]], epsilon: float = 1e-6) -> lis
 
 
 def with_rewards(groups: Sequence[ScoredGroup], rewards: Sequence[Sequence[float]]) -> list[ScoredGroup]:
-    """Return groups with other rewards, by group and member.
+    """Return the groups with their rewards replaced, by group and member.
 
     Raises:
         LearnerError: There are not as many as members, or one is not finite.
@@ -197,7 +197,7 @@ def with_rewards(groups: Sequence[ScoredGroup], rewards: Sequence[Sequence[float
 
 
 def by_member(what: str, groups: Sequence[ScoredGroup], values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return numbers that are one for each member of each group.
+    """Return the numbers after checking that there is one for each member of each group.
 
     Raises:
         LearnerError: There are not as many as members, or one is not finite.
@@ -212,10 +212,10 @@ def by_member(what: str, groups: Sequence[ScoredGroup], values: Sequence[Sequenc
 
 
 def numbers_of(what: str, values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return lists of numbers, one a group.
+    """Return the argument as lists of numbers, one list per group.
 
     Raises:
-        LearnerError: It is something else.
+        LearnerError: The argument is something else.
     """
     try:
         return [[float(value) for value in row] for row in values]
@@ -224,7 +224,7 @@ def numbers_of(what: str, values: Sequence[Sequence[float]]) -> list[list[float]
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Do a piece of work whole: a caller that is cancelled meanwhile is cancelled once it is done."""
+    """Run the work to its end: if the caller is cancelled meanwhile, the cancellation takes effect once the work is done."""
     task, is_cancelled = asyncio.get_running_loop().create_task(work), False
     while not task.done():
         try:

@@ -1,10 +1,10 @@
-"""THE MAP: who sends what to whom, and the one place where stages are wired to channels.
+"""THE MAP: which process sends what to which, and the one place where stages are connected to channels.
 
     prompts --> generate --> reward --> buffer --> packing --> learner --> broadcast --> (generate)
                    1            2          3          4           5            6
 
-Every process has one connection, to the controller, with two lanes that never hold each other up. A hop is bounded by the
-receiver's acknowledgements (`transport.window`); nothing is dropped for lack of room.
+Every process has one connection, to the controller, with two lanes that never delay each other. The receiver's acknowledgements
+limit the messages on each hop (`transport.window`); nothing is dropped for lack of room.
 
 | hop | message | from -> to | lane | waits for | unblocked by | acknowledged when |
 |---|---|---|---|---|---|---|
@@ -26,9 +26,9 @@ receiver's acknowledgements (`transport.window`); nothing is dropped for lack of
 | - | Heartbeat, Fault | everyone -> controller | control | nothing | | received |
 | - | Pause, Resume, Checkpoint, Shutdown | controller -> everyone | control | nothing | | received |
 
-Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`, the controller of a detached run with `detached` after
-that. The controller starts all others, but for a learner's further ranks (`rank`), which rank 0 starts. Those that compute on
-a CPU are forks of one process, `fork-server`. This file changes in the same commit as any hop.
+Each process of a run is `python -m asyncrl.pipeline KIND NAME RUN_FOLDER`; the controller of a detached run has `detached` as a
+fourth argument. The controller starts all other processes, except the learner's other ranks (`rank`), which rank 0 starts.
+Processes that compute on a CPU are forks of one process, `fork-server`. This file changes in the same commit as any hop.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl")
 
 COLLECT_EVERY = 20_000
-"""New objects that the controller makes between two looks for cycles."""
+"""New objects that the controller makes between two runs of the garbage collector."""
 ENDPOINT_FILE = "endpoint"
-"""In the run folder: the address that the run's processes connect to."""
+"""File in the run folder with the address that the run's processes connect to."""
 NICENESS = 10
-"""Of everyone who computes beside the learner: where cores are short it goes first."""
+"""Niceness of processes that compute beside the learner, so that the learner gets cores first."""
 DETACHED = "detached"
-"""Behind the run folder: the controller goes on when whoever started it is gone."""
+"""Argument after the run folder: the controller keeps running when the process that started it has ended."""
 CLOCK_ANCHOR = "ASYNCRL_CLOCK_ANCHOR_S"
-"""Environment variable of a controller's children on its machine: its clock's anchor."""
+"""Environment variable that gives the controller's clock anchor to its child processes."""
 RANK = "rank"
-"""Kind of a learner's further rank: its number, the run folder, and where rank 0 listens."""
+"""Kind of a learner's rank other than 0; its arguments: rank, run folder, and the address where rank 0 listens."""
 JOIN = "join"
-"""Kind of a generator that joins a live run; no name, and a JoinRequest in JSON for a folder."""
+"""Kind of a generator that joins a live run; its only argument is a JoinRequest in JSON."""
 
 
 # -- the controller ------------------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ JOIN = "join"
 async def run_controller(
     config: RunConfig, run_folder: Path, clock: Clock, owner: process.Ownership, launcher: Launcher | None = None
 ) -> bool:
-    """Wire and run the controller of one run; return whether the run ended well.
+    """Build and run the controller of one run; return whether the run ended well.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run.
-        clock: Time.
-        owner: Who wants the run.
-        launcher: Where its processes come from; None: from the one that the config names.
+        config: The run's config.
+        run_folder: The run's folder.
+        clock: The run's clock.
+        owner: The run's owner; the run ends when it is gone.
+        launcher: Starts the run's processes; None: the launcher that the config names.
     """
     from asyncrl.buffer.open import open_buffer
     from asyncrl.control.api import RunApi, serve_api
@@ -144,7 +144,7 @@ async def run_controller(
             launcher = ForkLauncher(run_folder, modules, sum(modules.values(), ()), config.supervision.start_timeout_s)
             leaving.push_async_callback(launcher.close)
         launcher = launcher or LocalLauncher()
-        await asyncio.to_thread(end_left, run_folder)  # before anybody can ask this run for something
+        await asyncio.to_thread(end_left, run_folder)  # before any process can ask this run for something
         controller = Controller(config, run_folder, buffer, task, listener, launcher, membership, clock, recorder)
         async with serve_api(RunApi(controller), run_folder):
             gc.freeze()  # what is there by now stays, and what messages leave behind is hardly ever a cycle
@@ -153,7 +153,7 @@ async def run_controller(
 
 
 def _ledger_failed(error: LedgerError) -> None:
-    """End the controller at once: what the ledger cannot hold must not be acknowledged. The run can be resumed."""
+    """End the controller at once, because what is not in the ledger must not be acknowledged. The run can be resumed."""
     log.critical("%s", error)
     os._exit(EXIT_FAULT)
 
@@ -164,7 +164,7 @@ def _ledger_failed(error: LedgerError) -> None:
 async def _generator(config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
     from asyncrl.generate.worker import GeneratorWorker
 
-    # Where cores are short the learner goes first: while it works generation is ahead, and when it waits they have all cores.
+    # If cores are scarce the learner goes first: while it works generation is ahead; while it waits generators have all cores.
     os.nice(NICENESS)
     if config.learner.fake_step_s is not None or config.generate.engine.replays:  # it holds no weights
         await GeneratorWorker(config, run_folder, connection, clock, _no_weights, name).run()
@@ -202,7 +202,7 @@ async def _no_weights(_: WeightsAvailable) -> Mapping[str, Any]:
 
 
 def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
-    """Where generation goes on beside training on a GPU, hold this process's own tensors to its part of the memory."""
+    """Limit this process's tensors to its share of GPU memory, if generation and training use one GPU at the same time."""
     from asyncrl.control.placement.limits import shares_device
     from asyncrl.control.placement.memory import memory_bounds
     from asyncrl.residency.device import hold_to_share
@@ -215,7 +215,7 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def _announcements(connection: Connection) -> AsyncIterator[Callable[[WeightsAvailable], None]]:
-    """Give a function, for any thread, that tells the controller of a version."""
+    """Yield a function, callable from any thread, that announces a version to the controller."""
     loop, published = asyncio.get_running_loop(), asyncio.Queue[WeightsAvailable]()
 
     async def tell_controller() -> None:
@@ -272,8 +272,8 @@ async def _learner(config: RunConfig, run_folder: Path, connection: Connection, 
 async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder: Path, clock: Clock) -> int:
     """Connect to the controller, run one stage until it is told to stop, and return the exit code.
 
-    Everything that the stage needs is imported before it connects: an event loop that imports for long, as on a busy machine,
-    looks dead to its peer. An error of the outside world is told to the controller as a Fault before the process ends.
+    Everything that the stage needs is imported before it connects: an event loop that imports for a long time, as on a busy
+    machine, looks dead to its peer. Errors of the outside world are sent to the controller as a Fault before the process ends.
     """
     from asyncrl.control.launch.processes import stage_modules
 
@@ -311,7 +311,7 @@ async def run_stage(kind: ProcessKind, name: str, config: RunConfig, run_folder:
 
 
 async def join_run(request: JoinRequest, clock: Clock) -> int:
-    """Be a generator of a run that others started, until it ends or a signal says to leave; return the exit code."""
+    """Run a generator for an existing run, until the run ends or a signal says to leave; return the exit code."""
     from asyncrl.control.join import joined, serve_until_told
     from asyncrl.control.placement.limits import as_joined, keep_to_own_cores
 
@@ -327,9 +327,9 @@ async def join_run(request: JoinRequest, clock: Clock) -> int:
 
 
 def run_rank(rank: int, run_folder: Path, address: str) -> int:
-    """Be a learner's rank other than 0 until rank 0, at `address`, says stop or is gone; return the exit code.
+    """Run a learner's rank other than 0 until rank 0, at `address`, says stop or is gone; return the exit code.
 
-    It is a child of rank 0's process and of its process group. The controller does not know it; it has no connection of its own.
+    The process is a child of rank 0's process, in the same process group. It is unknown to the controller and has no connection.
     """
     config = load_run_config(run_folder)
     process.set_up_logging(f"learner-{rank}", config.observe.log_level)
@@ -350,7 +350,7 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
 
 
 def clock_of(kind: ProcessKind) -> SystemClock:
-    """Return a process's clock: its controller's, where both are on one machine; it may start after a step of the wall clock."""
+    """Return a process's clock; on the controller's machine it has the controller's anchor, even if the wall clock changed."""
     handed = None if kind == "controller" else os.environ.get(CLOCK_ANCHOR)
     clock = SystemClock(None if handed is None else float(handed))
     os.environ[CLOCK_ANCHOR] = repr(clock.anchor_s)

@@ -1,12 +1,12 @@
-"""A loop of one's own: generators, rewards, buffer and bound of a run, and a learner that this program drives.
+"""Your own training loop: a run generates and scores samples within the staleness bound, and this program drives the learner.
 
-The learner lives in the caller's process, so a loss or a reward may be any function of the caller's. Everything else is a run's
-own processes. Generation goes on while the caller trains, as far as `buffer.max_staleness` lets it: no token that is older is
+The learner is in the caller's process, so a loss or a reward may be any function of the caller's. Everything else runs in the
+run's own processes. Generation continues while the caller trains, as far as `buffer.max_staleness` allows: no older token is
 trained.
 
-Invariants: steps are trained in order, each by exactly the groups that the run's ledger has for it; training the groups that were
-trained last again gives the same answer and trains nothing, so a call whose answer was lost may be repeated; what changes weights
-is done whole, also where its caller is cancelled; a version is announced only once it can be fetched.
+Invariants: steps are trained in order, each on exactly the groups that the run's ledger has for it; training the last trained
+groups again returns the same result and trains nothing, so a call whose result was lost may be repeated; a change of weights is
+always completed, even if its caller is cancelled; a version is announced only once it can be fetched.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from asyncrl.user_code import checked
 from asyncrl.weights.publisher import Publisher
 
 LogprobLoss = Callable[[torch.Tensor, LossInputs], torch.Tensor]
-"""(logprobs [N], inputs) to a scalar: this micro-batch's share of the step's loss. Its first argument is called `logprobs`."""
+"""(logprobs [N], inputs) -> scalar: this micro-batch's share of the step's loss. Its first argument must be named `logprobs`."""
 LossLike = str | Loss | LogprobLoss | None
 NOT_OPEN = "this session is not open; use it inside `async with`"
 LOSS_FORMS = "a loss is a name, a function (logprobs, inputs) to a scalar tensor, or one (LossInputs, LossConfig) to LossOutputs"
 Numbers = Sequence[Sequence[float]] | None
-"""By group and member, where they are given."""
+"""Numbers by group and member; None: not given."""
 LEASE_S = 2.0
-"""For the run to give a step its groups; one that is paused gives none, and is asked again."""
+"""How long to wait for the run to give a step its groups; a paused run gives none and is asked again."""
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate["Session", P], Coroutine[Any, Any, T]]
@@ -67,11 +67,11 @@ log = logging.getLogger(__name__)
 
 
 class _PausedError(Exception):
-    """The run gives no groups to a step now: nothing of the step is done."""
+    """The run is paused and gives no groups; nothing of the step was done."""
 
 
 def _whole(method: Method[P, T]) -> Method[P, T]:
-    """Have a call of an open session done whole, also where its caller is cancelled, and alone: after those before it."""
+    """Decorate a call of an open session: calls run one at a time, in order, and complete even if the caller is cancelled."""
 
     @functools.wraps(method)
     async def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,7 +86,7 @@ def _whole(method: Method[P, T]) -> Method[P, T]:
 
 
 def _in_order(method: Method[P, T]) -> Method[P, T]:
-    """Have a call that trains wait for those before it, and try again while the run is paused: until then it can be cancelled."""
+    """Decorate a call that trains: it waits for earlier calls and for a paused run; while it waits it can be cancelled."""
 
     @functools.wraps(method)
     async def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,17 +101,17 @@ def _in_order(method: Method[P, T]) -> Method[P, T]:
 class Session:
     """A run whose learner this program drives; use as an async context manager.
 
-    Leaving it, by an exception too, writes a checkpoint and ends the run; `Session(resume=...)` goes on from there.
+    Leaving the context, also by an exception, writes a checkpoint and ends the run; `Session(resume=...)` continues from there.
 
     Args:
-        config: A `RunConfig`, nested dicts, or the path of a TOML file or name of a shipped one; as `Run`.
-        overrides: Laid over it.
+        config: A `RunConfig`, nested dicts, the path of a TOML file, or the name of a shipped config; as in `Run`.
+        overrides: Values that replace those of the config.
         resume: The folder of a session that has ended.
-        reward: (prompt, text) to a reward, in this process, plain or async; the config's reward functions are not used then.
-        sync: `auto`: each version goes to the generators by itself; `manual`: `sync_weights` sends the newest.
+        reward: A plain or async function (prompt, text) -> reward, called in this process instead of the config's functions.
+        sync: `auto`: each version is sent to the generators automatically; `manual`: `sync_weights` sends the newest version.
 
     Raises:
-        ConfigError: As `Run`; or something that only a learner process of its own can do.
+        ConfigError: As in `Run`; or the config asks for something that needs a learner process, such as several ranks.
 
     Example:
         >>> async with asyncrl.Session("quickstart") as session:  # doctest: +SKIP
@@ -136,16 +136,16 @@ class Session:
         self.run = Run(resolve_config(resolved, {**own, "learner.kind": "driven"}), resume=resume, reward=reward)
         """The run that feeds this session: `status`, `pause`, ..."""
         self.config = resolve_config(self.run.config, {"learner.kind": "builtin"})
-        """As the learner here reads it: with what `auto` means on this machine."""
+        """The config for the learner in this process: `auto` is replaced by what it means on this machine."""
         self.version = -1
-        """Of the policy as it is now."""
+        """The policy's current version."""
         self._is_manual = sync == "manual"
         self._thread = ThreadPoolExecutor(1, "asyncrl-session", torch.set_num_threads, (self.config.learner.num_threads,))
         self._published: asyncio.Queue[WeightsAvailable | BroadcastError] = asyncio.Queue()
         self._fetchable: WeightsAvailable | None = None
-        """The newest version that is published."""
+        """The newest published version."""
         self._synced = -1
-        """The version that the generators were told about last."""
+        """The version announced to the generators last."""
         self._is_open = False
         self._policy: InitialState | None = None
         self._publisher: Publisher | None = None
@@ -154,27 +154,27 @@ class Session:
         self._open: OpenStep | None = None
         """The step that has gradients and no new weights yet."""
         self._group_ids: tuple[int, ...] = ()
-        """Of the newest step, open or done."""
+        """Group ids of the newest step, open or done."""
         self._metrics: dict[str, float] = {}
-        """Of the newest step that is done, for the run."""
+        """Metrics of the newest finished step, to report to the run."""
         self._last: StepResult | None = None
         self._is_told = True
         """Whether the run knows of the newest step."""
         self._own: GroupStream | None = None
-        """Of the config's task."""
+        """The stream of the config's task."""
         self._first_prompt = self._next_prompt = 0
-        """Of the config's task: where this session began, and the one behind the last that was trained, where a resume begins."""
+        """Positions in the config's task: where this session began, and after the last trained prompt, where a resume begins."""
         self._behind: dict[int, int] = {}
-        """The prompt behind each group of the task that is not trained."""
+        """By group id, for each untrained group of the task: the position after its prompt."""
         self._taking = asyncio.Lock()
         self._gathered: list[ScoredGroup] = []
-        """What `take` will give, as far as it has come."""
+        """The groups that arrived so far for the next `take`."""
         self._coming: asyncio.Task[list[ScoredGroup]] | None = None
-        """Gathers them; from the beginning of a step on, for the one after it."""
+        """Gathers these groups; started when a step begins, for the step after it."""
         self._taken: tuple[int, ...] = ()
-        """What `take` gave last; empty once it was released, or a step has taken others in its place."""
+        """Ids of the groups that `take` returned last; empty once they are released or a step has trained other groups."""
         self._packed: tuple[int, list[ScoredGroup], PreparedBatch] | None = None
-        """A step, its groups as they came, and what they are packed to while the step before is trained."""
+        """A step, its groups as received, and the batch packed from them while the step before is trained."""
 
     async def __aenter__(self) -> Self:
         await self.run.__aenter__()
@@ -249,19 +249,19 @@ class Session:
     def stream(
         self, prompts: Iterable[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None, is_followed: bool = False
     ) -> GroupStream:
-        """Return groups of these prompts, in this order, generated ahead as far as the staleness bound has places.
+        """Return groups for these prompts, in this order, generated ahead as far as the staleness bound allows.
 
-        Use as an async context manager: leaving it releases the groups that are not trained, and stops what is being generated.
-        It ends with the prompts, or once `num_steps` are trained.
+        Use as an async context manager: leaving it releases the untrained groups and stops their generation. The stream ends
+        after the last prompt, or once `num_steps` are trained.
 
         Args:
-            prompts: Texts, `{"prompt": ..., "answer": ...}` or Prompts; read as they are needed, so there may be no last one.
+            prompts: Texts, `{"prompt": ..., "answer": ...}` or Prompts; read when needed, so the iterable may be endless.
             n: Members of each group; None: `algorithm.group_size`.
-            max_new_tokens: Of each member, at most the config's; None: the config's.
-            is_followed: The stream's `progress` gives the tokens of its next group as they come.
+            max_new_tokens: Limit for each member, at most the config's; None: the config's.
+            is_followed: Whether the stream's `progress` yields the tokens of its next group as they are generated.
 
         Raises:
-            ConfigError: `n` or `max_new_tokens` cannot be, or groups of `n` lack the greedy sample of `remax`.
+            ConfigError: `n` or `max_new_tokens` is not allowed, or groups of `n` lack the greedy sample of `remax`.
         """
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -280,16 +280,16 @@ class Session:
     async def generate(
         self, prompts: Sequence[PromptLike], *, n: int | None = None, max_new_tokens: int | None = None
     ) -> list[ScoredGroup]:
-        """Return one group a prompt. Each holds a place under the staleness bound until it is trained, released or too old.
+        """Return one group per prompt. Each holds a place under the staleness bound until it is trained, released or too old.
 
         Args:
-            prompts: As in `stream`.
-            n: The same.
-            max_new_tokens: The same.
+            prompts: A list, with items as in `stream`.
+            n: As in `stream`.
+            max_new_tokens: As in `stream`.
 
         Raises:
             ConfigError: There are more prompts than places.
-            RunError: A group could not be generated, or the run has ended; nothing of this call is left then.
+            RunError: A group could not be generated, or the run has ended; all groups of this call are then released.
         """
         stream = self.stream(prompts, n=n, max_new_tokens=max_new_tokens)
         if not isinstance(prompts, Sequence):
@@ -305,7 +305,7 @@ class Session:
             raise
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        """Give the places of groups back that will not be trained."""
+        """Free the places of groups that will not be trained."""
         _ = self._ready
         if groups:
             group_ids = _ids_of(groups)
@@ -314,15 +314,15 @@ class Session:
                 self._taken = ()
 
     def is_too_old(self, group: ScoredGroup) -> bool:
-        """Return whether the next step may not train this group any more."""
+        """Return whether this group is too old for the next step to train."""
         oldest = min(int(version) for member in group.members for version in ids_from_bytes(member.sample.versions))
         return self.version - oldest > self.config.buffer.max_staleness
 
     async def take(self) -> list[ScoredGroup]:
-        """Return the next step's groups of the config's task, waiting until they are scored.
+        """Wait for the next step's scored groups of the config's task, and return them.
 
         Raises:
-            RunError: All steps are trained, what was taken before is not trained, or the run has ended.
+            RunError: All steps are trained, the groups taken before are not trained yet, or the run has ended.
         """
         async with self._taking:
             _ = self._ready
@@ -341,7 +341,7 @@ class Session:
             return groups
 
     async def _gather(self, step: int) -> list[ScoredGroup]:
-        """Return a step's groups once they are scored, packed for it."""
+        """Wait until a step's groups are scored, pack them, and return them."""
         assert self._own is not None
         while (missing := self.config.algorithm.groups_per_step - len(self._gathered)) > 0:
             self._own.wanted = missing
@@ -364,7 +364,7 @@ class Session:
         return prepare(batch, division_of(self._ready.train_state, config))
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
-        """Yield each step's groups of the config's task until `num_steps` are trained; train some before asking for more."""
+        """Yield each step's groups of the config's task until `num_steps` are trained; train each before requesting the next."""
         while self.version < self.config.num_steps:
             yield await self.take()
 
@@ -376,25 +376,24 @@ class Session:
         self, groups: Sequence[ScoredGroup], *, loss: LossLike = None, rewards: Numbers = None, advantages: Numbers = None,
         learning_rate: float | None = None,
     ) -> StepResult:  # fmt: skip
-        """Train a step: the gradients of these groups, then the optimizer. The new version goes to the generators.
+        """Train one step on these groups: gradients, then the optimizer. The new version is sent to the generators.
 
         Args:
-            groups: `algorithm.groups_per_step` of them, of `take`, `stream` or `generate`.
-            loss: A name, a function (LossInputs, LossConfig) -> LossOutputs, or one of (logprobs, LossInputs) to the scalar that
-                is the micro-batch's share; None: the config's.
-            rewards: By group and member, in place of those that came; None: those.
-            advantages: By group and member, in place of `algorithm.advantage` of the rewards; None: that.
+            groups: `algorithm.groups_per_step` groups from `take`, `stream` or `generate`.
+            loss: A name, a function (LossInputs, LossConfig) -> LossOutputs, or a function (logprobs, LossInputs) -> scalar that
+                returns the micro-batch's share of the loss; None: the config's loss.
+            rewards: By group and member, to replace the groups' own rewards; None: the groups' own.
+            advantages: By group and member, to replace those computed by `algorithm.advantage`; None: the computed ones.
             learning_rate: The peak of the schedule from this step on; None: as before.
 
         Returns:
-            The new version and its metrics; of the groups that were trained last, those of then.
+            The new version and its metrics; if these groups were trained last already, the result of that step.
 
         Raises:
-            LearnerError: The step could not be trained; the weights are those of before.
+            LearnerError: The step could not be trained; the weights are unchanged.
             ConfigError: There is no such loss.
-            RunError: A group is too old or over (the message names it), there are not as many as a step trains, or the run has
-                ended.
-            BroadcastError: The step is done, and generators cannot fetch the new version; the same call again sends it once more.
+            RunError: A group is too old or over (the message names it), the number of groups is wrong, or the run has ended.
+            BroadcastError: The step is done, but generators cannot fetch the new version; repeat the call to send it again.
         """
         group_ids = _ids_of(groups)
         if learning_rate is not None:
@@ -410,7 +409,7 @@ class Session:
     ) -> float:
         """Compute the gradients of a step, for `optim_step`; arguments and errors are those of `train_step`.
 
-        The same groups again add nothing to the gradients.
+        A second call with the same groups adds nothing to the gradients.
 
         Returns:
             The loss.
@@ -422,26 +421,26 @@ class Session:
     @_in_order
     @_whole
     async def optim_step(self, *, learning_rate: float | None = None) -> StepResult:
-        """Change the weights by the gradients of `forward_backward`; without new gradients, return what the last step was like.
+        """Apply the gradients of `forward_backward` to the weights; without new gradients, return the last step's result.
 
         Raises:
-            LearnerError: There are no gradients, or they are not finite; the weights are those of before.
-            BroadcastError: As `train_step`.
+            LearnerError: There are no gradients, or they are not finite; the weights are unchanged.
+            BroadcastError: As in `train_step`.
         """
         return await self._optimize(learning_rate)
 
     @_whole
     async def sync_weights(self) -> None:
-        """Send the newest version to the generators, if they do not have it; needed with `sync="manual"` only.
+        """Send the newest version to the generators, if they do not have it; needed only with `sync="manual"`.
 
         Raises:
-            BroadcastError: They cannot fetch it.
+            BroadcastError: The generators cannot fetch it.
         """
         await self._publish()
 
     @_whole
     async def save(self) -> Path:
-        """Write a checkpoint of the policy as it is now, and return its folder."""
+        """Write a checkpoint of the current policy, and return its folder."""
         folder, keep_last, policy = self.run.run_folder / "checkpoints", self.config.checkpoint.keep_last, self._ready
         # Those of an open step are not in the weights yet, and the run knows of the steps before it.
         group_ids, metrics = (self._group_ids, self._metrics) if self._open is None else ((), {})
@@ -452,7 +451,7 @@ class Session:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The policy; read it between steps. It is there after the session, too."""
+        """The policy; read it only between steps. It can still be used after the session."""
         if self._policy is None:
             raise RunError(NOT_OPEN)
         model: torch.nn.Module = self._policy.train_state.model
@@ -460,7 +459,7 @@ class Session:
 
     @property
     def tokenizer(self) -> Any:  # noqa: ANN401 - transformers is untyped
-        """The policy's."""
+        """The policy's tokenizer."""
         return self._ready.tokenizer
 
     # -- inside ----------------------------------------------------------------------------------------------------------
@@ -472,7 +471,7 @@ class Session:
         return self._policy
 
     async def _backward(self, groups: Sequence[ScoredGroup], loss: LossLike, rewards: Numbers, advantages: Numbers) -> OpenStep:
-        """Return the step with the gradients of these groups; the caller holds the lock."""
+        """Return the step, with the gradients of these groups; the caller must hold the lock."""
         group_ids = _ids_of(groups)
         if self._open is not None:
             if group_ids == self._group_ids:
@@ -523,7 +522,7 @@ class Session:
         return self._open
 
     async def _optimize(self, learning_rate: float | None) -> StepResult:
-        """Change the weights, and have run and generators know of it; the caller holds the lock."""
+        """Change the weights, and tell the run and the generators; the caller must hold the lock."""
         if (step := self._open) is not None:
             if learning_rate is not None:
                 self.config = resolve_config(self.config, {"learner.learning_rate": learning_rate})
@@ -531,7 +530,7 @@ class Session:
             self._open, group_ids, self._group_ids = None, self._group_ids, ()
 
             def updated() -> StepResult:
-                """Make every update of the step, whose first one has its gradients."""
+                """Run every update of the step; the gradients of the first one exist already."""
                 updates, most = len(step.plan.prepared.updates), step.plan.num_updates
                 for number in range(most):
                     try:
@@ -559,7 +558,7 @@ class Session:
         return self._last
 
     async def _tell(self) -> None:
-        """Have the run know of the newest step, and the generators of its version, if they do not yet."""
+        """Tell the run about the newest step, and the generators about its version, if they do not know yet."""
         if self._is_told or self._last is None:
             return
         if not self._is_manual:
@@ -584,7 +583,7 @@ class Session:
         self._synced = self.version
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
-        """Work on the session's own thread; a caller that is cancelled leaves once the work is done."""
+        """Run the work on the session's own thread; a cancelled caller returns only after the work is done."""
 
         async def working() -> T:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -599,10 +598,10 @@ def _ids_of(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:
 
 
 def _as_loss(function: Loss | LogprobLoss) -> Loss:
-    """Return a caller's loss as the learner calls it.
+    """Return a caller's loss in the form that the learner calls.
 
     Raises:
-        ConfigError: It is nothing that takes two arguments.
+        ConfigError: It cannot be called with two arguments.
     """
     try:
         first = next(iter(inspect.signature(function).bind(None, None).arguments))

@@ -1,17 +1,17 @@
 """Admission: how far generation may run ahead, and which generator gets the next group.
 
 The rule is AReaL's, with the version that is live on the generator: a group may start on generator g while
-`(live_version_g + lead + 1) * B - (accepted + running) > 0`. The version is the generator's and not the learner's: the group's
-oldest token will carry it, and only so does the staleness proof in docs/buffer.md hold while weights are on their way. The lead
-is `max_staleness`, or less: `Lead` says how much of it the learner needs. The counts, and so the rule itself, are the buffer's
-state machine's (state.py); nothing is counted twice.
+`(live_version_g + lead + 1) * B - (accepted + running) > 0`. It uses the generator's version, not the learner's, because the
+group's oldest token will have that version; otherwise the staleness proof in docs/buffer.md would not hold while weights are
+being sent. The lead is `max_staleness` or less: `Lead` computes how much the learner needs. The state machine (state.py) keeps
+the counts and applies the rule; nothing is counted twice.
 
-The pool keeps the generators of each live version in one sorted list, by load and name. A change moves one entry, a question
-looks at the first of as many lists as there are versions live. With hundreds of generators a scan would cost the controller more
-than its sockets do.
+The pool keeps the generators of each live version in one list, sorted by load and name. A change moves one entry; a lookup reads
+the first entry of each live version's list. With hundreds of generators, a scan of all would cost the controller more time than
+its sockets.
 
-Invariants: a generator gets one group beyond its slots, so that no slot waits for the controller. One whose room shrinks below
-what it holds keeps that and gets no more until there is room again. Room never enters the staleness rule. Pure.
+Invariants: a generator gets one group more than its slots, so that no slot waits for the controller. If its number of slots drops
+below what it holds, it keeps its groups and gets no more until slots are free again. Slots never enter the staleness rule. Pure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from asyncrl.buffer.group import BufferLimits
 
 WAITING = 0.1
-"""Share of the time for which the learner may wait for groups. Without, steps are a little faster and data is a version older."""
+"""Share of the time that the learner may wait for groups. With 0, steps are a little faster and data is one version older."""
 SMOOTHING, RATE = 0.3, 0.5
-"""What a step counts in the mean of that share; and the relative change of the lead for each 1 that the mean is over WAITING."""
+"""Weight of one step in the moving mean of that share; relative change of the lead per 1 that the mean exceeds WAITING."""
 
 
 class Lead:
-    """How many versions generation may be ahead of the learner: at most eta, and no more than keep the learner busy.
+    """How many versions generation may be ahead of the learner: at most eta, and only as many as keep the learner busy.
 
-    Data that waits grows old and teaches less. With a bound of 1 there is nothing to choose: the next step's groups are generated
-    while this one is trained.
+    Waiting data becomes stale and is less useful. With a bound of 1 there is no choice: the next step's groups are generated
+    while the current step is trained.
 
     Example:
         >>> lead = Lead(BufferLimits(groups_per_step=4, max_staleness=8, as_needed=True))
@@ -49,7 +49,7 @@ class Lead:
         self.follow(limits)
 
     def follow(self, limits: BufferLimits) -> None:
-        """Go on under these limits."""
+        """Use these limits from now on."""
         self._limits, self._least, self._most = limits, float(min(1, limits.max_staleness)), float(limits.max_staleness)
         self.versions = min(max(self.versions, self._least), self._most) if limits.as_needed else self._most
 
@@ -59,7 +59,7 @@ class Lead:
         return int(self.versions * self._limits.groups_per_step)
 
     def step_taken(self, waited: float) -> None:
-        """Learn for what share of the time since the step before the learner had nothing to train."""
+        """Adapt the lead to the share of the time since the last step in which the learner had nothing to train."""
         self._waiting += SMOOTHING * (waited - self._waiting)
         if self._limits.as_needed:
             self.versions = min(max(self.versions * (1.0 + RATE * (self._waiting - WAITING)), self._least), self._most)
@@ -72,21 +72,21 @@ class Generator:
     name: str
     num_slots: int
     version: int
-    """Live on it; -1: none yet."""
+    """The version live on it; -1: none yet."""
     members: int = 0
-    """That it holds, in slots or queued."""
+    """Members that it holds, in slots or queued."""
     is_leaving: bool = False
     """It finishes what it holds and gets nothing more."""
 
     @property
     def rank(self) -> tuple[float, str]:
-        """Return its place among those of its version: members a slot (infinite where it gets nothing more), then its name."""
+        """Return its sort key among generators of its version: members per slot (infinite if it gets no more work), then name."""
         return math.inf if self.is_leaving else self.members / self.num_slots, self.name
 
 
 @dataclass(eq=False)
 class GeneratorPool:
-    """Generators by name, and which of them is next.
+    """Generators by name, and which of them gets the next group.
 
     Example:
         >>> pool = GeneratorPool()
@@ -98,7 +98,7 @@ class GeneratorPool:
 
     _by_name: dict[str, Generator] = field(default_factory=dict)
     _ranks: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
-    """By version, where there is a generator of it."""
+    """Sort keys by version, for versions that are live on some generator."""
 
     def __len__(self) -> int:
         """Return the number of generators."""
@@ -116,11 +116,11 @@ class GeneratorPool:
 
     @property
     def newest_version(self) -> int:
-        """Return the newest version live on any; -1 where there is none."""
+        """Return the newest version live on any generator; -1 if there is none."""
         return max(self._ranks, default=-1)
 
     def put(self, generator: Generator) -> None:
-        """Take a generator in, in place of one of that name."""
+        """Add a generator; it replaces one with the same name."""
         assert generator.num_slots > 0, f"{generator.name} has {generator.num_slots} slots"
         self.remove(generator.name)
         self._enter(generator)
@@ -138,9 +138,9 @@ class GeneratorPool:
     def change(
         self, name: str, *, add_members: int = 0, num_slots: int = 0, version: int | None = None, is_leaving: bool = False
     ) -> None:
-        """Change what is given; unknown generators are ignored. One that is leaving gets nothing more.
+        """Change the given fields; unknown generators are ignored. A generator that is leaving gets no more work.
 
-        A late sample of the process that bore this name before must not make the count of members negative.
+        A late sample of an earlier process with the same name must not make the count of members negative.
         """
         if (generator := self.remove(name)) is not None:
             generator.version = generator.version if version is None else version
@@ -150,7 +150,7 @@ class GeneratorPool:
             self._enter(generator)
 
     def best(self, min_version: int) -> Generator | None:
-        """Return the least loaded generator at `min_version` or above that has room; of equals the newest, then by name."""
+        """Return the least loaded generator with room and a version of at least `min_version`; ties: newest version, then name."""
         firsts = [(ranks[0], -version) for version, ranks in self._ranks.items() if version >= min_version and ranks[0][0] <= 1]
         chosen = min(firsts, key=lambda first: (first[0][0], first[1]), default=None)
         return None if chosen is None else self._by_name[chosen[0][1]]

@@ -1,16 +1,16 @@
-"""Selection bias: how what is trained differs from what was generated, by cohorts of the version at issue.
+"""Selection bias: how trained samples differ from generated samples, by cohorts of the version at issue.
 
-Long samples end late, so what has ended is short at every moment, biased or not. Hence cohorts: groups issued under one version
-are looked at together, once a newer version is out and every one of them has ended. A member that was given up before it had
-ended (its group was dropped) has a length that is only known to be more than what it had then: it is censored, and the mean is
-Kaplan and Meier's. The tokens that an unfinished member has are its age times a slow pace, that of the slowest tenth of those
-that ended.
+Long samples finish late, so at any moment the finished samples are short, with or without bias. Therefore groups issued under one
+version form a cohort, which is analysed once a newer version is out and all of its groups have ended. If a member was given up
+before it finished (its group was dropped), only a lower bound of its length is known: its length is censored, and the mean is the
+Kaplan-Meier mean. The number of tokens of an unfinished member is estimated as its age times a slow pace, that of the slowest
+tenth of finished members.
 
-Groups that the algorithm's own screens dropped (no spread, no pair, truncated) are an intended selection and left out of both
-sides; what is lost otherwise (stale, failed) is not intended. Intervals are of 95 %, by a jackknife over blocks of groups.
+Groups that the algorithm's own screens dropped (no spread, no pair, truncated) are an intended selection and are left out of both
+sides; other losses (stale, failed) are not intended. Intervals are 95 %, by a jackknife over blocks of groups.
 
-Invariant: nothing is held of closed cohorts beyond the window, and of what has ended in an open one not much more: it stays open
-as long as no newer version comes. Pure: `now` is handed in.
+Invariant: memory is bounded: closed cohorts are kept only within the window, and a cohort stays open only until a newer version
+comes. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from asyncrl.buffer import events as ev
 from asyncrl.schema.status import SCREENED
 
 WINDOW_COHORTS, WINDOW_MEMBERS = 20, 4096
-"""Newest closed cohorts that figures are of: so many, and no more members than that."""
+"""The figures cover the newest closed cohorts: at most this many cohorts, and at most this many members."""
 BLOCKS, LEAST_BLOCKS = 20, 8
 T_95 = 2.09
-"""Student's quantile for as many blocks, in standard errors."""
+"""Student's t quantile for that number of blocks, in standard errors."""
 LOOK_S = 1.0
-"""The figures are worked out no more often."""
+"""Minimum time between two computations of the figures."""
 PACES = 256
-"""Newest members whose pace is remembered."""
+"""Number of newest members whose pace is remembered."""
 LENGTH_BOUND, REWARD_BOUND = 0.05, 0.25
-"""Flagged: length off by more than this share, or reward by more than this part of the spread within groups."""
+"""Bias is flagged if the length differs by more than this share, or the reward by more than this part of the spread in groups."""
 STALE = "stale"
 
 Floats = NDArray[np.float64]
@@ -52,24 +52,24 @@ class IssuedGroup:
     size: int
     started_s: float
     lengths: dict[int, int] = field(default_factory=dict)
-    """Of members that were generated."""
+    """Lengths of members that were generated."""
     censored: dict[int, float] = field(default_factory=dict)
     """Tokens that members had when they were given up."""
     rewards: dict[int, float] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     """Members that failed."""
     outcome: str | None = None
-    """Empty: trained; else why not. None: it has not ended."""
+    """Empty: trained; else the reason why not. None: the group has not ended."""
 
     @property
     def pending(self) -> list[int]:
-        """Return the members that are still generated."""
+        """Return the members that are still being generated."""
         return [index for index in range(self.size) if index not in self.lengths and index not in self.gone]
 
 
 @dataclass(eq=False)
 class SelectionBias:
-    """The monitor of one run; groups that were issued before it began are unknown to it and left out.
+    """The monitor of one run; groups issued before it started are left out.
 
     Example:
         >>> bias = SelectionBias()
@@ -78,17 +78,17 @@ class SelectionBias:
     """
 
     _cohorts: dict[int, list[IssuedGroup]] = field(default_factory=dict)
-    """Open ones, by version of issue."""
+    """Open cohorts, by version of issue."""
     _groups: dict[int, IssuedGroup] = field(default_factory=dict)
-    """Of open cohorts, those that have not ended."""
+    """Groups of open cohorts that have not ended."""
     _closed: deque[list[IssuedGroup]] = field(default_factory=lambda: deque(maxlen=WINDOW_COHORTS))
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))
-    """Tokens a second of members that ended."""
+    """Tokens per second of members that finished."""
     _looked_s: float = -math.inf
     _figures: dict[str, float] = field(default_factory=dict)
 
     def note(self, _: str, event: object, now: float, instructions: Sequence[object] | str) -> None:
-        """Take in what the buffer decided: a `Watch`."""
+        """Record an event of the buffer and its decisions; this is a `Watch`."""
         group = self._groups.get(getattr(event, "group_id", -1))
         match event:
             case ev.GroupIssued():
@@ -120,14 +120,14 @@ class SelectionBias:
                     self._end(group_id, "", now)
 
     def _end(self, group_id: int, outcome: str, now: float) -> None:
-        """Note that a group is trained (empty), or why it is not; members that are still generated are given up."""
+        """Note that a group is trained (empty reason), or why not; members that are still being generated are given up."""
         if (group := self._groups.pop(group_id, None)) is not None:
             group.outcome = outcome
             if pending := group.pending:
                 group.censored = dict.fromkeys(pending, self._slow_pace() * (now - group.started_s))
 
     def figures(self, now: float) -> dict[str, float]:
-        """Return the figures of the window, by metric name; none before a cohort is closed."""
+        """Return the figures of the window, by metric name; empty before the first cohort is closed."""
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now
             newest = max(self._cohorts, default=0)
@@ -167,17 +167,17 @@ class SelectionBias:
 
 
 def mean_length(lengths: Floats, is_seen: Flags, blocks: NDArray[Any]) -> tuple[float, float, float] | None:
-    """Return the mean length and its interval, some lengths being only known to be at least so much.
+    """Return the mean length and its interval, where some lengths are only lower bounds (censored).
 
-    The area under Kaplan and Meier's curve up to the largest length, seen or censored.
+    The mean is the area under the Kaplan-Meier curve up to the largest length, seen or censored.
 
     Args:
-        lengths: Of members, in tokens.
-        is_seen: Whether it is the whole length; False: censored there.
-        blocks: Number of the block that each belongs to: members of a group are not independent.
+        lengths: Lengths of members, in tokens.
+        is_seen: Whether each is the full length; False: censored.
+        blocks: Number of each member's block, because members of a group are not independent.
 
     Returns:
-        Mean, low, high; None where there are too few blocks.
+        Mean, low, high; None if there are too few blocks.
 
     Source: Kaplan and Meier 1958; for the jackknife Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
     """
@@ -186,11 +186,11 @@ def mean_length(lengths: Floats, is_seen: Flags, blocks: NDArray[Any]) -> tuple[
 
 
 def compared(groups: Sequence[IssuedGroup]) -> dict[str, float]:
-    """Return how the trained ones among ended groups differ from all of them, in length and reward, with intervals.
+    """Return how trained groups differ from all ended groups in length and reward, with intervals.
 
     Returns:
-        `bias/length_ratio` and `bias/reward_gap`, each with `_low` and `_high`, and `bias/flagged`; nothing where there are too
-        few groups, or none was trained.
+        `bias/length_ratio` and `bias/reward_gap`, each with `_low` and `_high`, and `bias/flagged`; empty if there are too few
+        groups, or none was trained.
     """
     num_trained = sum(group.outcome == "" for group in groups)
     lengths, is_seen, blocks, of_trained = _members(groups)
@@ -224,7 +224,7 @@ def _named(name: str, interval: tuple[float, float, float] | None) -> dict[str, 
 
 
 def _members(groups: Sequence[IssuedGroup]) -> tuple[Floats, Flags, Floats, Flags]:
-    """Return lengths of members, whether each is whole, the number of its block, and whether its group is trained."""
+    """Return for each member its length, whether that is the full length, its block, and whether its group is trained."""
     rows = [
         (length, is_seen, group.group_id % BLOCKS, group.outcome == "")
         for group in groups
@@ -236,7 +236,7 @@ def _members(groups: Sequence[IssuedGroup]) -> tuple[Floats, Flags, Floats, Flag
 
 
 def _left_out(blocks: NDArray[Any], names: NDArray[Any] | None = None) -> Floats | None:
-    """Return weights [1 + blocks, members]: all of them, then with one block left out each; None where there are too few."""
+    """Return weights [1 + blocks, members]: first with all blocks, then with each block left out; None if there are too few."""
     names = np.unique(blocks) if names is None else names
     if len(names) < LEAST_BLOCKS:
         return None
@@ -245,7 +245,7 @@ def _left_out(blocks: NDArray[Any], names: NDArray[Any] | None = None) -> Floats
 
 
 def _areas(lengths: Floats, is_seen: Flags, weights: Floats) -> Floats:
-    """Return the area under Kaplan and Meier's curve for each row of weights."""
+    """Return the area under the Kaplan-Meier curve for each row of weights."""
     order = np.lexsort((~is_seen, lengths))  # at a tie what ended comes before what is censored
     lengths, is_seen, weights = lengths[order], is_seen[order], weights[:, order]
     at_risk = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
@@ -261,7 +261,7 @@ def _means(values: Floats, weights: Floats) -> Floats:
 
 
 def _interval(estimates: Floats) -> tuple[float, float, float]:
-    """Return the first estimate with its interval, from the others, each of which leaves one block out."""
+    """Return the first estimate and its interval; the other estimates, each without one block, give the interval."""
     whole, others = float(estimates[0]), estimates[1:]
     error = math.sqrt((len(others) - 1) / len(others) * float(((others - others.mean()) ** 2).sum()))
     return whole, whole - T_95 * error, whole + T_95 * error

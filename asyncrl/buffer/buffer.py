@@ -1,15 +1,15 @@
-"""The buffer as the controller sees it: decisions (state), the ledger, and payloads in memory, joined.
+"""The buffer as the controller uses it: it joins the state machine (decisions), the ledger (on disk) and the samples in memory.
 
-Invariants: whatever the state machine decides is in the same unit of the ledger as what caused it, and what comes together is one
-unit; only once that is on disk is it acknowledged (`when_committed`) or a batch sent (`take`). Payloads are held of exactly the
-live groups. A prompt waits here to be issued again exactly where the state says that it returns. Samples that are not what they
-say are refused with a reason and never raise into the run.
+Invariants: an event and the decisions that follow from it are written in one ledger transaction, and messages that arrive
+together share one; a message is acknowledged (`when_committed`) and a batch is sent (`take`) only after the commit. Samples are
+held in memory for exactly the live groups. A prompt waits here to be issued again exactly where the state says that it returns.
+An invalid sample is refused with a reason and never raises an error in the run.
 
-Payloads of live groups are held until their step is taken, at most (eta + 1) x B groups by admission. Those of a taken step are
-held until it is trained; a repeat after that reads them from the ledger again. The parameters that a step was packed with are
-held as long as it may be repeated, so that a repeat is the very same batch.
+Samples of live groups are held until their step is taken: at most (eta + 1) x B groups, by admission. Samples of a taken step
+are held until it is trained; a repeat after that reads them from the ledger. The parameters that a step was packed with are held
+as long as the step may be repeated, so that a repeat is exactly the same batch.
 
-Nothing here waits, except `write` of a ledger that falls behind.
+Nothing here waits, except `write` when the ledger falls behind.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from asyncrl.schema.samples import Prompt, Sample, SampleFailure, Samples, Score
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """What became of something that came in; of a repeat, nothing."""
+    """The result of entering samples, scores or a failure; for a repeat all fields are empty."""
 
     stored: tuple[int, ...] = ()
-    """Members of the group that it changed."""
+    """Members of the group that were changed."""
     refused: tuple[str, ...] = ()
-    """Why others could not be taken, one a member; the member of an invalid sample has failed."""
+    """Why other members were refused, one reason for each; the member of an invalid sample has failed."""
     instructions: Sequence[BufferInstruction] = ()
     group_id: int = -1
     """With `submit_group`: the id the group was given."""
 
 
 class TakenStep(msgspec.Struct, frozen=True):
-    """One step's groups, by group id, to be packed with these very parameters."""
+    """One step's groups, ordered by group id, and the parameters to pack them with."""
 
     step: int
     groups: tuple[ScoredGroup, ...]
@@ -57,9 +57,9 @@ class TakenStep(msgspec.Struct, frozen=True):
     replay: bool
     staleness: StalenessFigures
     instructions: Sequence[BufferInstruction] = ()
-    """Groups dropped on the way."""
+    """Groups that were dropped while choosing this step's groups."""
     is_repeat: bool = False
-    """It was taken before, trained or not."""
+    """Whether the step was taken before, trained or not."""
 
 
 class Untrained(msgspec.Struct, frozen=True):
@@ -69,11 +69,11 @@ class Untrained(msgspec.Struct, frozen=True):
     reason: str
     samples: tuple[Sample, ...]
     params: StepParams
-    """That a step would have been packed with then."""
+    """What a step would have been packed with at that time."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """Why there is no step yet; ask again when a group became ready or failed."""
+    """Why there is no step yet; call `take` again after a group became ready or failed."""
 
     reason: str
     instructions: Sequence[BufferInstruction] = ()
@@ -81,7 +81,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Buffer:
-    """State, ledger and payloads of one run.
+    """State, ledger and samples in memory of one run.
 
     Example:
         >>> from asyncrl.buffer.group import BufferLimits
@@ -92,16 +92,16 @@ class Buffer:
     """
 
     state: BufferState
-    """The machine; already restored where the ledger holds something."""
+    """The state machine; already restored if the ledger has records."""
     ledger: Ledger
     params: StepParams = StepParams(0, 0, 1.0)  # noqa: RUF009 - frozen
-    """Recorded with each step; samples longer than its row budget are refused."""
+    """Recorded with each step; samples longer than `tokens_per_row` are refused."""
     needs_reference: bool = False
-    """Scores must bring reference log-probabilities: the reference is on inference workers."""
+    """Whether scores must include reference log-probabilities: the reference model is on inference workers."""
     restored: Restored = field(default_factory=Restored)
     """What the ledger held besides the state."""
     watch: Watch | None = None
-    """Told of samples that no step trains, as of the events of a machine named `UNTRAINED`."""
+    """Called with samples that no step trains, as events of a machine named `UNTRAINED`."""
 
     def __post_init__(self) -> None:
         restored = self.restored
@@ -111,7 +111,7 @@ class Buffer:
         self.newest_version = restored.newest_version
         """No sample can hold a token of a later version."""
         self.cursor = restored.cursor
-        """Where the prompt source stands."""
+        """Position of the prompt source."""
         self.vocab_size = 0
         """Token ids from here on are refused; 0: not known yet."""
 
@@ -128,16 +128,16 @@ class Buffer:
         cursor: int | None = None,
         replaces: int | None = None,
     ) -> Group:
-        """Enter a new group, after admission said so, and return it.
+        """Enter a new group that admission allowed, and return it.
 
         Args:
-            prompt: What is to be answered.
-            generator: Who gets it.
-            version: Live on that generator.
-            group_size: Members.
+            prompt: The prompt to answer.
+            generator: Name of the generator that gets the group.
+            version: The version live on that generator.
+            group_size: Number of members.
             now: Clock seconds.
-            cursor: Where the prompt source stands after this prompt; None: unchanged.
-            replaces: Where `prompt` is that of `returned_prompt`, its group.
+            cursor: Position of the prompt source after this prompt; None: unchanged.
+            replaces: If `prompt` came from `returned_prompt`, the id of the group that it belonged to.
 
         Raises:
             AssertionError: There is no place for a group of that version; admission is broken.
@@ -163,7 +163,7 @@ class Buffer:
         return group
 
     def generator_lost(self, name: str, now: float) -> Sequence[BufferInstruction]:
-        """Note a generator's end; what it held is handed out again or, after too many losses, failed."""
+        """Note that a generator has ended; its groups are handed out again or, after too many losses, failed."""
         running = [group for group in self.state.groups.values() if group.state == "running" and group.generator == name]
         held = [(group, group.attempt, group.pending) for group in running]
         reason, records = f"generator {name} died once too often", list[Record]()
@@ -180,22 +180,22 @@ class Buffer:
         self.newest_version = max(self.newest_version, version)
 
     def returned_prompt(self) -> tuple[int, Prompt] | None:
-        """Return a group that was dropped or failed and its prompt, which is to be issued next; stays until it is issued."""
+        """Return the id of a dropped or failed group, and its prompt, which must be issued next; the same until it is issued."""
         return next(iter(self._returned.items()), None)
 
     # -- samples and scores ----------------------------------------------------------------------------------------------
 
     def examine(self, samples: Samples) -> list[VersionCounts | str]:
-        """Return the trained tokens of each sample by version, or why it is refused (validate.py)."""
+        """Return, for each sample, its trained tokens by version, or why it is refused (validate.py)."""
         return examine(
             samples, newest_version=self.newest_version, max_tokens=self.params.tokens_per_row, vocab_size=self.vocab_size
         )
 
     def add_samples(self, arrived: Sequence[Samples], now: float) -> list[Receipt]:
-        """Hold generated members and ask for their scores; return what became of those that came together.
+        """Enter generated members and ask for their scores; return one receipt for each message.
 
-        An invalid sample of a member that is still awaited fails that member, with the reason; the group goes on without it. But
-        not where it is of an earlier attempt: the member is being generated again.
+        An invalid sample fails its member with the reason, if the member is still awaited; the group continues without it. A
+        sample of an earlier attempt fails nothing, because the member is being generated again.
         """
         receipts, records = [], list[Record]()
         for samples in arrived:
@@ -231,7 +231,7 @@ class Buffer:
         return receipts
 
     def add_scores(self, arrived: Sequence[Scores], now: float) -> list[Receipt]:
-        """Enter rewards, or why there are none; return what became of those that came together."""
+        """Enter rewards, or the reasons why there are none; return one receipt for each message."""
         receipts, records = [], list[Record]()
         for scores in arrived:
             group_id, instructions, valid = scores.group_id, list[BufferInstruction](), list[Score]()
@@ -263,7 +263,7 @@ class Buffer:
         return receipts
 
     def add_failure(self, failure: SampleFailure, now: float) -> Receipt:
-        """Enter that a member will never be trained; a repeat where it is being generated again since."""
+        """Enter a member's failure: it will never be trained. Ignored where the member is being generated again meanwhile."""
         standing = self.state.member_state(failure.group_id, failure.index)
         if standing == "pending" and failure.attempt < self.state.groups[failure.group_id].attempt:
             standing = "over"
@@ -275,14 +275,14 @@ class Buffer:
         return Receipt((failure.index,), (), instructions)
 
     def when_committed(self, callback: OnCommitted) -> None:
-        """Call back once all that was entered so far is on disk: acknowledge what brought it there, and nowhere else."""
+        """Call `callback` once everything entered so far is on disk. Acknowledge messages only from there."""
         self.ledger.write((), callback)
 
     def submit_group(self, prompt: Prompt, samples: Sequence[Sample], submitter: str, now: float) -> Receipt:
-        """Take in a whole group that outside code generated; it is checked and scored like any other.
+        """Enter a complete group that outside code generated; it is checked and scored like any other.
 
-        Group id and member indices in `samples` are replaced by new ones; the receipt names the group. It is refused, with
-        nothing changed, where a sample is invalid or there is no place for a group as old as that.
+        Group id and member indices in `samples` are replaced by new ones; the receipt has the group's id. The group is refused,
+        with nothing changed, where a sample is invalid or there is no place for a group of that age.
         """
         size, screen, counts = len(samples), self.state.limits.screen, list[VersionCounts]()
         for sample in samples:
@@ -310,7 +310,7 @@ class Buffer:
         return Receipt(whole.indices, (), instructions, group_id)
 
     def know_vocabulary(self, size: int, now: float) -> list[int]:
-        """Refuse token ids from `size` on; return the held groups that have such, which are dropped."""
+        """Refuse token ids from `size` on from now on; drop the held groups that have such ids, and return their group ids."""
         self.vocab_size = size
         wrong = [
             group_id
@@ -322,10 +322,10 @@ class Buffer:
         return wrong
 
     def change(self, config: RunConfig, what: str, now: float) -> None:
-        """Follow a config that was changed while the run goes on, from the next step that is taken on.
+        """Apply a config that was changed during the run; it applies from the next step taken.
 
         Args:
-            config: The new one.
+            config: The new config.
             what: Who changed what, for the ledger.
             now: Clock seconds.
         """
@@ -341,16 +341,17 @@ class Buffer:
     def take(
         self, step: int, now: float, on_committed: OnCommitted | None = None, group_ids: tuple[int, ...] = ()
     ) -> TakenStep | Waiting:
-        """Take the groups of `step`, or say what it waits for.
+        """Take the groups of `step`, or return what the step waits for.
 
         Args:
-            step: The next one, or one of `learner_restarted`'s, which gives the very same groups again.
+            step: The next step, or one that `learner_restarted` returned, which gives exactly the same groups again.
             now: Clock seconds.
-            on_committed: Send the batch to the learner only from here: a step that is trained must be in the books.
-            group_ids: Exactly these, ascending; empty: as the policy chooses.
+            on_committed: Called after the commit. Send the batch to the learner only from here: a trained step must be in the
+                ledger.
+            group_ids: Take exactly these, in ascending order; empty: the policy chooses.
 
         Raises:
-            LedgerError: A step to be repeated has lost its payloads.
+            LedgerError: The samples of a step to repeat are missing in the ledger.
         """
         records: list[Record] = []
         *dropped, decision = self._handle(ev.TakeStep(step, group_ids), records, now)
@@ -372,7 +373,7 @@ class Buffer:
         return Waiting(decision.reason, dropped)
 
     def _repeated(self, decision: ev.TakeGroups) -> TakenStep:
-        """Return a step as it was taken the first time."""
+        """Return a step exactly as it was taken the first time."""
         step, params = decision.step, self._step_params[decision.step]
         groups = self._step_groups.get(step)
         if groups is None:
@@ -385,7 +386,7 @@ class Buffer:
         return TakenStep(step, groups, params, decision.replay, figures, is_repeat=True)
 
     def mark_trained(self, step: int, now: float) -> Sequence[BufferInstruction]:
-        """Note that the optimizer step is done; harmless when repeated."""
+        """Note that the optimizer step is done; repeating the call is harmless."""
         instructions = self.state.handle(ev.StepTrained(step), now)
         self._step_groups.pop(step, None)
         if group_ids := tuple(moved.group_id for moved in instructions if isinstance(moved, GroupMoved)):
@@ -393,20 +394,20 @@ class Buffer:
         return instructions
 
     def learner_restarted(self, version: int, now: float) -> tuple[int, ...]:
-        """Note that the learner stands at `version` (at the start, after a resume, after its death).
+        """Note that the learner starts from `version` (at the run's start, after a resume, or after its death).
 
         Returns:
-            The steps to take again, in order, before any new one; empty at a fresh start.
+            The steps to take again, in order, before any new step; empty at a fresh start.
 
         Raises:
-            LedgerError: The checkpoint and the ledger do not belong together, or steps to repeat lack the reference's
-                log-probabilities, which this run does not ask of the learner.
+            LedgerError: The checkpoint and the ledger do not belong together, or the steps to repeat lack the reference's
+                log-probabilities, which the learner does not compute in this run.
         """
         first, last = min(self.state.steps, default=self.state.next_step), self.state.next_step
         if not first <= version <= last:
             raise LedgerError(
                 f"the learner stands at version {version}, but the ledger repeats steps from {first} on and {last} were taken: "
-                "the checkpoint is not of this run, or older than the oldest one kept"
+                "the checkpoint is from another run, or older than the oldest one kept; resume with this run's own checkpoints"
             )
         self.state.handle(ev.LearnerRestarted(version), now)
         if last:
@@ -418,16 +419,16 @@ class Buffer:
         return to_repeat
 
     def drop_group(self, group_id: int, reason: str, now: float) -> Sequence[BufferInstruction]:
-        """Drop a live group on somebody's decision; the reason goes into the books."""
+        """Drop a live group because a caller decided so; the reason goes into the ledger."""
         records: list[Record] = []
         instructions = self._handle(ev.GroupDropped(group_id, reason), records, now)
         self.ledger.write(records)
         return instructions
 
     def set_aside(self, step: int, reason: str, now: float) -> tuple[ScoredGroup, ...]:
-        """Drop the groups of a step that is taken and was never trained, and move later steps up by one; return the groups.
+        """Drop and return the groups of a step that is taken but was never trained; the step numbers of later steps drop by one.
 
-        For a batch that ends the learner whenever it is tried.
+        For a batch on which the learner dies every time.
         """
         group_ids = self.state.steps[step].group_ids
         groups = self._step_groups.pop(step, ()) or tuple(self.ledger.load_groups(group_ids))
@@ -443,10 +444,10 @@ class Buffer:
         return groups
 
     def forget(self, before_step: int, now: float) -> None:
-        """Let go of payloads of steps before this one, all trained: no learner may go back to before it any more."""
+        """Delete the samples of all steps before this one, which are all trained; no learner can go back before it any more."""
         self.state.handle(ev.StepsForgotten(before_step), now)
         self._step_params = {step: params for step, params in self._step_params.items() if step >= before_step}
-        # One group is left where all have ended: the next resume reads the prompt source's place there.
+        # One group is kept even if all have ended: the next resume reads the prompt source's position from it.
         in_use = [*self.state.groups, *self.state.returned, max(self.state.next_group_id - 1, 0)]
         in_use += [group_id for record in self.state.steps.values() for group_id in record.group_ids]
         self.ledger.write((rec.ForgetRecord(before_step, min(in_use)),))
@@ -454,14 +455,14 @@ class Buffer:
     # -- the ledger ------------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts:
-        """Return the groups per state."""
+        """Return the number of groups in each state."""
         return self.state.counts()
 
     def check(self) -> None:
-        """Compare state, payloads and ledger; waits for the ledger to catch up.
+        """Compare state, samples in memory and ledger; waits until the ledger has written everything.
 
         Raises:
-            AssertionError: They do not say the same: something was lost or counted twice.
+            AssertionError: They differ: something was lost or counted twice.
         """
         self.state.check_invariants()
         assert self.held.keys() == self.state.groups.keys(), "payloads are held of other groups than the live ones"
@@ -478,7 +479,7 @@ class Buffer:
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     def _fail(self, failure: SampleFailure, now: float, records: list[Record]) -> list[BufferInstruction]:
-        """Fail a member, and add what the ledger is told of it to `records`."""
+        """Fail a member, and add its ledger records to `records`."""
         records.append(rec.FailureRecord(failure.group_id, failure.index, failure.attempt, failure.stage, failure.reason, now))
         event = ev.SampleFailed(failure.group_id, failure.index, failure.kind or failure.reason)
         instructions = self._handle(event, records, now)
@@ -487,7 +488,7 @@ class Buffer:
         return instructions
 
     def _handle(self, event: ev.BufferEvent, records: list[Record], now: float) -> list[BufferInstruction]:
-        """Have the state decide; add the moves that follow to `records`, and let go of what belongs to ended groups."""
+        """Let the state machine decide; add the resulting moves to `records`, and release the samples of ended groups."""
         instructions = self.state.handle(event, now)
         for moved in instructions:
             if type(moved) is GroupMoved:
@@ -509,7 +510,7 @@ class Buffer:
 
 
 def _unknown(group_id: int, indices: Sequence[int], standing: Sequence[str]) -> tuple[str, ...]:
-    """Return why these members are refused, of which there are none; of others a repeat changes nothing."""
+    """Return a reason for each member that does not exist; for the others nothing, since a repeat changes nothing."""
     if "unknown" not in standing:
         return ()
     return tuple(f"there is no member g{group_id}.{i}" for i, state in zip(indices, standing, strict=True) if state == "unknown")

@@ -1,4 +1,4 @@
-"""The events that the buffer's state machine handles, the instructions it returns, and what both hold. Plain values."""
+"""Events that the buffer's state machine handles, and instructions that it returns. Plain values."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import msgspec
 from asyncrl.observe.decisions import Value
 
 VersionCounts = tuple[tuple[int, int], ...]
-"""(version, number of trained tokens) of one sample, ascending by version, never empty: all that staleness needs to know."""
+"""(version, number of trained tokens) of one sample, ascending by version, never empty; staleness needs nothing more."""
 GroupState = Literal["running", "scoring", "ready", "taken", "trained", "dropped", "failed"]
 MemberState = Literal["pending", "generated", "scored", "failed"]
 
 
 class BufferEvent(Value, frozen=True):
-    """What may happen: a new event is a class with this base."""
+    """Base class of every event."""
 
 
 # -- events of generators -------------------------------------------------------------------------------------------------
 
 
 class GeneratorReady(BufferEvent, frozen=True):
-    """A generator can take work. One known by that name before is replaced."""
+    """A generator can take work. It replaces an earlier one with the same name."""
 
     name: str
     num_slots: int
     version: int
-    """Of the weights it samples with; -1: none yet, and no group is issued to it."""
+    """Version of the weights it samples with; -1: none yet, so no group is issued to it."""
 
 
 class GeneratorLeaving(BufferEvent, frozen=True):
@@ -38,13 +38,13 @@ class GeneratorLeaving(BufferEvent, frozen=True):
 
 
 class GeneratorGone(BufferEvent, frozen=True):
-    """A generator died or left. What it held is handed out again or failed."""
+    """A generator died or left. Its groups are handed out again or failed."""
 
     name: str
 
 
 class RoomChanged(BufferEvent, frozen=True):
-    """A generator's engine can run this many requests at once from now on; what it holds stays."""
+    """A generator's engine can run this many requests at once from now on; it keeps what it holds."""
 
     name: str
     num_slots: int
@@ -59,24 +59,24 @@ class VersionIsLive(BufferEvent, frozen=True):
 
 
 class MembersStarted(BufferEvent, frozen=True):
-    """Work that is no group (evaluation) holds slots of this generator."""
+    """Other work than groups (evaluation) uses slots of this generator."""
 
     name: str
     num_members: int
 
 
 class MembersFinished(BufferEvent, frozen=True):
-    """This many members hold no slot of this generator any more: finished, failed or never sent."""
+    """This many members use no slot of this generator any more: they are finished, failed or were never sent."""
 
     name: str
     num_members: int = 1
 
 
 class BoundsChanged(BufferEvent, frozen=True):
-    """The run's config changed while it goes on."""
+    """The run's config was changed during the run."""
 
     max_staleness: int
-    """Eta, of every step that is not taken yet."""
+    """Eta of every step that is not taken yet."""
     max_groups: int | None
     """As `BufferLimits`."""
 
@@ -102,9 +102,9 @@ class GroupIssued(BufferEvent, frozen=True):
     version: int
     """Live on that generator: no token of the group can be older."""
     replaces: int | None = None
-    """The dropped or failed group whose prompt this is again."""
+    """The dropped or failed group whose prompt is issued again as this group."""
     external: bool = False
-    """Outside code generated it, who is named in place of a generator; its samples follow at once."""
+    """Whether outside code generated it; `generator` then names that code, and the samples follow at once."""
 
 
 class GroupPlaced(BufferEvent, frozen=True):
@@ -116,14 +116,14 @@ class GroupPlaced(BufferEvent, frozen=True):
 
 
 class SamplesFinished(BufferEvent, frozen=True, gc=False):
-    """Members were generated and are held."""
+    """Members were generated."""
 
     group_id: int
     indices: tuple[int, ...]
     version_counts: tuple[VersionCounts, ...]
     """One per member."""
     truncated: tuple[int, ...] = ()
-    """Those cut off by the length limit."""
+    """Members cut off by the length limit."""
 
 
 class SamplesScored(BufferEvent, frozen=True, gc=False):
@@ -144,11 +144,11 @@ class SampleFailed(BufferEvent, frozen=True):
 
 
 class TakeStep(BufferEvent, frozen=True):
-    """The learner asks for the groups of this step (again, where the step was taken before and is to be replayed)."""
+    """The learner needs the groups of this step; again, if the step was taken before and must be repeated."""
 
     step: int
     group_ids: tuple[int, ...] = ()
-    """Exactly these, ascending; empty: as the policy chooses."""
+    """Take exactly these, in ascending order; empty: the policy chooses."""
 
 
 class StepTrained(BufferEvent, frozen=True):
@@ -158,26 +158,26 @@ class StepTrained(BufferEvent, frozen=True):
 
 
 class LearnerRestarted(BufferEvent, frozen=True):
-    """The learner stands at this version again: steps from here on are to be repeated with the very same groups."""
+    """The learner starts again from this version: steps from here on must be repeated with exactly the same groups."""
 
     version: int
 
 
 class GroupDropped(BufferEvent, frozen=True):
-    """Somebody decided that this group will not be trained (at a drain, say)."""
+    """A caller or the controller decided that this group will not be trained."""
 
     group_id: int
     reason: str
 
 
 class StepsForgotten(BufferEvent, frozen=True):
-    """No checkpoint can ask for a replay of a step before this one any more."""
+    """Steps before this one can no longer be repeated, because no older checkpoint is kept."""
 
     before_step: int
 
 
 class StepSetAside(BufferEvent, frozen=True):
-    """The batch of this step ends the learner whenever it is tried: its groups are dropped, later steps move up by one."""
+    """The learner dies on this step's batch every time: its groups are dropped, and later steps get the next lower number."""
 
     step: int
     reason: str
@@ -187,14 +187,14 @@ class StepSetAside(BufferEvent, frozen=True):
 
 
 class StalenessFigures(msgspec.Struct, frozen=True):
-    """Of the trained tokens of one step, and of the samples that have some."""
+    """Staleness of the trained tokens of one step, and of the samples that have trained tokens."""
 
     num_samples: int
     num_tokens: int
     token_max: int
-    """Versions; 0 for no token."""
+    """Largest staleness of a token, in versions; 0 if there is no token."""
     metrics: dict[str, float]
-    """By name. Tokens that are masked for being older than eta are counted apart; all others are 0 for no sample."""
+    """Metrics by name. Tokens masked because they are older than eta are counted separately; the rest is 0 without samples."""
 
 
 class ScoreMembers(Value, frozen=True, gc=False):
@@ -212,11 +212,11 @@ class GroupMoved:
     before: GroupState
     after: GroupState
     reason: str = ""
-    """Of `dropped` and `failed`."""
+    """Reason for `dropped` and `failed`."""
     generator: str = ""
-    """Of a group that is over: who still generates members of it, for nobody."""
+    """For a group that is over: the generator that still generates members of it, whose work is no longer needed."""
     prompt_id: str = field(default="", compare=False)
-    """Of a group that is over."""
+    """For a group that is over: its prompt."""
 
 
 class IssueGroup(Value, frozen=True):
@@ -236,16 +236,16 @@ class ReissueGroup(Value, frozen=True):
 
 
 class TakeGroups(Value, frozen=True):
-    """Train exactly these, in this order."""
+    """Train exactly these groups, in this order."""
 
     step: int
     group_ids: tuple[int, ...]
     mask_below: int
-    """Tokens of a version under this one get loss mask 0."""
+    """Tokens of versions below this one get loss mask 0."""
     replay: bool
-    """The step was trained before on this line of checkpoints."""
+    """Whether the step was trained before, by a learner that has gone back to a checkpoint since."""
     repeat: bool = False
-    """The step was taken before, trained or not."""
+    """Whether the step was taken before, trained or not."""
     staleness: StalenessFigures | None = None
     """None on a repeat."""
 
@@ -258,13 +258,13 @@ class Wait(Value, frozen=True):
 
 
 class ScreenLifted(Value, frozen=True):
-    """From this group on, groups are ready though the screen objects to them, until one comes that it likes."""
+    """From this group on, groups become ready although the screen refuses them, until the screen accepts one."""
 
     group_id: int
     reason: str
-    """What it says about this one."""
+    """Why the screen refuses this group."""
     num_dropped: int
-    """Groups dropped one after the other before."""
+    """Number of groups dropped in a row before this one."""
 
 
 class ScreenStands(Value, frozen=True):
@@ -273,7 +273,7 @@ class ScreenStands(Value, frozen=True):
     group_id: int
     reason: str
     num_dropped: int
-    """Groups dropped one after the other, this one included."""
+    """Number of groups dropped in a row, this one included."""
 
 
 BufferInstruction = ScoreMembers | GroupMoved | TakeGroups | Wait | ScreenLifted | ScreenStands

@@ -1,14 +1,14 @@
-"""Groups: what the buffer knows of one and how they are counted, what becomes of a scored one, which a step takes, how old.
+"""Groups: their state and counts, whether a scored group is ready or dropped, which groups a step takes, and their staleness.
 
-A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, with B groups a step and B only,
-it is not enough that a step takes the groups whose deadline it is: those of one later deadline may be more than B. A step
-must leave behind, for every later step k', at most `(k' - step) * B` groups due by k' (Hall's condition); admission sees to
-it that this can always be done. Taking ready groups earliest deadline first does it whenever it can be done at all, so the
-rule is: earliest deadline first, unless too few of those due by some k' are ready; then wait for the others. Proof in
-docs/buffer.md.
+A group's deadline is `oldest version + eta`, the last step that may train it. Under `wait`, each step trains exactly B groups.
+Then it is not enough that a step takes the groups due at that step, because more than B groups may be due at a later one. A step
+must leave, for every later step k', at most `(k' - step) * B` groups due by k' (Hall's condition); admission guarantees that
+this is always possible. Taking ready groups in order of deadline achieves it whenever it is possible. So the rule is: earliest
+deadline first, unless too few of the groups due by some k' are ready; then wait for those. Proof in docs/buffer.md.
 
-Staleness of a token at step k is k minus its version; that of a sample is that of its oldest trained token. The in-flight part of
-a sample's staleness is newest minus oldest version (it grew while the sample was generated), the in-queue part is k minus newest.
+The staleness of a token at step k is k minus its version; the staleness of a sample is that of its oldest trained token. The
+in-flight part of a sample's staleness is newest minus oldest version (versions changed while it was generated); the in-queue part
+is k minus the newest version.
 
 Pure.
 """
@@ -25,15 +25,15 @@ from asyncrl.buffer import events as ev
 
 MOST_REASONS = 32
 OTHER_REASONS = "other reasons"
-"""What is counted once there are that many: the words of an error may be new each time, and counts are kept for the whole run."""
+"""Reason under which further reasons are counted once there are many: error texts may differ each time."""
 Policy = Literal["wait", "drop", "mask"]
 STALE = "stale"
-"""The reason of a group that would have been older than eta."""
+"""Reason for dropping a group that would exceed eta."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """What the buffer is configured with."""
+    """The buffer's settings."""
 
     groups_per_step: int
     """B."""
@@ -41,43 +41,43 @@ class BufferLimits:
     """Eta."""
     policy: Policy = "wait"
     min_group_members: int = 1
-    """Scored members that a group needs; at most its size counts."""
+    """Number of scored members that a group needs; at most its size."""
     max_group_retries: int = 3
-    """How often a group is handed out again after its generator died, and a failed group's prompt issued again."""
+    """How often a group is handed out again after its generator died, and how often a failed group's prompt is issued again."""
     reissue_dropped: bool = True
     screen: Screen = field(default_factory=Screen)
-    """Which groups are worth a step."""
+    """Decides which groups are worth training."""
     max_resamples: int = 20
-    """Groups the screen may drop one after the other, in multiples of B; then it lets pass what comes."""
+    """Number of groups that the screen may drop in a row, in multiples of B; then it lets groups pass."""
     max_running_groups: int = 0
-    """Most groups issued and not yet ready; 0: no limit but the slots."""
+    """Maximum number of groups issued and not yet ready; 0: limited only by slots."""
     max_groups: int | None = None
-    """Most groups that may ever hold a place (num_steps x B); None: no end."""
+    """Maximum number of groups that may hold a place in the whole run (num_steps x B); None: unlimited."""
     as_needed: bool = False
-    """Generate ahead only as far as keeps the learner busy, and not as far as eta allows."""
+    """Generate ahead only as far as needed to keep the learner busy, not as far as eta allows."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """The groups of one step, for ever the same."""
+    """The groups of one step; they never change."""
 
     step: int
     group_ids: tuple[int, ...]
     mask_below: int
     max_staleness: int = 0
-    """Of any token it trains."""
+    """Largest staleness of a token that the step trains."""
     trained: bool = False
     trained_before: bool = False
-    """It was trained at least once; repeating it is a replay."""
+    """Whether it was trained at least once; repeating it is then a replay."""
 
 
 class GroupsRestored(ev.BufferEvent, frozen=True):
-    """Event: what a ledger held; the first that a machine is told, if at all."""
+    """Event: the contents of a ledger. If it comes, it is the machine's first event."""
 
     groups: tuple[Group, ...]
-    """Running, scoring and ready ones, by id."""
+    """Running, scoring and ready groups, by id."""
     steps: tuple[StepRecord, ...]
-    """That may be repeated."""
+    """Steps that may be repeated."""
     next_group_id: int
     dropped: dict[str, int]
     """Groups by reason; so are those that failed."""
@@ -104,7 +104,7 @@ class Counts:
 
     @property
     def held(self) -> int:
-        """Return the places held: everything but dropped and failed."""
+        """Return the number of places held: all groups except dropped and failed ones."""
         return self.running + self.scoring + self.ready + self.taken + self.trained
 
     @property
@@ -114,7 +114,7 @@ class Counts:
 
 
 def count_reason(counts: Counter[str], reason: str, num_groups: int = 1) -> None:
-    """Count groups by a reason; those of reasons that come once there are many are counted together."""
+    """Count groups by reason; once there are many reasons, groups with new reasons are counted together."""
     known = reason in counts or len(counts) < MOST_REASONS
     counts[reason if known else OTHER_REASONS] += num_groups
 
@@ -127,22 +127,22 @@ class Group:
     prompt_id: str
     size: int
     version: int
-    """No token of the group is older; live on the generator when it was issued."""
+    """The version live on the generator when the group was issued; no token of the group is older."""
     generator: str = ""
-    """Who generates it now; empty while nobody does."""
+    """The generator that generates it now; empty if there is none."""
     attempt: int = 0
     holders: dict[int, str] = field(default_factory=dict)
-    """Who was given each attempt, in this life of the controller."""
+    """The generator of each attempt, since this controller started."""
     losses: int = 0
-    """Generators that died over it."""
+    """Number of generators that died while they held it."""
     retries: int = 0
-    """Failed groups that had this prompt before."""
+    """Number of failed groups that had this prompt before."""
     external: bool = False
     state: ev.GroupState = "running"
     members: list[ev.MemberState] = field(default_factory=list)
     version_counts: list[ev.VersionCounts | None] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
-    """Of scored members."""
+    """Rewards of scored members."""
     truncated: set[int] = field(default_factory=set)
     """Members cut off by the length limit."""
     trained: tuple[int, ...] | None = None
@@ -150,7 +150,7 @@ class Group:
     ready_s: float = 0.0
     last_failure: str = ""
     oldest: int = 0
-    """Of the members that may be trained (once ready: that are); `version` while some are still being generated."""
+    """Oldest version in the members that may be trained (once ready: that are trained); `version` until all are generated."""
     newest: int = 0
 
     def __post_init__(self) -> None:
@@ -178,16 +178,16 @@ class Group:
 
     @property
     def judged(self) -> tuple[Member, ...]:
-        """Return the scored members as screening sees them."""
+        """Return the scored members in the form that screening needs."""
         return tuple(Member(index, self.rewards.get(index, 0.0), index in self.truncated) for index in self.scored)
 
     def settle(self, judged: Sequence[Member], screen: Screen) -> None:
-        """Note which of the scored members are trained, and how old those are."""
+        """Set which of the scored members are trained, and their oldest and newest version."""
         self.trained = trained_members(judged, screen)
         self.refresh_age()
 
     def refresh_age(self) -> None:
-        """Work `oldest` and `newest` out anew."""
+        """Compute `oldest` and `newest` again."""
         held = [
             counts
             for index, counts in enumerate(self.version_counts)
@@ -198,18 +198,18 @@ class Group:
         self.oldest = min(oldest, self.version) if "pending" in self.members else oldest
 
     def is_fit(self, step: int, limits: BufferLimits) -> bool:
-        """Return whether a ready group has something to train at a step that the bound allows."""
+        """Return whether a ready group has tokens to train at a step that the staleness bound allows."""
         age = self.newest if limits.policy == "mask" else self.oldest
         return bool(self.trained) and age >= step - limits.max_staleness
 
 
 def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimits) -> tuple[int, ...] | ev.Wait:
-    """Return the groups of `step`, ascending, or what it waits for.
+    """Return the groups of `step`, in ascending order, or what the step waits for.
 
     Args:
-        step: The next one.
-        live: All running, scoring and ready groups; every ready one is fit for this step.
-        num_ready: How many of them are ready. The controller asks often: the groups are gone through only where they are enough.
+        step: The next step.
+        live: All running, scoring and ready groups; every ready group is fit for this step.
+        num_ready: How many of them are ready. This is called often: groups are examined only if enough are ready.
         limits: B, eta and the policy are read.
     """
     size = limits.groups_per_step
@@ -236,20 +236,19 @@ def choose(step: int, live: Iterable[Group], num_ready: int, limits: BufferLimit
 
 
 def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int, list[ev.BufferInstruction]]:
-    """Settle a group whose last member is scored: it is ready, or dropped because it teaches nothing.
+    """Decide about a group whose last member is scored: it is ready, or dropped because it gives no training signal.
 
-    Without preferences at most `max_resamples` x B groups are dropped in a row; then groups are ready as they come, until the
-    screen has no objection to one. A group without a preference pair is never ready, since a step of such groups could not be
-    trained. A run that finds no pair goes on sampling, says so at every further `max_resamples` x B, and is ended by the stall
-    detector.
+    Without preferences, at most `max_resamples` x B groups are dropped in a row; then every group becomes ready, until the screen
+    accepts one. A group without a preference pair is never ready, since a step of such groups could not be trained. A run that
+    finds no pair continues sampling, warns at every further `max_resamples` x B, and is ended by the stall detector.
 
     Args:
-        group: Settled here.
+        group: Its trained members are set here.
         limits: `screen`, `max_resamples` and `groups_per_step` are read.
-        num_in_row: Groups objected to since one was liked, before this one.
+        num_in_row: Number of groups refused in a row before this one.
 
     Returns:
-        Why it is to be dropped (nothing: it is ready), `num_in_row` with this one, and what is to be said about it.
+        Why it must be dropped (empty: it is ready), `num_in_row` including this group, and instructions for warnings.
     """
     judged, most = group.judged, limits.max_resamples * limits.groups_per_step
     group.settle(judged, limits.screen)
@@ -266,13 +265,13 @@ def judge(group: Group, limits: BufferLimits, num_in_row: int) -> tuple[str, int
 def staleness_figures(
     step: int, samples: Iterable[ev.VersionCounts], *, mask_below: int = 0, queue_s: Sequence[float] = ()
 ) -> ev.StalenessFigures:
-    """Return how old the trained tokens of a step are.
+    """Return the staleness of the trained tokens of a step.
 
     Args:
         step: The optimizer step, which trains version `step`.
         samples: Version counts of every scored sample of the step.
-        mask_below: Tokens of a version under this one are masked.
-        queue_s: Seconds each group was ready before it was taken.
+        mask_below: Tokens of versions below this one are masked.
+        queue_s: How long each group was ready before it was taken, in seconds.
     """
     tokens, num_masked = Counter[int](), 0
     oldest, in_flight, in_queue = list[int](), list[int](), list[int]()

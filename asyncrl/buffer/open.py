@@ -1,8 +1,8 @@
-"""From a run's config and folder to its buffer: new, or with everything in it that the ledger holds, after a stop or a crash.
+"""Opens a run's buffer from its config and folder: a new one, or after a stop or crash one restored from the ledger.
 
-A group's state is worked out anew from its members, so that what was on its way when the run died is simply done again: members
-without a sample are generated again, samples without a score are scored again. Everything that is read is checked against its
-checksum and against what it can be; what is damaged is a LedgerError with table, row and what to do.
+A group's state is computed again from its members, so unfinished work is simply repeated: members without a sample are generated
+again, samples without a score are scored again. Everything read is checked against its checksum and its allowed values; damage
+raises a LedgerError with the table, the row and what to do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncrl.observe.decisions import Watch
 from asyncrl.schema.samples import Prompt, ScoredSample
 
 MOST_MEMBERS = 1 << 16
-"""Of a group that is read: a damaged number must not become gigabytes."""
+"""Maximum size of a group read from the ledger, so that a damaged number does not allocate gigabytes."""
 MOST_COUNT = 1 << 40
-"""Of versions, attempts, retries, steps and ids that are read."""
+"""Maximum value of versions, attempts, retries, steps and ids read from the ledger."""
 
 
 def open_buffer(
@@ -43,23 +43,23 @@ def open_buffer(
     now: float = 0.0,
     watch: Watch | None = None,
 ) -> Buffer:
-    """Open the buffer of a run, new or resumed: whatever its ledger holds is there again.
+    """Open the buffer of a run, new or resumed; everything in its ledger is restored.
 
-    After that, in this order: `learner_restarted` with the learner's version, `unplaced` to admission, `state.unscored` to
-    the reward workers.
+    Afterwards, in this order: call `learner_restarted` with the learner's version, hand out running groups again, and send
+    `state.unscored` to the reward workers.
 
     Args:
         config: The run's config.
-        run_folder: Where `ledger.sqlite` lies or will lie.
-        call_soon: `loop.call_soon_threadsafe`, where callbacks are to run on the event loop.
-        on_failure: Called once, the same way, when the ledger cannot be written any more.
+        run_folder: The folder of `ledger.sqlite`.
+        call_soon: `loop.call_soon_threadsafe`, if callbacks must run on the event loop.
+        on_failure: Called once, in the same way, when the ledger cannot be written any more.
         now: Clock seconds.
-        watch: Told of every event of the state, from what the ledger held on; where `observe.record` is "all", also of samples
-            that no step trains.
+        watch: Called with every event of the state, beginning with the ledger's contents; if `observe.record` is "all", also
+            with samples that no step trains.
 
     Raises:
         LedgerError: Another run has the ledger open, it belongs to another config, or it is damaged.
-        ConfigError: The run is resumed with a row budget or a place of the reference that what it holds cannot be trained with.
+        ConfigError: The run's samples cannot be trained with the new `packing.tokens_per_row` or `algorithm.reference.where`.
     """
     algorithm = config.algorithm
     state = BufferState(limits_of(config))
@@ -93,7 +93,7 @@ def open_buffer(
 
 
 def limits_of(config: RunConfig) -> BufferLimits:
-    """Return what a run's state machine is made with."""
+    """Return the settings of a run's state machine."""
     algorithm = config.algorithm
     is_beside = config.learner.kind == "builtin" and config.placement.kind in {"disaggregated", "async_hybrid"}
     return BufferLimits(
@@ -113,7 +113,7 @@ def limits_of(config: RunConfig) -> BufferLimits:
 
 
 def _check_resume(config: RunConfig, state: BufferState, restored: Restored) -> None:
-    """Raise ConfigError for a change that would end the run each time a step is packed or trained."""
+    """Raise ConfigError for a config change with which steps could not be packed or trained."""
     screen, row = state.limits.screen, config.packing.tokens_per_row
     longest = max((tokens_together(held.samples.values(), screen) for held in restored.held.values()), default=0)
     if longest > row:

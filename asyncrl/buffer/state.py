@@ -1,17 +1,16 @@
-"""The buffer's decisions: which state every group is in, who generates the next one, and which groups a step takes.
+"""The buffer's decisions: which state each group is in, which generator gets the next group, and which groups a step takes.
 
 Every group ever issued is in exactly one of: running, scoring, ready, taken, trained, dropped(reason), failed(reason); `issued`
-is the sum of all, always. Running, scoring and ready groups are `Group`s; taken and trained ones are the group ids of their step;
-dropped and failed ones are a count by reason. The other files hold parts of this machine: group.py what is known of a group
-and which groups a step takes, admission.py which generator gets the next group.
+is always the sum of all. Running, scoring and ready groups are `Group`s. Of taken and trained groups only the ids are kept, in
+the record of their step; of dropped and failed groups only a count by reason. Parts of this machine are in other files: group.py
+(one group's state, and which groups a step takes) and admission.py (which generator gets the next group).
 
-Invariants (`check_invariants`): conservation; a step has exactly B groups and no group is in two steps; steps are taken in order,
-without a gap; a step once taken keeps its groups, so that it can be repeated after the learner died (unless it is set aside); no
-trained token is older than eta at its step, under any policy; a group that is handed out again keeps its place and goes first,
-oldest first, and only to a generator that is at least at the group's version.
+Invariants (`check_invariants`): no group is lost or counted twice; a step has exactly B groups and no group is in two steps;
+steps are taken in order, without a gap; a taken step keeps its groups, so that it can be repeated after the learner died (unless
+it is set aside); under every policy, no trained token is more than eta versions old at its step; a group that is handed out again
+keeps its place, goes before new groups, oldest first, and only to a generator whose version is at least the group's.
 
-Pure: `handle(event, now) -> list[instruction]`, and `next_issue()` says what may be handed out now. Run by buffer.py and by
-plan/simulator.
+Pure: `handle(event, now) -> list[instruction]`; `next_issue()` returns what may be handed out now.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from asyncrl.observe.decisions import Machine
 
 
 class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
-    """The state machine.
+    """The state machine of all groups of one run.
 
     Args:
-        limits: B, eta, policy and the rest.
+        limits: B (groups per step), eta (max_staleness), the policy and the other bounds.
 
     Example:
         >>> state = BufferState(BufferLimits(groups_per_step=1, max_staleness=0))
@@ -59,20 +58,21 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         """Running, scoring and ready groups by id, in order of issue."""
         self.next_group_id = 0
         self.returned: dict[int, int] = {}
-        """Dropped and failed groups whose prompt waits to be issued again, and how often it failed."""
+        """Dropped and failed groups whose prompt waits to be issued again, by id: how often that prompt has failed."""
         self.steps: dict[int, StepRecord] = {}
         """Taken and trained steps that may still be repeated."""
         self.next_step = 0
-        """Steps taken so far; the next new one."""
+        """The next new step; also the number of steps taken so far."""
         self._unplaced: set[int] = set()
-        """Running groups that no generator has."""
+        """Running groups that are with no generator now."""
         self._ready: dict[int, Group] = {}
         """Those of `groups` that are ready."""
         self._taken_s: float | None = None
         self._trained_s = 0.0
-        """When a new step was taken, and when one was trained, last; the first is None where it says nothing of the next."""
+        """When a new step was last taken, and when a step was last trained. `_taken_s` is None where the last time does not help
+        to predict the next, as after a pause."""
         self._num_objected = 0
-        """Groups that the screen objected to since it liked one; in this process."""
+        """Consecutive groups that the screen refused, in this process; 0 again once it accepts one."""
         self._num_forgotten_groups = 0
         self._dropped, self._failed = Counter[str](), Counter[str]()
         self._story: deque[tuple[float, ev.BufferEvent]] = deque(maxlen=256)
@@ -92,7 +92,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         }
 
     def _decide(self, event: ev.BufferEvent, now: float) -> list[BufferInstruction]:
-        """Repeats are harmless: what a member is past, or a group that is over, changes nothing."""
+        """Repeats are harmless: an event for an earlier state of a member, or for a group that is over, changes nothing."""
         if handler := self._handlers.get(type(event)):
             self._story.append((now, event))
             return handler(event, now)
@@ -121,7 +121,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return []
 
     def _restore(self, held: GroupsRestored) -> None:
-        """Fill an empty machine from a ledger; running groups are with nobody and are handed out again."""
+        """Fill an empty machine from a ledger; its running groups are with no generator and are handed out again."""
         assert self.next_group_id == 0, "only an empty machine is filled from a ledger"
         self.groups = {group.group_id: replace(group) for group in held.groups}  # the event stays as it was told
         self.next_group_id = held.next_group_id
@@ -143,7 +143,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
     # -- questions -------------------------------------------------------------------------------------------------------
 
     def next_issue(self) -> ev.IssueGroup | ev.ReissueGroup | None:
-        """Return what is handed out next, and to whom; None where nothing may be. Ask again after GroupIssued or GroupPlaced."""
+        """Return which group to hand out next and to which generator, or None. Call again after GroupIssued or GroupPlaced."""
         if self.paused:
             return None
         for group_id in sorted(self._unplaced):
@@ -151,7 +151,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
                 return ev.ReissueGroup(group_id, generator.name, generator.version)
         if self.capacity(self.pool.newest_version) <= 0:
             return None
-        # The rule allows every version from one on, and that one is found by division.
+        # The rule allows every version from a lowest one on; a division gives that lowest version.
         lowest = (self._num_held - self.lead.groups) // self.limits.groups_per_step
         generator = self.pool.best(max(lowest, 0))
         if generator is None or self.capacity(generator.version) <= 0:
@@ -159,7 +159,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return ev.IssueGroup(generator.name, generator.version)
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may start with tokens as old as `version`, slots aside; may be negative.
+        """Return how many more groups may start with tokens of `version`, not counting free slots; may be negative.
 
         Source: AReaL (arXiv 2505.24298), staleness control of the rollout controller, where the lead is max_staleness * B groups.
         """
@@ -170,22 +170,22 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return free if limits.max_groups is None else min(free, limits.max_groups - num_held)
 
     def has_place(self, version: int) -> bool:
-        """Return whether one more group with tokens as old as `version` can be held and still be trained in time."""
+        """Return whether one more group with tokens of `version` can be held and still be trained within the staleness bound."""
         return (version + self.limits.max_staleness + 1) * self.limits.groups_per_step > self._num_held
 
     @property
     def is_full(self) -> bool:
-        """Return whether nothing more can be held, whatever the slots, until something is trained or dropped."""
+        """Return whether no more groups can be held, even with free slots, until a group is trained or dropped."""
         most = self.limits.max_groups
         return not self.has_place(self.pool.newest_version) or (most is not None and self._num_held >= most)
 
     @property
     def _num_held(self) -> int:
-        """Return the groups that hold a place: all but those dropped and failed."""
+        """Return the number of groups that hold a place: all except dropped and failed ones."""
         return len(self.groups) + self.next_step * self.limits.groups_per_step
 
     def why_nothing_is_issued(self) -> str:
-        """Return in words why no group is issued now; empty when one could be."""
+        """Return as text why no group is issued now; empty when one could be."""
         held, newest, limits = self._num_held, self.pool.newest_version, self.limits
         allowed = (newest + limits.max_staleness + 1) * limits.groups_per_step
         lead, led = self.lead.versions, (newest + 1) * limits.groups_per_step + self.lead.groups
@@ -202,7 +202,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return next((reason for applies, reason in reasons if applies), "")
 
     def counts(self) -> Counts:
-        """Return the groups per state."""
+        """Return the number of groups in each state."""
         live = Counter(group.state for group in self.groups.values())
         steps = self.steps.values()
         return Counts(
@@ -217,27 +217,27 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         )
 
     def member_state(self, group_id: int, index: int) -> MemberState | Literal["over", "unknown"]:
-        """Return where a member stands; `over` where its group is taken, trained, dropped or failed."""
+        """Return a member's state; `over` where its group is taken, trained, dropped or failed."""
         group = self.groups.get(group_id)
         if group is None:
             return "over" if 0 <= group_id < self.next_group_id else "unknown"
         return group.members[index] if 0 <= index < group.size else "unknown"
 
     def unscored(self) -> list[ev.ScoreMembers]:
-        """Return the members of each group that are generated and have no score yet."""
+        """Return, for each group, the members that are generated but not scored yet."""
         return [ev.ScoreMembers(group.group_id, unscored) for group in self.groups.values() if (unscored := group.unscored)]
 
     def steps_to_repeat(self) -> tuple[int, ...]:
-        """Return the steps taken and not (or no longer) trained, in order."""
+        """Return the steps that are taken and must be trained (or trained again), in order."""
         return tuple(step for step, record in sorted(self.steps.items()) if not record.trained)
 
     def story(self, group_id: int) -> str:
-        """Return the recent events that name this group, one a line."""
+        """Return the recent events of this group, one per line."""
         told = [f"{now:.3f} {event}" for now, event in self._story if getattr(event, "group_id", None) == group_id]
         return "\n".join(told) or "(nothing recent)"
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the sums are wrong or two parts contradict each other."""
+        """Raise AssertionError where a count is wrong or two parts of the state contradict each other."""
         counts, steps = self.counts(), self.steps
         assert counts.total == counts.issued, f"{counts.issued} groups issued, but {counts}"
         assert counts.held == self._num_held, f"{self._num_held} places, but {counts}"
@@ -348,7 +348,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return self._advance(group, now)
 
     def _advance(self, group: Group, now: float) -> list[BufferInstruction]:
-        """Move a group on as far as its members allow, after one of them was generated or failed."""
+        """Move a group to its next state if its members allow it, after a member was generated or failed."""
         if "pending" in group.members:
             return []
         group.refresh_age()
@@ -357,7 +357,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return self._settle(group, now)
 
     def _settle(self, group: Group, now: float) -> list[BufferInstruction]:
-        """Decide what becomes of a group none of whose members is waited for."""
+        """Decide whether a group is ready, dropped or failed, once none of its members is awaited."""
         scored, greedy = group.scored, self.limits.screen.greedy_index
         has_baseline = greedy >= 0
         if has_baseline and greedy not in scored:
@@ -370,7 +370,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return [*said, self._move(group, "ready", now)]
 
     def _is_past_saving(self, group: Group) -> bool:
-        """Return whether a group that is still being generated would be dropped as stale whenever it is ready."""
+        """Return whether a group that is still being generated would certainly be dropped as stale once it is ready."""
         if self.limits.policy != "drop" or "pending" not in group.members:
             return False
         surely = (group.version_counts[index] for index in surely_trained(group.judged, self.limits.screen))
@@ -436,7 +436,7 @@ class BufferState(Machine[ev.BufferEvent, BufferInstruction]):
         return [*instructions, ev.TakeGroups(step, chosen, mask_below, replay=False, staleness=figures)]
 
     def why_not(self, step: int, group_ids: tuple[int, ...]) -> str:
-        """Return why exactly these groups cannot be a step, or nothing."""
+        """Return why exactly these groups cannot form a step; empty where they can."""
         limits, lowest = self.limits, max(step - self.limits.max_staleness, 0)
         if len(group_ids) != limits.groups_per_step:
             return (

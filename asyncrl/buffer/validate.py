@@ -1,7 +1,7 @@
-"""Are these samples what they say? The checks that every sample and score passes before it is held, whoever made it.
+"""The checks that every sample and score must pass before the buffer accepts it, whatever process made it.
 
-Pure; they run on the controller's event loop, so they stay in the microseconds: samples that came together are looked at
-together, and one by one only where something is wrong with one of them.
+Pure; they run on the controller's event loop, so they must take only microseconds: samples that arrive together are checked
+together, and one by one only if something is wrong.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from asyncrl.schema.samples import Progress, Sample, Samples, Score, ids_from_by
 LOGPROB_SLACK = 1e-3
 """Log-probabilities may exceed 0 by this much: rounding of a log-softmax in low precision."""
 FEW_TOKENS = 128
-"""Up to here versions are counted faster without numpy."""
+"""Up to this many tokens, versions are counted faster without numpy."""
 MAX_ATTEMPT = 2**31 - 1
 MAX_ID = 2**31
 MAX_TEXT, MAX_TEXT_PER_TOKEN = 1 << 20, 256
-"""Characters of a sample's text: so many, and so many a token."""
+"""Maximum number of characters of a sample's text: this many, and this many more per token."""
 
 
 def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab_size: int = 0) -> list[VersionCounts | str]:
-    """Check samples that came together and count their trained tokens by version.
+    """Check samples that arrived together and count their trained tokens by version.
 
     Args:
-        samples: As they came in.
-        newest_version: No token can be of a later version: it does not exist yet.
-        max_tokens: Most tokens of prompt and response together; 0: no limit.
-        vocab_size: Of the model; 0: not known.
+        samples: As received.
+        newest_version: The newest published version; no token can have a later one.
+        max_tokens: Maximum number of tokens of prompt and response together; 0: no limit.
+        vocab_size: The model's vocabulary size; 0: not known.
 
     Returns:
-        For each, version counts over the tokens with loss mask 1; or why it is refused: lengths disagree, a value is impossible,
-        or there is nothing to train.
+        For each sample, version counts over the tokens with loss mask 1; or why it is refused: lengths disagree, a value is
+        impossible, or there is nothing to train.
     """
     num, lengths = len(samples.indices), samples.lengths
     if fault := shape_fault(samples):
@@ -57,7 +57,7 @@ def examine(samples: Samples, *, newest_version: int, max_tokens: int = 0, vocab
 
 
 def shape_fault(samples: Samples) -> str:
-    """Return why the fields of these samples do not fit each other, or nothing: whoever adds up lengths asks this first."""
+    """Return why the fields of these samples contradict each other, or nothing; call this before adding up lengths."""
     num, lengths, prompt_bytes = len(samples.indices), samples.lengths, len(samples.prompt_ids)
     num_tokens, arrays = sum(lengths), (samples.token_ids, samples.logprobs, samples.versions)
     if not num or not num == len(lengths) == len(samples.finish_reasons) == len(samples.texts) or min(lengths) < 1:
@@ -79,7 +79,7 @@ def shape_fault(samples: Samples) -> str:
 
 
 def progress_fault(piece: Progress, most_tokens: int) -> str:
-    """Return why these cannot be further tokens of a sample of `most_tokens` at most, or nothing."""
+    """Return why these cannot be further tokens of a sample with at most `most_tokens` tokens, or nothing."""
     num = len(piece.token_ids) // 4
     if not num or len(piece.token_ids) % 4 or len(piece.logprobs) != 4 * num:
         return f"{len(piece.token_ids) / 4:g} tokens and {len(piece.logprobs) / 4:g} logprobs; there is one of each or more"
@@ -126,7 +126,7 @@ def version_counts(sample: Sample) -> VersionCounts:
 
 
 def largest_id(ids: bytes) -> int:
-    """Return the largest token id; read without a sign, so that a negative one is MAX_ID or more."""
+    """Return the largest token id; ids are read as unsigned, so that a negative id gives MAX_ID or more."""
     return int(np.maximum.reduce(np.frombuffer(ids, "<u4")))
 
 
@@ -140,8 +140,8 @@ def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) 
     """Return why these samples, each of them valid, cannot be a group, or nothing.
 
     Args:
-        samples: By index.
-        screen: Of the run; two samples of a preference pair share a row, and any two that may be paired are asked to fit.
+        samples: The samples, in order of their index.
+        screen: The run's screen; two samples of a preference pair share a row, so any two that may be paired must fit.
         tokens_per_row: Row budget; 0: no limit.
     """
     if not samples or len({sample.prompt_ids for sample in samples}) != 1:
@@ -158,7 +158,7 @@ def group_error(samples: Sequence[Sample], screen: Screen, tokens_per_row: int) 
 
 
 def tokens_together(samples: Iterable[Sample], screen: Screen) -> int:
-    """Return the most tokens of a group that may have to share a row: its longest sample, or two where there may be a pair."""
+    """Return how many tokens of a group may have to share a row: its longest sample, or its two longest if pairs are trained."""
     sizes, paired = [0], [0, 0]
     for sample in samples:
         sizes.append(len(sample.prompt_ids) // 4 + sample.num_tokens)
@@ -168,12 +168,12 @@ def tokens_together(samples: Iterable[Sample], screen: Screen) -> int:
 
 
 def score_error(score: Score, num_tokens: int, *, needs_reference: bool = False) -> str:
-    """Return what is wrong with a score, of rules, of models or of both, for a sample of `num_tokens`, or nothing.
+    """Return what is wrong with a score (from rules, models or both) for a sample of `num_tokens` tokens, or nothing.
 
     Args:
-        score: Complete.
+        score: A complete score.
         num_tokens: T.
-        needs_reference: The run's reference is on inference workers: a score without its log-probabilities cannot be trained.
+        needs_reference: Whether the score must have reference log-probabilities, because the reference is on inference workers.
     """
     if score.error:
         return score.error

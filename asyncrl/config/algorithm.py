@@ -1,8 +1,8 @@
-"""What the learner optimises: advantage, loss, off-policy corrections, penalties, critic and preferences. All by name.
+"""What the learner optimises: advantage, loss, off-policy corrections, penalties, critic and preferences, chosen by name.
 
-A correction gives every token a weight, or drops it, or both: weights multiply, and a token stays only where all keep it. rho is
-proximal / behaviour: per token, or as product or geometric mean over a sequence. Which names go together is checked in
-algorithm_table.py; the maths is in asyncrl/algorithms.
+A correction weighs tokens, drops tokens, or both. Weights of several corrections multiply, and a token is kept only if all of
+them keep it. rho is the ratio proximal / behaviour: per token, or as product or geometric mean over a sequence.
+algorithm_table.py checks which names can be combined; the maths is in asyncrl/algorithms.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ Weight = Literal["none", "token", "sequence", "geometric"]
 
 
 class Truncated(_Variant, frozen=True):
-    """An importance weight held in a band: clamp(rho, floor, cap)."""
+    """A truncated importance weight: clamp(rho, floor, cap)."""
 
     cap: FreeFloat = 2.0
     floor: NonNegativeFloat = 0.0
     normalize: bool = False
-    """Divided by the mean over the update's tokens, or sequences: truncation then moves weight and takes none away."""
+    """Divide by the mean over the update's tokens, or sequences, so that truncation does not reduce the total weight."""
 
 
 class TruncatedToken(Truncated, frozen=True, tag="tis_token"):
-    """Of each token's rho."""
+    """Truncated weight: each token's rho."""
 
 
 class TruncatedSequence(Truncated, frozen=True, tag="tis_sequence"):
-    """Of the product of rho over the sequence, on each of its tokens."""
+    """Truncated weight: the product of rho over the sequence, for each of its tokens."""
 
 
 class TruncatedGeometric(Truncated, frozen=True, tag="tis_geometric"):
-    """Of the geometric mean of rho over the sequence, on each of its tokens."""
+    """Truncated weight: the geometric mean of rho over the sequence, for each of its tokens."""
 
 
 class Rejection(_Variant, frozen=True, kw_only=True, tag="rejection"):
-    """Tokens, or whole sequences, are dropped where what is measured of them leaves [low, high]."""
+    """Tokens, or whole sequences, are dropped if their `measure` is outside [low, high]."""
 
     level: Level = "token"
-    """What is compared: a token's own value; or a sequence's sum (of `ratio` the product), mean, or geometric mean (`ratio`
-    only), or each of its tokens' (`max`: one token outside drops the sequence)."""
+    """What is compared with the bounds: each token's value; or of a sequence the sum (product for `ratio`), the mean, the
+    geometric mean (`ratio` only), or every token's value (`max`: one token outside drops the sequence)."""
     measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"] = "ratio"
-    """rho; -log rho; (log rho)^2 / 2; rho - 1 - log rho; or, of p = proximal and q = behaviour probability of the sampled token,
-    |p - q|, and the larger of KL(p || q) and KL(q || p) of that token against all others."""
+    """In this order: rho; -log rho; (log rho)^2 / 2; rho - 1 - log rho; and, with p and q the proximal and behaviour probability
+    of the sampled token, |p - q| and the larger of KL(p || q) and KL(q || p), with all other tokens taken as one."""
     low: float = -math.inf
     high: float = math.inf
     weight: Weight = "none"
-    """What is kept weighs: 1, each token's rho, the sequence's product of rho or its geometric mean."""
+    """Weight of kept tokens: 1, each token's rho, or the sequence's product or geometric mean of rho."""
 
 
 class MaskedToken(Rejection, frozen=True, tag="icepop"):
-    """`rejection` of tokens by their rho, which is also their weight: masked importance sampling."""
+    """`rejection` of tokens by rho; a kept token's rho is also its weight: masked importance sampling."""
 
     low: float = 0.5
     high: float = 5.0
@@ -92,26 +92,26 @@ class MaskedGeometric(Rejection, frozen=True, tag="masked_geometric"):
 
 
 class Veto(Rejection, frozen=True, tag="veto"):
-    """`rejection` of sequences with one token whose rho is under the threshold."""
+    """`rejection` of sequences that have a token with rho under the threshold."""
 
     level: Level = "max"
     low: float = msgspec.field(default=1e-4, name="threshold")
 
 
 class OffPolicySequenceMask(_Variant, frozen=True, tag="opsm"):
-    """A sequence of negative advantage is dropped where mean(behaviour - current log-probability) exceeds the threshold."""
+    """A sequence with negative advantage is dropped if mean(behaviour - current log-probability) exceeds the threshold."""
 
     threshold: NonNegativeFloat = 0.1
 
 
 class SecondMomentMask(_Variant, frozen=True, tag="m2po_mask"):
-    """M2PO as AReaL does it: the tokens of largest (log rho)^2 are dropped, as few as possible, until the mean is under it."""
+    """M2PO as in AReaL: drops tokens with the largest (log rho)^2, as few as needed, until the mean is under the threshold."""
 
     threshold: PositiveFloat = 0.04
 
 
 class SecondMomentClip(_Variant, frozen=True, tag="m2po_clip"):
-    """M2PO as its authors' code does it: one clip range for the whole update, from the second moment of the harmful tokens."""
+    """M2PO as in its authors' code: one clip range for the whole update, from the second moment of the harmful tokens."""
 
     threshold: PositiveFloat = 0.04
 
@@ -129,11 +129,11 @@ class StalenessMask(_Variant, frozen=True, tag="staleness_mask"):
 
 
 class PythonCorrection(_Variant, frozen=True, tag="python"):
-    """A user's own, `module:function` or `file.py:function`: (LossInputs, this struct) -> CorrectionOutputs."""
+    """A user's own correction, `module:function` or `file.py:function`: (LossInputs, this struct) -> CorrectionOutputs."""
 
     path: str
     parameter: FiniteFloat = 0.0
-    """Handed on; whatever the function makes of it."""
+    """A number for the function's own use."""
 
 
 CorrectionConfig = (
@@ -154,32 +154,32 @@ CorrectionConfig = (
 )
 
 READS_CURRENT_POLICY = (OffPolicySequenceMask, PythonCorrection)
-"""Corrections of a row alone whose answer may change with every update of a step; of a user's own nothing is known."""
+"""Corrections that need only a row and may change with every update of a step; a user's own is assumed to."""
 MASKS_BY_RHO = (Rejection, SecondMomentMask)
 """Corrections that drop tokens by rho."""
 
 
 def is_importance_weight(item: CorrectionConfig) -> bool:
-    """Return whether a correction of ours weighs tokens by rho; of a user's own nothing is known."""
+    """Return whether a built-in correction weighs tokens by rho; False for a user's own, about which nothing is known."""
     return isinstance(item, Truncated) or (isinstance(item, Rejection) and item.weight != "none")
 
 
 def sees_whole_update(item: CorrectionConfig) -> bool:
-    """Return whether the correction looks at all tokens of an update at once."""
+    """Return whether the correction needs all tokens of an update at once."""
     return isinstance(item, SecondMomentMask | SecondMomentClip) or (isinstance(item, Truncated) and item.normalize)
 
 
 class ReferenceConfig(_Stage, frozen=True):
-    """The frozen policy that a KL penalty or DPO compares with."""
+    """The frozen policy to which a KL penalty or DPO compares the learner."""
 
     path: str = ""
-    """Hugging Face folder; empty: the run's own initial model (with LoRA: the base, adapter off, no second copy)."""
+    """Hugging Face folder; empty: the run's initial model (with LoRA: the base model without the adapter, no second copy)."""
     where: Literal["learner", "worker"] = "learner"
-    """Forward passes on the learner's devices, or on inference workers, overlapped with generation (`[inference]`)."""
+    """Where its forward passes run: on the learner's devices, or on inference workers during generation (`[inference]`)."""
 
 
 class KLConfig(_Stage, frozen=True):
-    """Penalty for leaving the reference."""
+    """Penalty for moving away from the reference."""
 
     coefficient: PositiveFloat = 1e-3
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -187,14 +187,14 @@ class KLConfig(_Stage, frozen=True):
     where: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from each token's reward (InstructGPT); needs an advantage that reads token rewards."""
     gradient: Literal["own", "k2", "ratio"] = "own"
-    """Only in the loss. `k2`: the estimator's value with k2's gradient, unbiased on the policy's own samples; `ratio`: times
-    current / behaviour with the gradient through it, unbiased on stale ones too (DeepSeek-V3.2)."""
+    """Only for `where = "loss"`. `k2`: the estimator's value with k2's gradient, unbiased on the policy's own samples; `ratio`:
+    multiplied by current / behaviour, with the gradient through that ratio, unbiased on stale samples too (DeepSeek-V3.2)."""
     cap: FreeFloat = 10.0
-    """Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); inf: free (TRL)."""
+    """Values are clipped to [-cap, cap], with gradient 0 outside (verl, AReaL, OpenRLHF); inf: no clipping (TRL)."""
     target: PositiveFloat | None = None
-    """Adapt the coefficient so that the mean KL comes here (Ziegler et al. 2019); None: fixed."""
+    """Adapt the coefficient so that the mean KL approaches this value (Ziegler et al. 2019); None: a fixed coefficient."""
     horizon: PositiveInt = 10_000
-    """Samples over which the adaptive coefficient reacts."""
+    """Number of samples over which the adaptive coefficient changes; larger is slower."""
 
 
 class CriticConfig(_Stage, frozen=True):
@@ -203,44 +203,44 @@ class CriticConfig(_Stage, frozen=True):
     kind: Literal["head", "separate"] = "separate"
     """`head`: one linear layer on the policy's hidden states, trained with it; `separate`: a model of its own."""
     path: str = ""
-    """Hugging Face folder the separate critic starts from; empty: the policy's initial model."""
+    """Hugging Face folder of the separate critic's initial weights; empty: the policy's initial model."""
     learning_rate: PositiveFloat = 1e-5
-    """Of the separate critic and of a value head."""
+    """Learning rate of the separate critic or of the value head."""
     coefficient: PositiveFloat = 0.5
-    """Of the value loss beside the policy loss (value head)."""
+    """Weight of the value loss relative to the policy loss (value head)."""
     value_clip: FreeFloat = 0.2
-    """Values move at most this far from the old ones before their loss stops falling; inf: unclipped."""
+    """How far a value may move from the old value before its loss is clipped; inf: no clipping."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps that train the critic alone; the policy's learning rate begins its schedule after them."""
+    """Optimizer steps that train only the critic; the policy's learning rate schedule begins after them."""
 
 
 class PreferenceConfig(_Stage, frozen=True):
-    """DPO and its kin (`kind = "dpo"`)."""
+    """DPO and related losses (`kind = "dpo"`)."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
     beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
-    """Share of pairs taken to be the wrong way round (`sigmoid`: conservative, `robust`: unbiased)."""
+    """Assumed share of pairs with chosen and rejected exchanged (`sigmoid`: conservative, `robust`: unbiased)."""
     average: bool = False
     """Margins from per-token averages (IPO in TRL and AReaL) instead of sums (OpenRLHF)."""
     pairs: Literal["best_worst", "threshold"] = "best_worst"
-    """One pair a group, best against worst; or every sample at or over one threshold against every one at or under the other."""
+    """One pair per group, best against worst; or each sample at or over one threshold against each at or under another."""
     chosen_at_least: FiniteFloat = 1.0
     rejected_at_most: FiniteFloat = 0.0
     max_pairs_per_group: PositiveInt = 1
-    """Only `threshold`: at most this many, taken in member order, each sample at most once."""
+    """Only for `threshold`: at most this many pairs, in member order, each sample at most once."""
 
 
 CHOSEN_BY_HAND = {"loss": "decoupled_ppo", "corrections": (TruncatedToken(),), "proximal": "recompute", "denominator": "all"}
-"""What `kind = "auto"` does not read, with its defaults: where one is set and no kind is, it is used."""
+"""Fields that `kind = "auto"` does not read, with their defaults. If one of them is set and `kind` is not, `policy` is used."""
 
 
 class AlgorithmConfig(_Stage, frozen=True):
     """Advantage, loss and off-policy correction, by name."""
 
     kind: Literal["policy", "auto", "dpo"] | msgspec.UnsetType = msgspec.UNSET
-    """`policy`: the loss and corrections named here; `auto`: picked from measured staleness and mismatch; `dpo`: `preference`,
-    and all that makes a policy loss stays at its default. Left out: `policy` where one of CHOSEN_BY_HAND is set, else `auto`."""
+    """`policy`: the loss and corrections named here; `auto`: chosen from measured staleness and mismatch; `dpo`: the loss of
+    `preference`, with policy-loss fields at their defaults. Unset: `policy` if a field of CHOSEN_BY_HAND is set, else `auto`."""
     groups_per_step: BoundedInt = 32
     """B: groups one optimizer step consumes."""
     group_size: BoundedInt = 8
@@ -253,19 +253,20 @@ class AlgorithmConfig(_Stage, frozen=True):
     """Discount of token rewards (`reinforce_pp`, `gae`, `vtrace`)."""
     gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 1.0
     whiten: bool | Literal["samples"] = False
-    """Advantages of the step get mean 0 and variance 1 over all trained tokens (the reinforce_pp forms do so always), or, each
-    sample counted once, over all `"samples"`."""
+    """Normalise the step's advantages to mean 0 and variance 1 over all trained tokens (the reinforce_pp forms always do), or
+    with `"samples"` over all samples, each counted once."""
     vtrace_rho: FreeFloat = 1.0
     vtrace_c: FreeFloat = 1.0
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are dropped, with that reason in the ledger, and new prompts take their place (DAPO)."""
+    """Drop groups whose rewards are all equal, with that reason in the ledger, and generate new prompts instead (DAPO)."""
     max_resamples: PositiveInt = 20
-    """Groups dropped so in a row, in multiples of groups_per_step; then they are trained all the same, with a warning.
+    """Maximum number of groups dropped in a row for equal rewards, in multiples of groups_per_step.
 
-    Without a preference pair a group cannot be trained: of such drops there is a warning at every further multiple."""
+    Later groups are trained anyway, with a warning. Groups without a preference pair cannot be trained: they are still dropped,
+    with a warning at every further multiple."""
     mask_truncated: bool = False
-    """Samples cut off by the length limit are not trained (DAPO's overlong filtering); they still count in their group's mean,
-    but not in `opo`'s, which weighs by trained tokens."""
+    """Do not train samples that the length limit cut off (DAPO's overlong filtering). They still count in their group's mean, but
+    not in that of `opo`, which is weighted by trained tokens."""
 
     loss: str = "decoupled_ppo"
     """A name in algorithms/losses.py, or a user's own `module:function`."""
@@ -273,32 +274,33 @@ class AlgorithmConfig(_Stage, frozen=True):
     clip_high: Annotated[float, Meta(ge=0)] = 0.2
     dual_clip: Annotated[float, Meta(ge=1)] | None = None
     max_ratio: FreeFloat = 5.0
-    """Upper bound of the detached ratio, absolute (not a distance from 1): `cispo`, `aipo`, `dppo_tv`, `dppo_kl`."""
+    """Upper bound of the detached ratio itself (not of its distance from 1): `cispo`, `aipo`, `dppo_tv`, `dppo_kl`."""
     tau_positive: PositiveFloat = 1.0
-    """Temperature of SAPO's gate where the advantage is positive."""
+    """Temperature of SAPO's gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     vespo_positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
-    """k and lambda of VESPO's weight where the advantage is not negative."""
+    """k and lambda of VESPO's weight for advantages that are not negative."""
     vespo_negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
     log_ratio_penalty: NonNegativeFloat = 0.0
-    """Times (log current / behaviour)^2 of each token, added to any loss (prime-rl's `kl_tau`); beta / 2 of `dro`."""
+    """Coefficient of (log current / behaviour)^2 per token, added to any loss (prime-rl's `kl_tau`); for `dro` it is beta / 2."""
     proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
-    """Proximal policy: the learner's own forward before the step; interpolated from versions (A-3PO); or none (plain PPO)."""
+    """Proximal policy: a forward of the learner before the step; interpolated by versions (A-3PO); or the behaviour policy (plain
+    PPO)."""
     corrections: tuple[CorrectionConfig, ...] = (TruncatedToken(),)
-    """Applied together; see the corrections above."""
+    """All are applied together; see the corrections above."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "constant"
     ] = "token-mean"
     aggregation_constant: PositiveFloat = 1.0
-    """Divides each sequence's sum where the aggregation is `constant` or, verl's name of the same, `seq-mean-token-sum-norm`
-    (Dr. GRPO: the longest response allowed)."""
+    """Divisor of each sequence's sum if the aggregation is `constant`, or `seq-mean-token-sum-norm` as verl calls it (Dr. GRPO:
+    the longest response allowed)."""
     denominator: Literal["all", "kept"] = "all"
-    """Whether tokens a correction dropped count in the mean: `all` (AReaL, OpenRLHF, NeMo-RL) or `kept` only (verl, M2PO)."""
+    """Tokens that count in the mean: `all`, also dropped ones (AReaL, OpenRLHF, NeMo-RL), or only `kept` ones (verl, M2PO)."""
     entropy_coefficient: FiniteFloat = 0.0
 
     kl: KLConfig | None = None
     reference: ReferenceConfig = ReferenceConfig()
-    """Loaded only where `kl` or `kind = "dpo"` needs it."""
+    """Loaded only if `kl` or `kind = "dpo"` needs it."""
     critic: CriticConfig | None = None
     preference: PreferenceConfig = PreferenceConfig()
 
@@ -314,10 +316,10 @@ class AlgorithmConfig(_Stage, frozen=True):
 
     @property
     def has_greedy_baseline(self) -> bool:
-        """Return whether each group has one more member, drawn greedily and never trained (ReMax)."""
+        """Return whether each group has one extra member, decoded greedily and never trained (ReMax)."""
         return self.advantage == "remax" and self.kind != "dpo"
 
     @property
     def members_per_group(self) -> int:
-        """Samples generated for one prompt: group_size, and the greedy one of ReMax."""
+        """Samples generated for one prompt: group_size, plus ReMax's greedy sample."""
         return self.group_size + self.has_greedy_baseline

@@ -1,7 +1,7 @@
-"""The algorithms by name, what each asks of the rest of the config, and the checks that follow from it. Without torch.
+"""The algorithms by name, what each requires from the rest of the config, and the checks for that. Imports no torch.
 
-A new loss or advantage is one function in asyncrl/algorithms (losses.py, advantages.py) and one row here, of the same name: the
-checks of a config and the registries of the functions both read these tables.
+A new loss or advantage is one function in asyncrl/algorithms (losses.py, advantages.py) and one row of the same name here: the
+config checks and the function registries both read these tables.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from asyncrl.config.learner import LearnerConfig
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """What an advantage asks of the rest of the config."""
+    """What an advantage requires from the rest of the config."""
 
     needs_critic: bool = False
     needs_groups: bool = False
-    """Compares the members of a group, so a group of one teaches nothing."""
+    """It compares the members of a group, so a group of one member gives no signal."""
     reads_token_rewards: bool = False
     own_importance_weight: bool = False
-    """Carries proximal / behaviour; a loss or correction that weighs tokens would count that twice."""
+    """It contains the weight proximal / behaviour; a loss or correction that weighs tokens would count it twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """What a loss asks of the rest of the config."""
+    """What a loss requires from the rest of the config."""
 
     own_importance_weight: bool = False
-    """Weighs tokens by current / behaviour itself; a weighting correction would count that twice."""
+    """It weighs tokens by current / behaviour itself; a weighting correction would count that twice."""
     weighs_by_rho: bool = False
-    """Weighs tokens by proximal / behaviour where no correction does."""
+    """It weighs tokens by proximal / behaviour if no correction does."""
     weighs_sequences: bool = False
-    """By the product of current / behaviour over a sequence."""
+    """It weighs by the product of current / behaviour over a sequence."""
     uses_proximal: bool = True
-    """Weighs tokens by current / proximal, which starts each step at 1 only where the proximal policy is recomputed."""
+    """It weighs tokens by current / proximal, which is 1 at the start of each step only if the proximal policy is recomputed."""
     has_clip_range: bool = False
-    """Clips a token's ratio, in the range that m2po_clip may set."""
+    """It clips a token's ratio, in a range that m2po_clip can set."""
     has_dual_clip: bool = False
     needs_log_ratio_penalty: bool = False
-    """Is another loss without it."""
+    """Without the penalty it is a different loss."""
 
 
 ADVANTAGE_RULES = {
@@ -82,13 +82,13 @@ UNUSED_BY_DPO = (
     "advantage", "whiten", "dynamic_sampling", "loss", "dual_clip", "log_ratio_penalty", "proximal", "corrections", "aggregation",
     "denominator", "entropy_coefficient",
 )  # fmt: skip
-"""What says how a policy loss is made: DPO has its own, so each must be left at its default."""
+"""Fields of the policy loss. DPO has its own loss, so each must stay at its default."""
 PICKED_BY_AUTO = ("loss", "corrections")
-"""What `kind = "auto"` is there to pick, so each must be left at its default."""
+"""Fields that `kind = "auto"` chooses, so each must stay at its default."""
 
 
 def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
-    """Yield what is wrong: an unknown name, or a mix that cannot work; with the fields and what to write instead."""
+    """Yield what is wrong (an unknown name, or a combination that cannot work), with the fields and what to write instead."""
     for field, name, known in (("advantage", algorithm.advantage, ADVANTAGE_RULES), ("loss", algorithm.loss, LOSS_RULES)):
         if name not in known and not _names_function(name):
             allowed = f"{', '.join(known)}, or your own function as module:function"
@@ -98,7 +98,7 @@ def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -
         yield from _preferences(algorithm)
         return
     for field in _set_fields(algorithm, PICKED_BY_AUTO) if algorithm.kind == "auto" else ():
-        instead = "drop it, or set algorithm.kind = 'policy' to have it"
+        instead = "drop it, or set algorithm.kind = 'policy' to use it"
         yield f"algorithm.kind = 'auto' picks loss and corrections itself and would not read algorithm.{field}: {instead}"
     yield from _advantage(algorithm)
     yield from _corrections(algorithm, learner)
@@ -107,7 +107,7 @@ def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -
 
 
 def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig, sampling: SamplingConfig | None = None) -> list[str]:
-    """Return what works but is hardly meant, each with what to do."""
+    """Return settings that work but are probably a mistake, each with what to do."""
     default, sampling = kinds.AlgorithmConfig(), sampling or SamplingConfig()
     fields = _set_fields(algorithm, ("proximal", "denominator")) if algorithm.kind == "auto" else []
     doubts = [
@@ -193,7 +193,7 @@ def _corrections(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -> It
 
 
 def _weight_counted_once(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
-    """Refuse a second importance weight beside an advantage that carries one."""
+    """Refuse a second importance weight if the advantage already contains one."""
     if not ADVANTAGE_RULES.get(algorithm.advantage, AdvantageRule()).own_importance_weight:
         return
     carries = f"algorithm.advantage = {algorithm.advantage!r} carries its importance weight"
@@ -213,7 +213,7 @@ def _weight_counted_once(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
 
 
 def _loss(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
-    """Refuse what the loss does not read: a clip range, a dual clip, an aggregation's constant."""
+    """Refuse settings that the loss does not read: a clip range, a dual clip, an aggregation constant."""
     loss, rule = f"algorithm.loss = {algorithm.loss!r}", LOSS_RULES.get(algorithm.loss)
     sets_range = any(isinstance(item, kinds.SecondMomentClip) for item in algorithm.corrections)
     if sets_range and rule is not None and not rule.has_clip_range:
@@ -238,7 +238,7 @@ def _loss(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
 
 
 def _bounds(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
-    """Refuse bounds of corrections that contradict themselves, and a user's own that is no path."""
+    """Refuse contradictory bounds of corrections, and a user's own correction that is not a valid path."""
     for item in algorithm.corrections:
         name = f"algorithm.corrections: {item.kind}"
         if isinstance(item, kinds.PythonCorrection) and not _names_function(item.path):

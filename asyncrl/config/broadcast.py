@@ -1,4 +1,4 @@
-"""How weights reach the generators: media, variants by the tag `kind`, and what travels over them."""
+"""How weights reach the generators: the media (variants by the tag `kind`) and what is sent over them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from asyncrl.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveF
 
 
 class _Medium(_Variant, frozen=True):
-    """What every medium's config says about its kind; the rest of the config asks this and not which kind it is."""
+    """Properties that every medium's config declares; other code reads these properties and never asks for the kind."""
 
     one_machine: ClassVar[bool] = False
-    """Learner and generators have to be on one machine."""
+    """Learner and generators must be on one machine."""
     on_gpu: ClassVar[bool] = False
-    """It begins and ends in GPU memory, in the processes that hold the models."""
+    """The data starts and ends in GPU memory, in the processes that hold the models."""
     carries_deltas: ClassVar[bool] = False
     addresses: ClassVar[tuple[str, ...]] = ()
-    """Fields with an address, that of the learner's machine first."""
+    """Fields that hold an address; the learner's machine comes first."""
 
 
 class SharedMemoryMedium(_Medium, frozen=True, tag="shared_memory"):
@@ -32,12 +32,12 @@ class FilesMedium(_Medium, frozen=True, tag="files"):
     carries_deltas: ClassVar[bool] = True
 
     folder: str = ""
-    """Empty: `weights/` in the run folder. Else each run has a folder of its own in it."""
+    """Empty: `weights/` in the run folder. Otherwise each run makes its own folder inside this one."""
     keep_last: PositiveInt = 2
     shard_bytes: PositiveInt = 1 << 30
-    """Most bytes of one safetensors file, a larger tensor apart; shards are written and read side by side."""
+    """Maximum bytes of one safetensors file, except for a larger single tensor; shards are written and read in parallel."""
     num_threads: Processes = 4
-    """Shards that are written or read at once."""
+    """Number of shards written or read at once."""
 
 
 class ZeroMQMedium(_Medium, frozen=True, tag="zeromq"):
@@ -49,22 +49,22 @@ class ZeroMQMedium(_Medium, frozen=True, tag="zeromq"):
     bind: str = "tcp://127.0.0.1:*"
     chunk_bytes: PositiveInt = 1 << 20
     fanout: NonNegativeInt = 2
-    """Generators that the learner feeds itself; each feeds as many others with what it has already. 0: the learner feeds all."""
+    """Number of generators to which the learner sends; each passes chunks on to as many others. 0: the learner sends to all."""
     relay_bind: str = "tcp://127.0.0.1:*"
-    """Where a generator listens for those it feeds."""
+    """Address where a generator listens for the generators to which it sends."""
 
 
 class _Collective(_Medium, frozen=True):
-    """Broadcast by torch.distributed, buckets at a time: one sender, all subscribers at once."""
+    """Broadcast with torch.distributed, bucket by bucket: one sender, all subscribers at once."""
 
     addresses: ClassVar[tuple[str, ...]] = ("host",)
 
     host: str = "127.0.0.1"
-    """Where the learner lets the others meet; they must reach it."""
+    """Address of the learner where the group is formed; the generators must be able to reach it."""
     timeout_s: PositiveFloat = 30.0
-    """A generator that does not take part for this long is left out, and the rest go on."""
+    """A generator that does not take part for this long is left out, and the others continue."""
     gather_s: PositiveFloat = 1.0
-    """How long a version waits for members to be ready before it goes out to those that are."""
+    """How long a version waits for generators to be ready before it is sent to those that are."""
 
 
 class GlooMedium(_Collective, frozen=True, tag="gloo"):
@@ -78,20 +78,20 @@ class NCCLMedium(_Collective, frozen=True, tag="nccl"):
 
 
 class CUDAIPCMedium(_Medium, frozen=True, tag="cuda_ipc"):
-    """Learner and engine on the same GPU: the engine opens the learner's own tensors; handles travel, bytes do not."""
+    """Learner and engine on the same GPU: the engine opens the learner's tensors; only handles are sent."""
 
     one_machine: ClassVar[bool] = True
     on_gpu: ClassVar[bool] = True
 
 
 class SharedStorageMedium(_Medium, frozen=True, tag="shared_storage"):
-    """Nothing travels: the engine reads the learner's own parameters where they lie. For `placement.kind = "hybrid"` alone."""
+    """Nothing is sent: the engine reads the learner's parameters in place. Only for `placement.kind = "hybrid"`."""
 
     carries_deltas: ClassVar[bool] = True
 
 
 class AutoMedium(_Medium, frozen=True, tag="auto"):
-    """Chosen when the run starts, from where its processes are; the log says what and why."""
+    """Chosen when the run starts, by where its processes are; the log gives the choice and the reason."""
 
     carries_deltas: ClassVar[bool] = True
 
@@ -102,12 +102,12 @@ MediumConfig = (
 
 
 class DeltaConfig(_Stage, frozen=True):
-    """Send only what changed in the bytes sent: values, not differences; lossless. Worth it with `dtype = "bfloat16"`."""
+    """Send only the values that changed (the values themselves, not differences); lossless. Useful with `dtype = "bfloat16"`."""
 
     full_every: PositiveInt = 20
-    """Every n-th version is also made fetchable whole, where the medium does not hold the newest one whole anyway."""
+    """Every n-th version is also published complete, unless the medium always keeps the newest version complete."""
     max_share: Fraction = 0.5
-    """A delta larger than this share of the whole is not sent; the whole is."""
+    """If a delta is larger than this share of the complete version, the complete version is sent instead."""
 
 
 class BroadcastConfig(_Stage, frozen=True):
@@ -115,13 +115,13 @@ class BroadcastConfig(_Stage, frozen=True):
 
     medium: MediumConfig = SharedMemoryMedium()
     dtype: Literal["model", "float32", "bfloat16"] = "model"
-    """Of the bytes sent; `model`: as the learner holds them."""
+    """Dtype of the weights that are sent; `model`: the learner's own dtype."""
     bucket_bytes: PositiveInt = 8 << 20
-    """What is fingerprinted, gathered and applied at once."""
+    """Bytes that are fingerprinted, gathered and applied at once."""
     delta: DeltaConfig | None = None
-    """None: every version travels whole."""
+    """None: every version is sent complete."""
     verify: bool = False
-    """Compare fingerprints over `shared_memory` too, where the medium proves a whole version without them (on x86)."""
+    """Compare fingerprints with `shared_memory` too, although on x86 that medium proves a complete version without them."""
     probe_tolerance: NonNegativeFloat | None = None
-    """Probe logprobs further apart than this, generator against learner, are warned of. None: 0.05 where both compute in float32,
-    else 1 (right weights were up to 0.43 apart in bfloat16 on an H200)."""
+    """Warn if the generator's and the learner's log-probabilities of a probe differ by more than this. None: 0.05 if both compute
+    in float32, else 1 (with correct weights they differed by up to 0.43 in bfloat16 on an H200)."""

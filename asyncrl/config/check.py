@@ -1,7 +1,7 @@
-"""What the parts of a config ask of each other, checked when it is read.
+"""Rules between the parts of a config, checked when the config is read.
 
-A rule is a condition and what is said where it holds: the option, the value given, what is allowed, what to write instead.
-The first field that a message names is the one at fault. Every rule is asked, whatever the others found.
+A rule is a condition and the message where it holds: the option, its value, what is allowed, and what to write instead.
+The first field that a message names is the one at fault. Every rule is checked, whatever the others found.
 Rules of algorithms are in algorithm_table.py. Pure.
 """
 
@@ -26,32 +26,32 @@ from asyncrl.schema.control import ProcessKind
 
 MOST_NAME_BYTES = 200
 REFERENCE = "reference"
-"""The name that the reference has among an inference worker's models."""
+"""Name of the reference among an inference worker's models."""
 MOST_FAULTS = 50
-"""That are looked for: of values that cannot be taken, and by the rules."""
+"""Maximum number of faults to report: invalid values, and broken rules."""
 NO_EVALUATION = "set eval.at_start = false, eval.at_end = false and eval.every_steps = 0"
 _FIELD = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)*", re.ASCII)
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong with a config."""
+    """One fault of a config."""
 
     field: str
     given: Any = None
     allowed: str = ""
-    """What is wrong, and what would be right."""
+    """What is wrong, and what is allowed."""
 
     def __str__(self) -> str:
         return self.allowed if self.field in self.allowed else f"{self.field}: {self.allowed}"
 
 
 def faults_in(config: RunConfig, messages: Iterable[str], wrong: Collection[str] = ()) -> list[Fault]:
-    """Return what messages say of a config, each with the field that it names first and the value there.
+    """Return a fault for each message, with the first field that the message names and the value of that field.
 
     Args:
-        config: To be looked at.
-        messages: What is wrong with it, by RULES, say.
-        wrong: Fields that are at their defaults, because what was given cannot be taken: nothing is said of those.
+        config: The config to which the messages refer.
+        messages: What is wrong with the config, for example from RULES.
+        wrong: Fields whose given values were invalid, so that they have their defaults: messages about them are left out.
     """
     faults, tables = [], msgspec.to_builtins(config)
     for said in messages:
@@ -62,7 +62,7 @@ def faults_in(config: RunConfig, messages: Iterable[str], wrong: Collection[str]
 
 
 def _fields_in(said: str, tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that a message names, and their values; of a part of a list, or of what is left out, what holds it."""
+    """Yield the fields that a message names, and their values; for a list item or a field not set, its parent instead."""
     for word in _FIELD.finditer(said):
         value, names = tables, list[str]()
         for name in word[0].split("."):
@@ -75,7 +75,7 @@ def _fields_in(said: str, tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _run(config: RunConfig) -> Iterator[str]:
-    """Name, lengths, evaluation, rewards, deltas."""
+    """Check name, lengths, evaluation, rewards and deltas."""
     name, model, engine, evaluation = config.name, config.model, config.generate.engine, config.eval
     is_folder = name.isprintable() and name == name.strip() and name not in {"", ".", ".."} and not set(name) & set("/\\")
     if not is_folder or len(name.encode()) > MOST_NAME_BYTES:
@@ -107,7 +107,7 @@ def _run(config: RunConfig) -> Iterator[str]:
 
 
 def _task(config: RunConfig) -> Iterator[str]:
-    """Task, engine, rewards and packing."""
+    """Check task, engine, rewards and packing."""
     longest, row, sampling = config.generate.engine.max_sequence_tokens, config.packing.tokens_per_row, config.generate.sampling
     algorithm, replays, most = config.algorithm, config.generate.engine.replays, sampling.max_new_tokens
     for function in config.reward.functions:
@@ -134,7 +134,7 @@ def _task(config: RunConfig) -> Iterator[str]:
 
 
 def _inference(config: RunConfig) -> Iterator[str]:
-    """Rewards can be told apart, and a reference worker is read."""
+    """Check that rewards have different names, and that something reads a reference worker."""
     reference, models = config.algorithm.reference, "inference.reward_models"
     if reference.where == "worker" and not config.algorithm.needs_reference:
         yield "algorithm.reference.where = 'worker', and nothing reads a reference: add [algorithm.kl], kind = 'dpo', or drop it"
@@ -154,7 +154,7 @@ def _inference(config: RunConfig) -> Iterator[str]:
 
 
 def _learner(config: RunConfig) -> Iterator[str]:
-    """Optimizer, kernels and ranks against the device; nothing needs the model that a fake learner does not have."""
+    """Check optimizer, kernels and ranks against the device, and that nothing needs a model if the learner is a fake."""
     learner, device, ranks = config.learner, config.learner.device, config.learner.ranks
     on_cuda, is_paged = device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
     if ranks > 1 and device not in {"cpu", "cuda"}:
@@ -186,7 +186,7 @@ def _learner(config: RunConfig) -> Iterator[str]:
 
 
 def _vllm_server(config: RunConfig) -> Iterator[str]:
-    """Every generator has a server of its own, which the weights reach."""
+    """Check that every generator has its own vLLM server, and that weights can reach it."""
     engine, num_workers, url = config.generate.engine, config.generate.num_workers, "generate.engine.url"
     if not isinstance(engine, VLLMServerEngineConfig):
         return
@@ -214,7 +214,7 @@ def _vllm_server(config: RunConfig) -> Iterator[str]:
 
 
 def _medium(config: RunConfig) -> Iterator[str]:
-    """A medium ends where the learner and the engine are."""
+    """Check that the medium fits the places of the learner and the engine."""
     medium, engine, device = config.broadcast.medium, config.generate.engine, config.learner.device
     if isinstance(medium, GlooMedium | NCCLMedium) and is_every_interface(medium.host):
         instead = "set the address of the learner's machine that they reach"
@@ -242,7 +242,7 @@ def _medium(config: RunConfig) -> Iterator[str]:
 
 
 def _turns(config: RunConfig) -> Iterator[str]:
-    """Phases that take turns have one device, one machine, and an engine that sleeps."""
+    """Check that phases that take turns have one device, one machine, and an engine that can sleep."""
     kind, engine, learner, staleness = config.placement.kind, config.generate.engine, config.learner, config.buffer.max_staleness
     where, places, ranks, device = f"placement.kind {kind!r}", places_of(config), learner.ranks, learner.device
     if kind != "hybrid" and isinstance(config.broadcast.medium, SharedStorageMedium):
@@ -275,7 +275,7 @@ def _turns(config: RunConfig) -> Iterator[str]:
 
 
 def _shared_weights(config: RunConfig) -> Iterator[str]:
-    """The engine can read the learner's own weights."""
+    """Check that the engine can read the learner's own weights."""
     engine, learner, broadcast = config.generate.engine, config.learner, config.broadcast
     where, dtype = 'placement.kind "hybrid" lets the engine read the learner\'s own weights', getattr(engine, "dtype", "")
     if config.placement.kind != "hybrid":
@@ -294,7 +294,7 @@ def _shared_weights(config: RunConfig) -> Iterator[str]:
 
 
 def _joining(config: RunConfig) -> Iterator[str]:
-    """Generators join only where they can, and a shared device is one."""
+    """Check that generators can join this placement, and that a shared device is one device."""
     placement, engine, device, places = config.placement, config.generate.engine, config.learner.device, places_of(config)
     where, instead = f"placement.kind {placement.kind!r}", "set placement.kind = 'disaggregated'"
     if placement.takes_turns and placement.most_joining_generators:
@@ -310,7 +310,7 @@ def _joining(config: RunConfig) -> Iterator[str]:
 
 
 def _launch(config: RunConfig) -> Iterator[str]:
-    """What the launcher can do with the rest of the config."""
+    """Check that the launcher can run the rest of the config."""
     launch, elastic, engine, workers = config.launch, config.launch.elastic, config.generate.engine, config.generate.num_workers
     if elastic is not None and not elastic.min_generators <= workers <= elastic.max_generators:
         bounds = f"min_generators ({elastic.min_generators}) and max_generators ({elastic.max_generators})"

@@ -1,4 +1,4 @@
-"""The model that is trained, and with what: adapters, optimizer, precision, ranks. Models are variants by the tag `kind`."""
+"""The model to train, and how: adapters, optimizer, precision, ranks. Models are variants by the tag `kind`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from asyncrl.config import (
 
 
 class WarmStart(_Stage, frozen=True):
-    """A short supervised training before version 0, on the task's own worked examples (train split only)."""
+    """A short supervised training before version 0, on the task's worked examples (train split only)."""
 
     steps: PositiveInt
-    """At most this many; the learning rate's schedule is laid over them."""
+    """Maximum number of steps; the learning rate schedule covers them."""
     until_accuracy: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Stop once the model gives the worked answer with this probability, mean of the last 8 batches; 0: never early."""
+    """Stop once the mean probability of the worked answer over the last 8 batches reaches this; 0: never stop early."""
     batch_size: PositiveInt = 256
     learning_rate: PositiveFloat = 1e-3
 
@@ -62,29 +62,29 @@ ModelConfig = ScratchModel | PretrainedModel
 
 
 class LoRAConfig(_Stage, frozen=True):
-    """Low-rank adapters (peft): only they are trained, saved in checkpoints and broadcast."""
+    """Low-rank adapters (peft): only the adapters are trained, saved in checkpoints and broadcast."""
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0
     target_modules: tuple[str, ...] = ()
-    """Names of linear layers; empty: all of them but the output layer."""
+    """Names of linear layers; empty: all except the output layer."""
 
 
 class LearnerConfig(_Stage, frozen=True):
-    """Optimizer and precision. One `kind` owns the step: ours, or outside code that takes scored groups."""
+    """Optimizer and precision. `kind` says what trains: this package's learner, or outside code that takes scored groups."""
 
     kind: Literal["builtin", "external", "driven"] = "builtin"
-    """`driven`: outside code gives the prompts too, while the run goes on; what a `Session` sets."""
+    """`driven`: outside code also supplies prompts during the run; a `Session` sets this."""
     fake_step_s: NonNegativeFloat | None = None
-    """Train no model, and take so many seconds for a step: a run of all but the models, with engine `fake`. None: train."""
+    """Train no model; each step only takes this many seconds. With engine `fake` the run has no model at all. None: train."""
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Cosine decay ends at this share of the learning rate; 1: constant."""
+    """The cosine decay ends at this share of the learning rate; 1: constant."""
     warmup_steps: NonNegativeInt = 10
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in 8 bits; `paged_adamw_8bit`: in pageable memory, CUDA only (both bitsandbytes)."""
     offload_optimizer: bool = False
-    """Keep moments and master weights in host memory, and take the step there."""
+    """Keep moments and master weights in host memory, and run the optimizer step there."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
@@ -93,8 +93,8 @@ class LearnerConfig(_Stage, frozen=True):
     """Optimizer passes over one step's batch; each pass is `minibatches` updates under the same version."""
     minibatches: PositiveInt = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of the parameters; loss and logprobs are float32 always. float16 scales its losses. `auto`: bfloat16 where the device
-    multiplies it in hardware, float32 elsewhere."""
+    """Dtype of the parameters; loss and logprobs are always float32. float16 uses loss scaling. `auto`: bfloat16 if the device
+    supports it in hardware, else float32."""
     device: Device = "cpu"
     num_threads: Processes = 1
     gradient_checkpointing: bool = False
@@ -102,8 +102,9 @@ class LearnerConfig(_Stage, frozen=True):
     ranks: Processes = 1
     """Learner processes that share each step (FSDP2)."""
     logprobs: Literal["chunked", "fused"] = "chunked"
-    """How probabilities are made of a chunk's logits: step by step, or by one kernel each way (`fused`, CUDA only)."""
+    """How log-probabilities of a chunk are computed from its logits: in separate operations, or in one kernel for forward and one
+    for backward (`fused`, CUDA only)."""
     logprob_chunk_tokens: PositiveInt = 512
-    """Tokens whose logits exist at once."""
+    """Number of tokens whose logits are in memory at once."""
     compile: bool = False
-    """Compile the model's layers with torch.compile: at the start; with several ranks or offload, in the first step. For CUDA."""
+    """Compile the layers with torch.compile (CUDA only): at the start; with several ranks or offload, in the first step."""

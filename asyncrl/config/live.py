@@ -1,8 +1,8 @@
-"""What can be changed while a run goes on, and how a step says by which values it is trained.
+"""Which config fields can change during a run, and how each step records the values it is trained with.
 
-A change becomes part of the run's config at a named step. What the learner reads travels with every step's batch and is kept in
-the ledger with it, so a step that is repeated after a crash is trained by the values of its first time, as far as the config of
-the resumed run can have them.
+A change becomes part of the run's config at a known step. The values that the learner reads are sent with every step's batch and
+stored in the ledger with it. So a step that is repeated after a crash is trained with its original values, as far as the config
+of the resumed run allows them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_STEPS = (
     "checkpoint.every_steps",
     "checkpoint.keep_last",
 )
-"""Read by the learner, step by step."""
+"""Fields that the learner reads at each step."""
 OF_CONTROLLER = (
     "buffer.max_staleness",
     "eval.every_steps",
@@ -47,16 +47,16 @@ OF_CONTROLLER = (
     "generate.num_workers",
     "max_run_s",
 )
-"""Read by the controller, from the next time it looks."""
+"""Fields that the controller reads; a change applies when it reads them next."""
 NOT_OF_THE_RUN = {
     "driven": {*OF_STEPS, *OF_CONTROLLER} - {"generate.num_workers", "max_run_s"},
     "external": {*OF_STEPS} - {"num_steps"},
 }
-"""By kind of a learner that is not the run's own: what that learner reads by itself, or nobody."""
+"""By kind of outside learner: fields that the learner reads from its own copy of the config, or that nothing reads."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One value that was changed."""
+    """One changed value."""
 
     field: str
     before: Any
@@ -64,18 +64,18 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
-    """What became of a request to change a run."""
+    """Result of a request to change a run."""
 
     revision: int
-    """Of the config: 1 is the first change."""
+    """Revision of the config: 1 is the first change."""
     step: int
-    """The first step that is trained by the new values."""
+    """The first step that is trained with the new values."""
     changes: tuple[Change, ...]
-    """Empty where every value was as asked already."""
+    """Empty if every value was already set."""
 
 
 def value_at(config: object, field: str) -> Any:  # noqa: ANN401 - a value of the config
-    """Return `a.b` of a config; None where `a` is not there."""
+    """Return the value of `a.b` in a config; None if `a` is not set."""
     for name in names_of(field):
         if config is None:
             return None
@@ -84,12 +84,12 @@ def value_at(config: object, field: str) -> Any:  # noqa: ANN401 - a value of th
 
 
 def settings_of(config: RunConfig) -> Settings:
-    """Return all that the learner reads anew at each step."""
+    """Return all values that the learner reads again at each step."""
     return {field: value_at(config, field) for field in OF_STEPS if field != "algorithm.kl.coefficient" or config.algorithm.kl}
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, float | int | None]) -> RunConfig:
-    """Return the config as a step is to read it, without settings that it cannot have; the same object where nothing differs."""
+    """Return the config with a step's settings, except those that it does not allow; the same object if nothing differs."""
     own = settings_of(config)
     different = {field: value for field, value in settings.items() if field in own and own[field] != value}
     if not different:
@@ -104,27 +104,27 @@ def with_settings(config: RunConfig, settings: Mapping[str, float | int | None])
 
 
 def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Return the config with new values, and what differs.
+    """Return the config with new values, and the changes.
 
     Args:
-        config: In force.
-        values: By field, `buffer.max_staleness`.
+        config: The current config.
+        values: New values by field, such as `buffer.max_staleness`.
 
     Raises:
-        ConfigError: A field cannot change while the run goes on, is unknown, or its value is not allowed; every fault is named.
+        ConfigError: A field cannot change during a run, is unknown, or its value is not allowed; every fault is named.
     """
     fixed = [field for field in values if field not in OF_STEPS + OF_CONTROLLER and not field.startswith(ALARMS)]
     if fixed:
         known = ", ".join((*OF_STEPS, *OF_CONTROLLER, f"{ALARMS}RULE"))
         raise ConfigError(
             f"{', '.join(fixed)} cannot change while the run goes on: fork it, or drain it and `asyncrl resume RUN --set ...`; "
-            f"what can is {known}"
+            f"fields that can change: {known}"
         )
     learner = config.learner.kind
     if elsewhere := [field for field in values if field in NOT_OF_THE_RUN.get(learner, ())]:
         raise ConfigError(
-            f"{', '.join(elsewhere)} cannot change here: learner.kind = {learner!r}, and its program goes by what it read "
-            "at first; give it there (a session's train_step takes learning_rate), or leave and resume with other values"
+            f"{', '.join(elsewhere)} cannot change here: learner.kind = {learner!r}, and the learner's program read it once "
+            "at the start; set it there (a session's train_step takes learning_rate), or leave and resume with other values"
         )
     if "algorithm.kl.coefficient" in values and ((kl := config.algorithm.kl) is None or kl.target is not None):
         why = "this run has no [algorithm.kl], so no reference is loaded" if kl is None else "algorithm.kl.target adapts it"
@@ -132,8 +132,8 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
     temperature = config.generate.sampling.temperature
     if values.get("generate.sampling.temperature", temperature) != temperature and config.has_reference_worker:
         raise ConfigError(
-            "generate.sampling.temperature cannot change with algorithm.reference.where = 'worker': samples that wait to be "
-            "trained have the reference's log-probabilities at the temperature of before"
+            "generate.sampling.temperature cannot change with algorithm.reference.where = 'worker': waiting samples have "
+            "the reference's log-probabilities at the old temperature. Drain the run and resume it with --set"
         )
     if "generate.num_workers" in values and (
         config.placement.kind != "disaggregated" or config.generate.engine.kind not in {"transformers", "fake"}
@@ -151,16 +151,16 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> tuple[RunConfig, tu
 
 
 def write_revision(run_folder: Path, revision: int, config: RunConfig, what: str) -> None:
-    """Make a config that of the run, and keep the one before as `revisions/NUMBER.toml`.
+    """Write a new config of the run, and keep the previous one as `revisions/NUMBER.toml`.
 
     Args:
-        run_folder: Of the run.
-        revision: Number of the one before; 0 is what the run began with.
-        config: The new one.
-        what: Who changed what, one line; it heads the new file.
+        run_folder: The run's folder.
+        revision: Number of the previous config; 0 is the one the run began with.
+        config: The new config.
+        what: Who changed what, in one line; the first line of the new file.
 
     Raises:
-        OSError: The folder cannot be written; config.toml is as it was.
+        OSError: The folder cannot be written; config.toml is unchanged.
     """
     file, kept = run_folder / "config.toml", run_folder / "revisions"
     before = file.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""From a TOML file and `--set a.b=c` to a checked `RunConfig`. The only place that reads config from outside.
+"""Makes a checked `RunConfig` from a TOML file and `--set a.b=c`. The only place that reads config from outside.
 
-Every error is a `ConfigError` that names the field, what was given and what is allowed.
+Every error is a `ConfigError` that names the field, the given value and what is allowed.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 
 NODE_ADDRESS = "ASYNCRL_NODE_ADDRESS"
-"""Environment variable by which a launcher says how other machines reach this one."""
+"""Environment variable in which a launcher gives the address where other machines reach this one."""
 SHIPPED = Path(__file__).parent.parent / "shipped"
-"""The configs that come with the package; in a checkout a link to configs/."""
+"""Folder of the configs that come with the package; in a checkout a link to configs/."""
 # Looks removable, and is not: msgspec (0.22) looks into a type at its first use, and crashes where two threads do that at once.
 msgspec.json.Decoder(RunConfig)
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
-"""A config, nested dicts, or the path of a TOML file or name of a shipped one."""
+"""A config, nested dicts, the path of a TOML file, or the name of a shipped config."""
 
 
 ALARMS = "observe.alarms."
-"""Before the name of an alarm, whose action it sets."""
+"""Prefix of an alarm's name in a field that sets the alarm's action."""
 
 
 def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[Path] = ()) -> RunConfig:
-    """Read a TOML file, lay `presets` and `overrides` over it, check everything.
+    """Read a TOML file, apply `presets` and then `overrides`, and check the result.
 
     Args:
         path: The TOML file, or the name of a shipped config (`quickstart`).
-        presets: TOML files laid over it one after the other: tables merge, but one that names its
-            `kind` and anything that is no table is replaced (configs/algorithms/).
-        overrides: `a.b=value` each, the value TOML, or a bare string where it is not; or a mapping of `a.b` to values.
+        presets: TOML files applied one after the other: tables are merged, but a table with a
+            `kind`, and every other value, is replaced (configs/algorithms/).
+        overrides: `a.b=value` each, with a TOML value (or else taken as a string); or a mapping of `a.b` to values.
 
     Returns:
         The checked config.
 
     Raises:
-        ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or does not go with another.
+        ConfigError: The file is missing or not TOML, a field is unknown, a value is out of range or contradicts another.
     """
     raw = read_toml(path)
     for preset in presets:
@@ -67,11 +67,11 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
 
     Args:
         config: A config, nested dicts, or a TOML file.
-        overrides: Laid over it: `a.b=value` each, or a mapping of `a.b` to values.
-        source: What the config is called in messages.
+        overrides: Values that replace the config's: `a.b=value` each, or a mapping of `a.b` to values.
+        source: The config's name in messages.
 
     Raises:
-        ConfigError: As `load_config`, with every fault, one a line; a wrong override is named as it was given.
+        ConfigError: As in `load_config`, with all faults, one per line; a wrong override is named as it was given.
     """
     if isinstance(config, (str, Path)):
         return load_config(config, overrides)
@@ -95,10 +95,10 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
 
 
 def take_values(raw: dict[str, Any]) -> tuple[RunConfig | None, list[Fault], set[str]]:
-    """Return the config that tables make without what cannot be taken, which is removed from them so that the rest is looked at.
+    """Return the config from tables without their invalid values, which are removed so that the rest can be checked.
 
     Returns:
-        The config, None where too much is wrong to make one; what is wrong with single values; the fields that were removed.
+        The config, or None if too much is wrong to make one; the faults of single values; the removed fields.
     """
     algorithm, wrong, gone = raw.get("algorithm"), list[Fault](), set[str]()
     if isinstance(algorithm, dict) and "kind" not in algorithm and CHOSEN_BY_HAND.keys() & algorithm.keys():
@@ -125,7 +125,7 @@ def take_values(raw: dict[str, Any]) -> tuple[RunConfig | None, list[Fault], set
 
 
 def faults_beside(config: RunConfig, gone: Collection[str]) -> list[Fault]:
-    """Return what else is wrong with a config from which these fields were removed."""
+    """Return the other faults of a config from which these fields were removed."""
     broken = itertools.islice((said for rules in RULES for said in rules(config)), MOST_FAULTS)
     faults = faults_in(config, broken, gone)
     try:
@@ -139,12 +139,12 @@ def faults_beside(config: RunConfig, gone: Collection[str]) -> list[Fault]:
 
 
 def value_in(tables: Any, place: Iterable[str | int]) -> Any:  # noqa: ANN401 - plain nested values
-    """Return what is at a place in nested tables and lists."""
+    """Return the value at a place in nested tables and lists."""
     return functools.reduce(operator.getitem, place, tables)
 
 
 def leaves_of(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - plain nested values
-    """Yield every value that is no table and no list, with its place, `a.b.0`."""
+    """Yield every value that is neither table nor list, with its place, such as `a.b.0`."""
     if not isinstance(table, dict | list | tuple):
         yield place, table
         return
@@ -153,11 +153,11 @@ def leaves_of(table: Any, place: str = "") -> Iterator[tuple[str, Any]]:  # noqa
 
 
 def _no_text(error: UnicodeEncodeError) -> Fault:
-    return Fault("config", ascii(error.object), f"the config, or a value laid over it, is not UTF-8 text: {error.object!r}")
+    return Fault("config", ascii(error.object), f"the config, or an override, is not UTF-8 text: {error.object!r}")
 
 
 def _place_before(place: Sequence[str | int], gone: Collection[str]) -> list[str | int]:
-    """Return a place as it was given: of a list from which members have gone the later ones have moved up."""
+    """Return a place as it was given: in a list, items after removed ones have smaller numbers now."""
     given: list[str | int] = []
     for step in place:
         if isinstance(step, str):
@@ -169,16 +169,16 @@ def _place_before(place: Sequence[str | int], gone: Collection[str]) -> list[str
 
 
 def _shown(place: Sequence[str | int]) -> str:
-    """Return a place as msgspec says it, up to the last number: that of what is unknown there it does not say."""
+    """Return a place in msgspec's form, up to the last number, because msgspec does not give the place of an unknown field."""
     numbers = [number for number, step in enumerate(place, 1) if isinstance(step, int)]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[: max(numbers, default=0)])
 
 
 def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
-    """Return field, value and the option as it was given, of each override.
+    """Return for each override its field, its value and the option as given.
 
     Raises:
-        ConfigError: One is not of the form a.b=value.
+        ConfigError: An override is not of the form a.b=value.
     """
     if isinstance(overrides, Mapping):
         return [(key, value, f"{key} = {value!r}") for key, value in overrides.items()]
@@ -196,7 +196,7 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
 
 
 def names_of(field: str) -> list[str]:
-    """Return the names that lead to a field; that of an alarm has a dot of its own."""
+    """Return the names that lead to a field; an alarm's name itself contains a dot."""
     return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
 
 
@@ -204,7 +204,7 @@ def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  #
     """Set `a.b` in nested tables.
 
     Raises:
-        ConfigError: `a` is no table; `given` names the option.
+        ConfigError: `a` is not a table; `given` names the option.
     """
     *parents, last = names_of(key)
     for name in parents:
@@ -217,7 +217,7 @@ def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  #
 
 
 def _fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int], Any, str]:  # noqa: ANN401 - plain values
-    """Return where a value is that cannot be taken, the value, and what is wrong with it."""
+    """Return the place of an invalid value, the value, and what is wrong with it."""
     said = str(error)
     path, unknown = _PATH.search(said), _UNKNOWN_FIELD.search(said)
     place = [int(index) if index else name for index, name in _STEP.findall(path["path"])] if path else []
@@ -232,10 +232,10 @@ def _fault_of(error: msgspec.ValidationError, raw: Any) -> tuple[list[str | int]
 
 
 def load_run_config(run_folder: Path) -> RunConfig:
-    """Return the config of a run as one of its processes reads it: hosts that are `node` are this machine, as its launcher says.
+    """Return a run's config for one of its processes: hosts given as `node` become this machine's address, from its launcher.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: As in `load_config`.
     """
     return at_node(load_config(run_folder / "config.toml"), os.environ.get(NODE_ADDRESS, "127.0.0.1"))
 
@@ -244,7 +244,7 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Check a config given as plain nested dicts.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: As in `load_config`.
     """
     return resolve_config(raw)
 
@@ -252,13 +252,13 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """Return the config as TOML that `load_config` reads back to the same value.
 
-    TOML cannot say None, so a field that may be None has it as its default (a test sees to it), and `inf` says "free" elsewhere.
+    TOML has no None, so every field that may be None has it as its default (a test checks this); elsewhere `inf` means no limit.
     """
     return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
 
 
 def find_config(given: str | Path) -> Path:
-    """Return the file that is meant: this path, or the shipped config of this name (`quickstart`, `algorithms/gspo`)."""
+    """Return the config file at this path, or the shipped config of this name (`quickstart`, `algorithms/gspo`)."""
     path = Path(given)
     if path.exists() or path.is_absolute():
         return path
@@ -267,10 +267,10 @@ def find_config(given: str | Path) -> Path:
 
 
 def read_config_text(path: Path) -> str:
-    """Return a config's text; in a shipped one the data that comes with it is named by where it is.
+    """Return a config's text; in a shipped config, paths of shipped data become absolute.
 
     Raises:
-        ConfigError: It cannot be read, or is not UTF-8.
+        ConfigError: The file cannot be read, or is not UTF-8.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
@@ -286,7 +286,7 @@ def read_toml(given: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file, or of the shipped config of that name.
 
     Raises:
-        ConfigError: It cannot be read, or is not TOML.
+        ConfigError: The file cannot be read, or is not TOML.
     """
     path = find_config(given)
     text = read_config_text(path)
@@ -300,7 +300,7 @@ def read_toml(given: str | Path) -> dict[str, Any]:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with `above` laid over it: tables merge, but one that names its `kind` takes the place of the one below."""
+    """Return `below` overridden by `above`: tables are merged, but a table with a `kind` replaces the table below."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -324,7 +324,7 @@ _MISSING_FIELD = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
 
 def _known(steps: Sequence[str | int], raw: Any, *, is_field: bool) -> list[str]:  # noqa: ANN401 - plain nested TOML values
-    """Return the fields, kinds or values that are allowed where an error is about a name; else none."""
+    """Return the allowed fields, kinds or values if the error is about a name; else nothing."""
     place: msgspec.inspect.Type = msgspec.inspect.type_info(RunConfig)
     for step in (*steps, None):
         place = place.type if isinstance(place, msgspec.inspect.Metadata) else place

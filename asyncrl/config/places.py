@@ -1,9 +1,9 @@
-"""Where a run's processes are, and what follows: how weights travel, who shares a device, what a process asks of a node.
+"""Where a run's processes are, and what follows: how weights are sent, which processes share a device, what a process needs.
 
-`places_of` says where the processes are; `choose_medium` decides from that alone what `broadcast.medium.kind = "auto"` is. It is
-chosen once, by whoever starts the run, before its config.toml is written. `node` in place of a host means the address by which
-other machines reach the one that a process runs on: whoever starts a run on several machines writes it into config.toml
-(`with_launch_choices`), and every process puts its own address there when it reads that (`at_node`). Pure.
+`places_of` returns where the processes are; from that alone `choose_medium` decides what `broadcast.medium.kind = "auto"` means.
+The program that starts the run chooses it once, before config.toml is written. `node` as a host name means the address at which
+other machines reach a process's machine. The program that starts a run on several machines writes `node` into config.toml
+(`with_launch_choices`), and every process replaces it by its own address when it reads the file (`at_node`). Pure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HOW_TO_REACH = (
 
 
 class Places(NamedTuple):
-    """Where the two ends of the broadcast are."""
+    """Places of the two ends of the broadcast."""
 
     one_machine: bool
-    """Learner and all generators."""
+    """Whether the learner and all generators are on one machine."""
     learner_gpu: int | None
-    """Of the rank that publishes; None: its weights are in host memory, or nobody knows."""
+    """GPU of the rank that publishes; None: its weights are in host memory, or the place is unknown."""
     engine_gpus: frozenset[int]
-    """Those the engines' models are on; empty: host memory, or nobody knows."""
+    """GPUs of the engines' models; empty: host memory, or the place is unknown."""
 
 
 def places_of(config: RunConfig) -> Places:
@@ -55,12 +55,12 @@ _BY_PLACEMENT: dict[str, tuple[media.MediumConfig, str]] = {
 
 
 def generators_share_gpus(config: RunConfig) -> bool:
-    """Return whether the run's own generators, where there are several, take the same GPUs: Ray alone gives each its own."""
+    """Return whether there are several generators on the same GPUs: only Ray gives each generator its own."""
     return not isinstance(config.launch, RayLaunch) and (config.generate.num_workers > 1 or config.launch.elastic is not None)
 
 
 def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
-    """Return how a run's weights best travel, and why; `broadcast.medium` itself is not looked at."""
+    """Return the best medium for a run's weights, and the reason; `broadcast.medium` itself is not read."""
     if config.placement.kind in _BY_PLACEMENT:
         return _BY_PLACEMENT[config.placement.kind]
     places, host, engine = places_of(config), config.transport.host, config.generate.engine
@@ -95,7 +95,7 @@ def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
 
 
 def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
-    """Return the config with `auto` replaced by what it means, and a line that says so; empty where nothing was to be chosen."""
+    """Return the config with medium `auto` replaced by the chosen one, and a log line about it; empty if it was not `auto`."""
     if not isinstance(config.broadcast.medium, media.AutoMedium):
         return config, ""
     medium, reason = choose_medium(config)
@@ -104,7 +104,7 @@ def with_chosen_medium(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address, with or without its scheme, is this machine's alone."""
+    """Return whether an address, with or without a scheme, can be reached only from this machine."""
     name = urlsplit(url if "://" in url else f"tcp://{url}").hostname or url.rpartition("://")[2]
     try:
         return ip_address(name).is_loopback
@@ -113,7 +113,7 @@ def is_loopback(url: str) -> bool:
 
 
 def is_every_interface(host: str) -> bool:
-    """Return whether an address stands for all of a machine's, as 0.0.0.0 does."""
+    """Return whether an address stands for all addresses of a machine, as 0.0.0.0 does."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:
@@ -121,7 +121,7 @@ def is_every_interface(host: str) -> bool:
 
 
 def shown(gpus: frozenset[int]) -> str:
-    """Return the GPUs in words."""
+    """Return the GPUs as text."""
     return "GPU " + ", ".join(map(str, sorted(gpus))) if gpus else "no GPU"
 
 
@@ -132,16 +132,16 @@ def inference_shares_device(config: RunConfig) -> bool:
 
 
 def inference_takes_turns(config: RunConfig) -> bool:
-    """Return whether inference workers have a phase of their own: they are on a device that phases share."""
+    """Return whether inference workers have their own phase, because they are on a device that phases share."""
     return config.placement.takes_turns and inference_shares_device(config)
 
 
 def why_weights_do_not_reach(config: RunConfig, *, shares_folder: bool) -> str:
-    """Return why another machine gets no weights of this run, with what to change; empty where it does.
+    """Return why another machine cannot get this run's weights, and what to change; empty if it can.
 
     Args:
-        config: Of the run.
-        shares_folder: The run's folder is on the other machine, too.
+        config: The run's config.
+        shares_folder: Whether the run's folder is visible on the other machine too.
     """
     medium = config.broadcast.medium
     if medium.one_machine:
@@ -155,7 +155,7 @@ def why_weights_do_not_reach(config: RunConfig, *, shares_folder: bool) -> str:
 
 
 def needs_of(config: RunConfig, kind: ProcessKind) -> ProcessNeeds:
-    """Return what a process of this kind asks of a node: as many GPUs as its device says, where the config says none."""
+    """Return what a process of this kind needs from a node; the number of GPUs follows its device if the config gives none."""
     launch, learner = config.launch, config.learner
     assert isinstance(launch, RayLaunch), launch
     needs: ProcessNeeds = getattr(launch, kind)
@@ -170,30 +170,30 @@ def needs_of(config: RunConfig, kind: ProcessKind) -> ProcessNeeds:
 
 
 def with_launch_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the config with what ends at one machine's edge replaced where processes are on several, and a line for each."""
+    """Return the config with one-machine transport and medium replaced, if processes are on several machines; a line for each."""
     if not isinstance(config.launch, RayLaunch):
         return config, []
     said: list[str] = []
     transport, medium = config.transport, config.broadcast.medium
     if transport.kind == "ipc" or is_loopback(transport.host):
-        said.append(f"transport.kind is tcp at the node's own address for {transport.kind}: launch.kind ray is on several nodes")
+        said.append(f"transport.kind is tcp at the node's address instead of {transport.kind}: launch.kind is ray")
         transport = replace(transport, kind="tcp", host=NODE)
     across = _moved(
         media.ZeroMQMedium() if isinstance(medium, media.SharedMemoryMedium) else medium, r"127\.[\d.]+|localhost", NODE
     )
     if across != medium:
-        said.append(f"broadcast.medium is {across.kind} at the node's own address for {medium.kind}")
+        said.append(f"broadcast.medium is {across.kind} at the node's address instead of {medium.kind}")
     return replace(config, transport=transport, broadcast=replace(config.broadcast, medium=across)), said
 
 
 def at_node(config: RunConfig, address: str) -> RunConfig:
-    """Return the config as a process reads it that others reach by `address`: that stands wherever a host is `node`."""
+    """Return the config for a process that others reach at `address`, which replaces the host `node` everywhere."""
     transport, broadcast = config.transport, config.broadcast
     transport = replace(transport, host=address) if transport.host == NODE else transport
     return replace(config, transport=transport, broadcast=replace(broadcast, medium=_moved(broadcast.medium, NODE, address)))
 
 
 def _moved(medium: media.MediumConfig, hosts: str, to: str) -> media.MediumConfig:
-    """Return the medium with `to` for every host of its addresses that `hosts` matches."""
+    """Return the medium with every host in its addresses that matches `hosts` replaced by `to`."""
     pattern = re.compile(rf"(^|://)({hosts})(?=:|$)")
     return replace(medium, **{field: pattern.sub(rf"\g<1>{to}", getattr(medium, field)) for field in medium.addresses})

@@ -1,4 +1,4 @@
-"""What reward workers are told: reward functions, variants by the tag `kind`, and the bounds of a scoring process."""
+"""Config of reward workers: reward functions (variants by the tag `kind`), and the limits of a scoring process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrl.config import (
 
 
 class _Reward(_Variant, frozen=True, kw_only=True):
-    """What every reward function has."""
+    """Fields of every reward function."""
 
     weight: FiniteFloat = 1.0
     name: str = ""
-    """Empty: its kind."""
+    """Name in metrics; empty: its kind."""
 
 
 class AnswerMatchReward(_Reward, frozen=True, tag="answer_match"):
@@ -32,10 +32,10 @@ class AnswerMatchReward(_Reward, frozen=True, tag="answer_match"):
     mode: Literal["exact", "numeric", "regex", "math"] = "exact"
     """`math` is math-verify; `regex` full-matches the reference as a pattern."""
     extract: str = ""
-    """Regex whose first group (last match) is the answer; empty: the whole completion, stripped."""
+    """Regex; the first group of its last match is the answer. Empty: the whole completion, stripped."""
     tolerance: NonNegativeFloat | None = None
-    """Only `numeric`: largest difference allowed, relative to max(1, |reference|). Without it a whole number must be equal
-    exactly, and any other may differ by 1e-6."""
+    """Only for `numeric`: largest allowed difference, relative to max(1, |reference|). None: a whole number must be equal
+    exactly, and any other number may differ by 1e-6."""
 
 
 class FormatCheckReward(_Reward, frozen=True, tag="format_check"):
@@ -48,33 +48,33 @@ class CodeExecReward(_Reward, frozen=True, tag="code_exec"):
     """Fraction of the reference's tests that the completion's Python passes, inside a sandbox."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`none` runs model-written code with this user's rights: only where that is acceptable."""
+    """`none` runs model-written code with this user's rights; use it only if that is acceptable."""
     cpu_s: PositiveFloat = 5.0
     """CPU time of each test's process; rounded up to whole seconds."""
     wall_s: PositiveFloat = 10.0
-    """The program with all its tests."""
+    """Wall time of the program with all its tests."""
     memory_bytes: PositiveInt = 1 << 30
     """Address space of each process, and resident memory of all of them together."""
     output_bytes: PositiveInt = 1 << 20
-    """Standard output of one test, any file it writes, and any one value it returns."""
+    """Maximum size of one test's standard output, of each file it writes, and of each value it returns."""
     all_or_nothing: bool = False
 
 
 class ReasoningGymReward(_Reward, frozen=True, tag="reasoning_gym"):
-    """The family's own scorer, strict: 1 at a score of `threshold` and above, else 0."""
+    """The scorer of the reasoning-gym family, strict: 1 if its score is at least `threshold`, else 0."""
 
     threshold: Fraction = 0.99
     extract: str = r"<answer>(.*?)</answer>"
 
 
 class OverlongPenalty(_Reward, frozen=True, tag="overlong"):
-    """DAPO's soft punishment of long answers: 0 up to max_tokens - buffer_tokens, then down to -1 linearly, never below.
+    """DAPO's soft penalty for long answers: 0 up to max_tokens - buffer_tokens, then linearly down to -1 and not below.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
 
     max_tokens: PositiveInt
-    """Usually, and at most, generate.sampling.max_new_tokens."""
+    """Usually generate.sampling.max_new_tokens, and at most that."""
     buffer_tokens: PositiveInt
 
 
@@ -83,13 +83,13 @@ class PreferenceReward(_Reward, frozen=True, tag="preference"):
 
 
 class PythonReward(_Reward, frozen=True, tag="python"):
-    """A user's own function `module:function`, sync or async: (prompt, text) -> float; see reward/registry.py."""
+    """A user's own function `module:function`, plain or async: (prompt, text) -> float; see reward/registry.py."""
 
     path: str
 
 
 class CallerReward(_Reward, frozen=True, tag="caller"):
-    """A function of a program that is connected to the run (`Run(config, reward=f)`, docs/python.md); it stands alone."""
+    """A function in a program connected to the run (`Run(config, reward=f)`, docs/python.md); no other function may be given."""
 
 
 RewardFunctionConfig = (
@@ -105,20 +105,20 @@ RewardFunctionConfig = (
 
 
 class RewardConfig(_Stage, frozen=True):
-    """Reward workers and what they compute: the weighted sum of `functions`."""
+    """Reward workers; a reward is the weighted sum of `functions`."""
 
     num_workers: ProcessesOrNone = 1
     functions: tuple[RewardFunctionConfig, ...] = (AnswerMatchReward(),)
     timeout_s: PositiveFloat = 30.0
-    """One sample's rewards together. The function that runs past it scores 0 for that sample."""
+    """Time for all rewards of one sample together. The function that exceeds it scores 0 for that sample."""
     concurrency: Processes = 2
-    """Samples one worker scores at once, each in a process of its own."""
+    """Number of samples that one worker scores at once, each in its own process."""
     process_memory_bytes: PositiveInt = 4 << 30
-    """Data one scoring process may hold. A function that needs more scores 0 for that sample, and the process is replaced."""
+    """Maximum data memory of one scoring process. A function that needs more scores 0, and the process is replaced."""
 
     @property
     def is_caller(self) -> bool:
-        """Return whether a connected program judges, and no reward worker does."""
+        """Return whether a connected program scores, instead of reward workers."""
         return any(isinstance(function, CallerReward) for function in self.functions)
 
 

@@ -1,4 +1,4 @@
-"""The whole of what a run is told, with tasks, stages without variants, where processes come from, life and observation."""
+"""The whole config of a run: tasks, stages without variants, launching, placement, supervision and observation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asyncrl.config.learner import LearnerConfig, ModelConfig, PretrainedModel, 
 from asyncrl.config.reward import RewardConfig
 
 NODE = "node"
-"""In place of a host: the address by which other machines reach the one that a process runs on."""
+"""Used as a host: the address at which other machines reach a process's machine."""
 
 
 class AdditionTask(_Variant, frozen=True, tag="addition"):
@@ -35,11 +35,11 @@ class AdditionTask(_Variant, frozen=True, tag="addition"):
 
     digits: Annotated[int, Meta(ge=1, le=4)] = 2
     held_out: PositiveInt = 512
-    """Pairs that are never trained on, in the warm start neither."""
+    """Pairs that are never trained on, not even in the warm start."""
 
 
 class ReasoningGymTask(_Variant, frozen=True, tag="reasoning_gym"):
-    """A reasoning-gym family, strict scoring (0.99 and above is right), duplicates removed, held-out split."""
+    """A reasoning-gym family: strict scoring (0.99 and above is right), duplicates removed, a held-out split."""
 
     family: str = "chain_sum"
     family_options: dict[str, int | float | str | bool | list[int | float | str]] = {}
@@ -47,20 +47,20 @@ class ReasoningGymTask(_Variant, frozen=True, tag="reasoning_gym"):
     """Problems generated before duplicates are removed."""
     held_out: PositiveInt = 200
     shots: NonNegativeInt = 3
-    """Worked examples shown as chat turns before the problem, taken from neither split."""
+    """Worked examples, shown as chat turns before the problem; they are in neither split."""
     system_prompt: str = ""
 
 
 class JsonlTask(_Variant, frozen=True, tag="jsonl"):
-    """One JSON object a line; any file of prompts and answers."""
+    """A file of prompts and answers, one JSON object per line."""
 
     path: str
     prompt_field: str = "question"
     answer_field: str = "answer"
     answer_regex: str = ""
-    """Where given, its first group taken from the answer field is the reference answer (GSM8K: `#### (.+)`)."""
+    """If given, its first group, matched in the answer field, is the reference answer (GSM8K: `#### (.+)`)."""
     held_out_path: str = ""
-    """Empty: `held_out` lines are taken from `path`, by seed."""
+    """File of held-out prompts; empty: `held_out` lines are taken from `path`, chosen by the seed."""
     held_out: NonNegativeInt = 200
     shots: NonNegativeInt = 0
     system_prompt: str = ""
@@ -69,7 +69,7 @@ class JsonlTask(_Variant, frozen=True, tag="jsonl"):
 
 
 class PreferencesTask(_Variant, frozen=True, tag="preferences"):
-    """A file of preferences, one JSON object a line: prompt, chosen and rejected answer. Trained offline by DPO."""
+    """A file of preferences, one JSON object per line: prompt, chosen answer and rejected answer. Trained offline with DPO."""
 
     path: str
     prompt_field: str = "prompt"
@@ -82,7 +82,7 @@ class PreferencesTask(_Variant, frozen=True, tag="preferences"):
 
 
 class PythonTask(_Variant, frozen=True, tag="python"):
-    """A user's own task: `module:function`, called with the run's seed, returns a `TaskData`."""
+    """A user's own task: a `module:function` that is called with the run's seed and returns a `TaskData`."""
 
     path: str
 
@@ -91,37 +91,37 @@ TaskConfig = AdditionTask | ReasoningGymTask | JsonlTask | PreferencesTask | Pyt
 
 
 class ElasticConfig(_Stage, frozen=True):
-    """Generators come and go between two bounds, by how much the learner waits and how full the engines are."""
+    """Changes the number of generators between two bounds, by how much the learner waits and how full the engines are."""
 
     min_generators: Processes = 1
     max_generators: Processes = 4
     decide_every_s: PositiveFloat = 15.0
-    """What was measured is averaged over so long."""
+    """Time between decisions; measurements are averaged over it."""
     patience: PositiveInt = 2
-    """So many verdicts in a row must agree before the number changes."""
+    """How many decisions in a row must agree before the number of generators changes."""
     learner_idle_above: Fraction = 0.1
-    """A learner that waits for samples for more than this share of the time wants more generators."""
+    """Add generators if the learner waits for samples for more than this share of the time."""
     slots_used_below: Fraction = 0.6
-    """Engines that use less of their slots than this, while the learner is busy, are too many."""
+    """Remove generators if engines use less than this share of their slots while the learner is busy."""
 
 
 class ProcessNeeds(_Stage, frozen=True):
-    """What one process asks of the node it is placed on."""
+    """Resources that one process needs on its node."""
 
     num_cpus: NonNegativeFloat = 0.25
-    """Ray counts places, it limits nobody: by default four processes go on a core."""
+    """Ray uses this for scheduling only and does not limit a process: by default four processes share a core."""
     num_gpus: NonNegativeFloat | None = None
-    """None: as many as its devices say, learner.ranks on `cuda`, say."""
+    """None: as many as the process's devices need, for example learner.ranks on `cuda`."""
     memory_gib: NonNegativeFloat = 0.0
-    """Host memory that Ray reserves; 0: none is."""
+    """Host memory that Ray reserves; 0: none."""
     resources: dict[str, NonNegativeFloat] = {}
-    """Of the cluster's own names, `{ accelerator_type:H100 = 0.001 }`."""
+    """Custom resources of the cluster, such as `{ accelerator_type:H100 = 0.001 }`."""
     labels: dict[str, str] = {}
-    """Which nodes will do: `{ "asyncrl/role" = "rewards" }`, or Ray's `in(a,b)` and `!a`, against `ray start --labels`."""
+    """Labels that a node must have (`ray start --labels`): `{ "asyncrl/role" = "rewards" }`, or Ray's `in(a,b)` and `!a`."""
 
 
 class RayEnvironment(_Stage, frozen=True):
-    """What Ray makes on every node before a process starts there; left out, what `ray job submit` was given."""
+    """Environment that Ray makes on every node before a process starts there; not set: that of `ray job submit`."""
 
     working_dir: str = ""
     pip: tuple[str, ...] = ()
@@ -129,19 +129,19 @@ class RayEnvironment(_Stage, frozen=True):
 
 
 class LocalLaunch(_Variant, frozen=True, tag="local"):
-    """Processes of this machine."""
+    """Start all processes on this machine."""
 
     elastic: ElasticConfig | None = None
     """None: generate.num_workers generators, always."""
 
 
 class RayLaunch(_Variant, frozen=True, tag="ray"):
-    """One Ray actor for each process, in placement groups, on any number of nodes. Extra `ray`; see docs/scale.md."""
+    """One Ray actor for each process, in placement groups, on any number of nodes. Needs the extra `ray`; see docs/scale.md."""
 
     address: str = "auto"
-    """Of a running cluster: `auto` finds the one this machine is part of (RAY_ADDRESS, or `ray start`), else HOST:PORT."""
+    """Address of a running cluster: HOST:PORT, or `auto` for the cluster of this machine (RAY_ADDRESS, or `ray start`)."""
     strategy: Literal["PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """How the processes that a run begins with are laid over the nodes that will do."""
+    """How the run's initial processes are distributed over suitable nodes."""
     learner: ProcessNeeds = ProcessNeeds()
     generator: ProcessNeeds = ProcessNeeds()
     reward: ProcessNeeds = ProcessNeeds()
@@ -160,27 +160,27 @@ def has_own_environment(launch: LaunchConfig) -> bool:
 
 
 class RewardModel(_Stage, frozen=True):
-    """Any sequence-classification checkpoint with one output, read at the last token."""
+    """A sequence-classification checkpoint with one output, which is read at the last token."""
 
     name: str
-    """Of its part in the rewards."""
+    """Name of this model's part of the reward."""
     path: str
-    """Hugging Face folder, tokenizer of the policy."""
+    """Hugging Face folder; it must have the policy's tokenizer."""
     weight: FiniteFloat = 1.0
     normalise: Literal["none", "running"] = "none"
-    """`running`: minus the mean, over the deviation, of the scores seen so far by that worker; after `mean` and `std`."""
+    """`running`: after `mean` and `std`, also normalise by the mean and deviation of the worker's scores so far."""
     mean: FiniteFloat = 0.0
     std: PositiveFloat = 1.0
     """Scores are (score - mean) / std."""
     clip: PositiveFloat | None = None
-    """Then held in [-clip, clip]."""
+    """After normalisation, scores are clipped to [-clip, clip]; None: no clipping."""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class InferenceConfig(_Stage, frozen=True):
-    """Workers that run reference and reward models forward only, beside generation; started where something needs them.
+    """Workers that run the forward passes of reference and reward models during generation; started only if needed.
 
-    On the learner's own device, where phases take turns, they have a phase of their own (docs/placement.md).
+    On the learner's device, if phases take turns, they have their own phase (docs/placement.md).
     """
 
     num_workers: Processes = 1
@@ -189,7 +189,7 @@ class InferenceConfig(_Stage, frozen=True):
     """Tokens of one packed forward pass."""
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the reference."""
+    """Dtype of the reference."""
     num_threads: Processes = 1
 
 
@@ -197,20 +197,20 @@ class BufferConfig(_Stage, frozen=True):
     """The bounded, staleness-tracked experience buffer."""
 
     max_staleness: NonNegativeInt = 2
-    """Eta: no token older than this many versions is ever trained. 0 is synchronous, exactly."""
+    """Eta: no token more than this many versions old is ever trained. 0: fully synchronous."""
     ahead: Literal["as_needed", "as_allowed"] = "as_needed"
-    """How far generation runs ahead of the learner where eta is over 1: only as far as keeps the learner busy, so that data is as
-    fresh as it can be; or as far as eta allows, as always where generators and learner take turns or the learner is not ours."""
+    """How far generation runs ahead of the learner if eta is over 1: only as far as needed to keep the learner busy, so that data
+    is fresh; or as far as eta allows (always so if generators and learner take turns, or with an outside learner)."""
     policy: Literal["wait", "drop", "mask"] = "wait"
-    """What happens to a group about to pass eta: wait for it, drop it, or train it with its old tokens masked."""
+    """What happens to a group that is about to exceed eta: wait for it, drop it, or train it with its old tokens masked."""
     reissue_dropped: bool = True
     """Give a dropped or failed group's prompt to the generators again, as a new group."""
     max_group_retries: NonNegativeInt = 3
     """How often a group may be handed out again after its generator died."""
     max_running_groups: NonNegativeInt = 0
-    """Most groups issued and not yet ready; 0: as the generators' slots allow."""
+    """Maximum number of groups issued and not yet ready; 0: limited only by the generators' slots."""
     min_group_members: PositiveInt = 2
-    """Scored members a group needs to be trained when others failed; at most the group size."""
+    """Number of scored members that a group needs to be trained if other members failed; at most the group size."""
     ledger: Literal["disk", "memory"] = "disk"
     """`memory` is for benchmarks: nothing survives the process."""
 
@@ -219,7 +219,7 @@ class PackingConfig(_Stage, frozen=True):
     """How samples share micro-batches."""
 
     tokens_per_row: PositiveInt = 4096
-    """Token budget of one micro-batch, a prompt counted once for its group; a longer sample is an error before it is made."""
+    """Token budget of one micro-batch; a group's prompt counts once. The config must not allow longer samples."""
 
 
 class TransportConfig(_Stage, frozen=True):
@@ -227,12 +227,12 @@ class TransportConfig(_Stage, frozen=True):
 
     kind: Literal["ipc", "tcp"] = "ipc"
     host: str = "127.0.0.1"
-    """Only with `tcp`; anything but loopback opens the run to the network (CURVE keys still apply)."""
+    """Only with `tcp`; any address except loopback opens the run to the network (CURVE keys still apply)."""
     encryption: Literal["curve", "plain"] = "curve"
-    """`curve`: by the run's keys, over tcp. The socket of `ipc` lies in a folder that only its user can enter, who could read the
-    keys as well: nothing is encrypted there."""
+    """`curve`: tcp is encrypted with the run's keys. `ipc` is never encrypted: its socket is in a folder that only its user can
+    enter, and this user could read the keys as well."""
     window: BoundedInt = 256
-    """Most messages sent and not yet acknowledged, per connection and direction."""
+    """Maximum number of messages sent and not yet acknowledged, per connection and direction."""
     max_message_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 256 << 20
 
 
@@ -242,7 +242,7 @@ class EvalConfig(_Stage, frozen=True):
     at_start: bool = True
     at_end: bool = True
     every_steps: NonNegativeInt = 0
-    """0: only at start and end. An evaluation in between runs beside training and does not stop it."""
+    """0: only at start and end. Other evaluations run during training and do not stop it."""
     num_prompts: PositiveInt = 256
     samples_per_prompt: BoundedInt = 1
     temperature: NonNegativeFloat | None = None
@@ -250,21 +250,21 @@ class EvalConfig(_Stage, frozen=True):
 
 
 class PlacementConfig(_Stage, frozen=True):
-    """Who is on which device, and when. See docs/placement.md."""
+    """Which processes use which device, and when. See docs/placement.md."""
 
     kind: Literal["disaggregated", "colocated", "hybrid", "async_hybrid"] = "disaggregated"
-    """disaggregated: devices of their own. colocated: the same device, phases take turns. hybrid: the same device and the same
-    weights. async_hybrid: beside each other on the same device, and more generators that come and go."""
+    """disaggregated: separate devices. colocated: the same device, phases take turns. hybrid: the same device and the same
+    weights. async_hybrid: both run on the same device at the same time, and more generators may join and leave."""
     device_memory_gib: NonNegativeFloat = 0.0
-    """Of the shared device, for this run; 0: all a GPU has, no limit on a CPU (where a number is a simulated budget)."""
+    """Memory of the shared device for this run; 0: all of a GPU, no limit on a CPU (where a number is a simulated limit)."""
     offload_to: Literal["host", "disk"] = "host"
-    """Where a component goes that a phase does not need."""
+    """Where components are moved that a phase does not need."""
     host_memory_gib: NonNegativeFloat = 0.0
-    """Of host memory, what offloaded components of one process may take; what finds it full goes to disk. 0: no limit."""
+    """Host memory for offloaded components of one process; when it is full, components go to disk. 0: no limit."""
     generation_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """async_hybrid: of the shared device's memory and time that generation may take."""
+    """async_hybrid: share of the shared device's memory and time for generation."""
     most_joining_generators: ProcessesOrNone = 0
-    """Generators that may join while the run goes on, at once (`asyncrl join`); not where phases take turns."""
+    """Maximum number of joined generators at once (`asyncrl join`); not possible if phases take turns."""
 
     @property
     def takes_turns(self) -> bool:
@@ -273,7 +273,7 @@ class PlacementConfig(_Stage, frozen=True):
 
 
 class CheckpointConfig(_Stage, frozen=True):
-    """When the run can be picked up again from."""
+    """When checkpoints are written."""
 
     every_steps: NonNegativeInt = 50
     """0: only at the end and on request."""
@@ -281,30 +281,30 @@ class CheckpointConfig(_Stage, frozen=True):
 
 
 class SupervisionConfig(_Stage, frozen=True):
-    """How deaths and stalls are met."""
+    """How deaths of processes and stalls are handled."""
 
     heartbeat_s: PositiveFloat = 1.0
     heartbeat_timeout_s: PositiveFloat = 60.0
-    """A process silent for this long is taken for dead, killed and restarted."""
+    """A process that sends nothing for this long counts as dead: it is killed and restarted."""
     start_timeout_s: PositiveFloat = 300.0
     max_deaths: NonNegativeInt = 5
     """More deaths than this within `death_window_s` end the run, with the reason."""
     death_window_s: PositiveFloat = 300.0
     backoff_s: PositiveFloat = 0.5
-    """Before the first restart; doubles with each further death in the window, up to 30 s."""
+    """Wait before the first restart; it doubles with each further death in the window, up to 30 s."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Nothing generated, scored or trained for this long: say who waits for whom, and exit non-zero."""
+    """If nothing is generated, scored or trained for this long, the run says which process waits for what, and exits non-zero."""
     drain_timeout_s: PositiveFloat = 120.0
     max_failed_share: Fraction = 0.5
-    """A run ends, with the reason, once a larger share than this of 64 groups in a row has failed."""
+    """The run ends, with the reason, if more than this share of 64 groups in a row has failed."""
 
 
 class OwnerConfig(_Stage, frozen=True):
-    """What becomes of a detached run that nobody is attached to (docs/running.md)."""
+    """What happens to a detached run when no program is attached to it (docs/running.md)."""
 
     absent: Literal["go_on", "drain", "stop"] = "go_on"
     grace_s: NonNegativeFloat = 10.0
-    """For somebody to attach again."""
+    """How long the run waits for a program to attach again."""
 
 
 AlarmRule = Literal[
@@ -317,7 +317,7 @@ AlarmRule = Literal[
 
 
 class ObserveConfig(_Stage, frozen=True):
-    """Where metrics go besides metrics.jsonl."""
+    """Metrics beside metrics.jsonl, alarms, and what is recorded."""
 
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
@@ -328,15 +328,15 @@ class ObserveConfig(_Stage, frozen=True):
     """Draw reward.png and timeline.png at the end; `asyncrl report` draws them at any time."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     alarms: dict[AlarmRule, Literal["off", "warn", "pause", "stop"]] = {}
-    """By rule (docs/observability.md): whether its alarm is looked for, and what is done besides telling it. Left out: `warn`."""
+    """Action for each alarm rule (docs/observability.md): off, only warn, or also pause or stop the run. Not set: `warn`."""
     record: Literal["off", "decisions", "batches", "all"] = "off"
-    """Keep in RUN/record what `asyncrl replay` needs. `decisions`: every event that the controller decided by; `batches`: also
-    every step's batch; `all`: also the samples that no step trained."""
+    """Keep in RUN/record what `asyncrl replay` needs. `decisions`: every event on which the controller's decisions depend;
+    `batches`: also every step's batch; `all`: also the samples that no step trained."""
     webhook: Annotated[str, Meta(pattern=r"^(https?://[^\s/?#]+\S*)?$")] = ""
-    """URL to which every alarm is posted as JSON, as it is raised and as it is over; empty: none."""
+    """URL to which every alarm is posted as JSON, when it is raised and when it is over; empty: none."""
     samples: NonNegativeInt = 32
-    """Samples of each step that are kept, with rewards and versions: as text (samples.jsonl, wandb, TensorBoard), and token by
-    token as the learner saw them (tokens.jsonl); 0: none."""
+    """Number of samples of each step to keep, with rewards and versions: as text (samples.jsonl, wandb, TensorBoard), and token
+    by token with the learner's figures (tokens.jsonl); 0: none."""
 
     @property
     def records_batches(self) -> bool:
@@ -345,11 +345,11 @@ class ObserveConfig(_Stage, frozen=True):
 
 
 class RunConfig(_Stage, frozen=True):
-    """A run, whole. Decoded from TOML by config/load.py; the resolved form lies in the run folder."""
+    """The config of a run. config/load.py decodes it from TOML; the resolved config is in the run folder."""
 
     name: str = "run"
     folder: str = "runs"
-    """The run lives in `folder/name`."""
+    """The run's folder is `folder/name`."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     num_steps: PositiveInt = 100
     """Optimizer steps; the run ends with this version."""
@@ -376,7 +376,7 @@ class RunConfig(_Stage, frozen=True):
 
     @property
     def has_reference_worker(self) -> bool:
-        """Return whether the reference runs on inference workers: something reads it, and reference.where says so."""
+        """Return whether the reference runs on inference workers: it is needed, and reference.where is `worker`."""
         return self.algorithm.needs_reference and self.algorithm.reference.where == "worker"
 
     @property
@@ -386,17 +386,17 @@ class RunConfig(_Stage, frozen=True):
 
     @property
     def needs_inference(self) -> bool:
-        """Return whether inference workers are started: a reward model is named, or the reference runs there."""
+        """Return whether inference workers are started: there is a reward model, or the reference runs on them."""
         return self.has_reference_worker or bool(self.inference.reward_models)
 
     @property
     def has_rules(self) -> bool:
-        """Return whether reward workers score: there are reward functions, or nothing else scores."""
+        """Return whether reward workers score: there are reward functions, or no reward model."""
         return bool(self.reward.functions) or not self.inference.reward_models
 
     @property
     def probe_tolerance(self) -> float:
-        """Return how far apart an engine's and the learner's log-probabilities of a probe may be, in nats."""
+        """Return how much an engine's and the learner's log-probabilities of a probe may differ, in nats."""
         if self.broadcast.probe_tolerance is not None:
             return self.broadcast.probe_tolerance
         formats = {self.learner.dtype, getattr(self.generate.engine, "dtype", "float32")}
@@ -409,10 +409,10 @@ class RunConfig(_Stage, frozen=True):
 
     @property
     def most_groups_ahead(self) -> int:
-        """Most groups issued and not yet trained: (max_staleness + 1) x groups_per_step."""
+        """Maximum number of groups issued and not yet trained: (max_staleness + 1) x groups_per_step."""
         return (self.buffer.max_staleness + 1) * self.algorithm.groups_per_step
 
     @property
     def most_samples_in_flight(self) -> int:
-        """Most samples issued and not yet trained: most_groups_ahead x members_per_group."""
+        """Maximum number of samples issued and not yet trained: most_groups_ahead x members_per_group."""
         return self.most_groups_ahead * self.algorithm.members_per_group

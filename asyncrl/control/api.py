@@ -1,6 +1,6 @@
-"""The run's HTTP API: aiohttp on loopback, a bearer token of the run's own, msgpack bodies (NDJSON for the step stream).
+"""The run's HTTP API: aiohttp on loopback, the run's own bearer token, msgpack bodies (NDJSON for the step stream).
 
-Owns the server and `api.json` (mode 0600), nothing of the run. Every route calls one method of `RunApi`.
+Owns the server and `api.json` (mode 0600), and no part of the run. Every route calls one method of `RunApi`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.tasks.asked import AskedPrompts
 
 MOST_BODY_BYTES = 1 << 20
-"""Of a request, unpacked, unless its route needs more."""
+"""Maximum size of an unpacked request, unless its route allows more."""
 MOST_MANIFEST_BYTES = 64 << 20
-"""Of a version's manifest: a model's tensors, by name."""
+"""Maximum size of a version's manifest: a model's tensors, by name."""
 MOST_GROUP_BYTES = 256 << 20
-"""Of a group of samples."""
+"""Maximum size of a group of samples."""
 READ_TIMEOUT_S = 60.0
-"""For a request's head to come, and then for its body."""
+"""Timeout for a request's head, and then for its body."""
 ACTIONS = ("pause", "resume", "checkpoint", "take")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -103,7 +103,7 @@ async def serve_api(control: RunApi, run_folder: Path, read_timeout_s: float = R
 
 def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
     def answers(act: Callable[..., Any], kind: type[Any] | None = None, most_bytes: int = MOST_BODY_BYTES) -> Handler:
-        """Return the handler of a route: what `act` says or yields, of the request's body where it takes one of a kind."""
+        """Return the handler of a route: it answers with what `act` returns or yields for the request's body, if it takes one."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             body = b"" if kind is None else await read_body(request, most_bytes, read_timeout_s)
@@ -127,7 +127,7 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         return response
 
     def streams(file: str, number: str, place: str, first: int) -> Handler:
-        """Return the handler of a stream of a file's rows, from the one whose number the query's field says, or says plus 1."""
+        """Return the handler of a stream of a file's rows; a field of the query gives the number of the first row, or of the one before."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             return await write_lines(request, control.rows_of(file, number, int(request.query.get(place, "0")) - first))
@@ -159,9 +159,9 @@ async def read_body(request: web.Request, most_bytes: int = MOST_BODY_BYTES, tim
     """Return the unpacked body.
 
     Raises:
-        HTTPRequestEntityTooLarge: It is larger than `most_bytes`; no more than that is read.
-        HTTPRequestTimeout: It has not come within `timeout_s`.
-        HTTPBadRequest: It cannot be unpacked.
+        HTTPRequestEntityTooLarge: The body is larger than `most_bytes`; no more than that is read.
+        HTTPRequestTimeout: The body did not arrive within `timeout_s`.
+        HTTPBadRequest: The body cannot be unpacked.
     """
     read = bytearray()
     try:
@@ -196,19 +196,19 @@ def _guard(token: str) -> Any:  # noqa: ANN401 - aiohttp's middleware type is pr
 
 
 MOST_JUDGED = 64
-"""Groups that a program which judges holds at once, at most."""
+"""Maximum number of groups that a scoring program holds at once."""
 LOOK_AGAIN_S = 0.5
-"""Several requests share one event; none waits longer than this for a change that another has seen first."""
+"""Several requests share one event; a request waits at most this long for a change that another request saw first."""
 
 
 @dataclass(eq=False)
 class RunApi:
-    """What may be asked of a live run, one method a route."""
+    """What clients may request of a live run, one method per route."""
 
     _run: Controller
 
     def status(self) -> st.RunStatus:
-        """Return the run as it is now."""
+        """Return the run's current status."""
         run = self._run
         now, counts, failures = run.clock.now(), run.buffer.counts(), run.dispatcher.failures
         groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
@@ -271,7 +271,7 @@ class RunApi:
         return web.Response(text=self._run.reporter.sinks.prometheus_text())
 
     async def rows_of(self, file: str, number: str, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the rows of one of the run's files behind number `after`, past and coming, until the run has ended."""
+        """Yield the rows of one of the run's files after number `after`, past and later ones, until the run has ended."""
         reporter, tail = self._run.reporter, Tail(self._run.run_folder / file, number, "", after)
         while True:
             is_over = self._run.over.is_set()  # asked first: what was written before the end is still read
@@ -284,7 +284,7 @@ class RunApi:
             await self._until_moved(lambda: reporter.num_rows > newest or self._run.over.is_set())  # noqa: B023 - awaited at once
 
     async def _until_moved(self, reached: Callable[[], bool]) -> None:
-        """Wait until a step or a phase has made this true."""
+        """Wait until the condition is true; it is checked at every step and phase change."""
         while not reached():
             self._run.moved.clear()
             with contextlib.suppress(TimeoutError):
@@ -292,19 +292,19 @@ class RunApi:
                     await self._run.moved.wait()
 
     async def pause(self) -> st.RunStatus:
-        """Hold the run; return once no step is in hand any more (an outside learner's step is in the caller's own hands)."""
+        """Pause the run; return once no step is being trained (an outside learner's step is the caller's own matter)."""
         self._request(PauseRequested())
         if self._run.config.learner.kind == "builtin":
             await self._until_moved(lambda: self._run.feeder.idle or self._run.lifecycle.phase != "paused")
         return self.status()
 
     def resume(self) -> st.RunStatus:
-        """Go on."""
+        """Continue a paused run."""
         self._request(ResumeRequested())
         return self.status()
 
     async def end(self, event: DrainRequested | StopRequested) -> st.RunStatus:
-        """End the run, in good order or at once; return once it has ended."""
+        """Drain the run or end it at once; return once it has ended."""
         self._request(event)
         await self._run.over.wait()
         return self.status()
@@ -321,17 +321,17 @@ class RunApi:
         return await self._run.checkpoints.wait_for_next(self._run.feeder.version)
 
     def change(self, asked: ConfigChange) -> ChangeResult:
-        """Change the config while the run goes on."""
+        """Change the config of the live run."""
         return self._run.change(asked.values, asked.who)
 
     def submit(self, group: st.ExternalGroup) -> st.SubmitResult:
-        """Take in a group generated elsewhere."""
+        """Enter a group that was generated elsewhere."""
         if self._run.lifecycle.over:
             raise RunError("the run is over")
         return self._run.dispatcher.submit(group)
 
     async def take(self) -> GroupsTaken:
-        """Hand the next step's groups to an outside learner."""
+        """Return the next step's groups to an outside learner."""
         self._only_external()
         try:
             return await self._run.feeder.take_outside(self._run.ending)
@@ -341,7 +341,7 @@ class RunApi:
             raise RunError(f"{error}: {self._run.lifecycle.reason}") from error
 
     async def take_these(self, asked: StepAsked) -> int:
-        """Take exactly these groups for the next step; return the version under which their tokens are masked."""
+        """Take exactly these groups for the next step; return the version below which their tokens are masked."""
         source, group_ids = self._asked(), tuple(sorted(set(asked.groups)))
         if not group_ids:
             raise RunError("there are no groups to train")
@@ -353,7 +353,7 @@ class RunApi:
         return taken.mask_below
 
     async def generate(self, asked: st.GroupsAsked) -> list[st.GroupGiven]:
-        """Have groups generated; return the first of them once they are ready, or over."""
+        """Request groups; return the first of them once they are ready, or over."""
         source, run = self._asked(), self._run
         source.enter(asked)
         run.dispatcher.changed()
@@ -372,7 +372,7 @@ class RunApi:
         ]
 
     def progress(self, asked: st.GroupsAsked) -> AsyncGenerator[bytes, None]:
-        """Have groups generated; return the tokens of the first, each a Progress in JSON, until that group is ready or over."""
+        """Request groups; yield the tokens of the first one as Progress in JSON, until that group is ready or over."""
         source, run = self._asked(), self._run
         if not asked.groups:
             raise RunError("there is no group to follow")
@@ -400,7 +400,7 @@ class RunApi:
         return pieces()
 
     def release(self, released: st.Released) -> None:
-        """Let go of groups that will not be trained: their places are free."""
+        """Release groups that will not be trained, so that their places are free."""
         source = self._asked()
         issued = source.close(released.stream) if released.stream else []
         if not self._run.lifecycle.over:
@@ -408,7 +408,7 @@ class RunApi:
         source.forget(released.groups)
 
     async def score(self, said: st.Judged) -> list[ScoreRequest]:
-        """Take in what a program has judged; return what it is to judge next, waiting a little for some."""
+        """Enter the scores of a scoring program; return the next samples to score, waiting a little for some."""
         run = self._run
         caller, scores = run.caller, run.dispatcher.scores
         if caller is None:
@@ -444,14 +444,14 @@ class RunApi:
         return self._run.dispatcher.asked
 
     def trained(self, done: ExternalStep) -> None:
-        """Note that an outside learner has done a step."""
+        """Note that an outside learner has finished a step."""
         self._only_external()
         if self._run.lifecycle.over:
             raise RunError("the run is over")
         self._run.step_done(self._run.feeder.outside_step(done.step, done.metrics, self._run.clock.now()))
 
     def announce_weights(self, made: ExternalWeights) -> None:
-        """Tell the generators about a version that an outside learner has published."""
+        """Announce to the generators a version that an outside learner has published."""
         self._only_external()
         if self._run.lifecycle.over:
             return

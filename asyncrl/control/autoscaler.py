@@ -1,12 +1,11 @@
-"""How many generators a run wants: measures the balance, decides, asks for more or fewer, and ends those that leave.
+"""Decides how many generators a run needs: measures the load, requests more or fewer, and ends those that leave.
 
-Invariants of the rule: the number stays within its bounds; it changes only after `patience` windows in a row that say the same;
-it grows by what the learner's idle share says is missing, at most to twice itself, and shrinks by one; between wanting more and
-wanting fewer lies a band in which nothing happens; nothing is decided while the generators that were wanted last are not all
-there.
+Invariants of the rule: the number stays within its bounds; it changes only after `patience` windows in a row with the same result;
+it grows by the amount that the learner's idle share indicates, at most to twice the number, and shrinks by one; between the two
+thresholds nothing changes; nothing is decided until all generators requested before are there.
 
-A generator that leaves gets no more work and is told to go when it holds none, or after `drain_timeout_s` (what it then holds is
-handed out again). The lifecycle alone decides what is started. Generators that joined by themselves are not counted.
+A generator that leaves gets no more work. It is told to end when it holds nothing, or after `drain_timeout_s` (its groups are then
+handed out again). Only the lifecycle starts processes. Generators that joined from outside are not counted.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ log = logging.getLogger(__name__)
 
 
 class Window(Value, frozen=True):
-    """Event: a window was measured; the instruction is how many generators the run now wants, where that is another number."""
+    """Event: a window was measured; the instruction is the new number of generators, if it changes."""
 
     learner_idle: float
-    """Share of the window in which the learner had nothing in hand."""
+    """Share of the window in which the learner had no step to train."""
     slots_used: float
     """Share of the generators' slots that were in use."""
     num_ready: int
 
 
 class Told(Value, frozen=True):
-    """Event: somebody decided how many generators the run wants."""
+    """Event: a user set the number of generators."""
 
     wanted: int
 
 
 @dataclass
 class ScalingRule(Machine[Window | Told, int]):
-    """The decision, and the little memory that steadies it.
+    """The decision, with the short memory that makes it stable.
 
-    The learner's step would take `1 - idle` of the time that it takes now, had it never to wait; so `n / (1 - idle)` generators
-    keep it busy, as long as each brings as much as those there are. A learner that idles while slots are free waits for something
-    else than generators: rewards, or the staleness bound.
+    Without waiting, the learner's step would take `1 - idle` of its current time; so `n / (1 - idle)` generators keep it busy, if
+    each new one is as fast as the present ones. A learner that idles while slots are free waits for something other than
+    generators: rewards, or the staleness bound.
 
     Example:
         >>> scaler = ScalingRule(ElasticConfig(max_generators=8, patience=1), wanted=2)
@@ -88,7 +87,7 @@ class ScalingRule(Machine[Window | Told, int]):
 
 @dataclass(eq=False)
 class Autoscaler:
-    """The generators of one run, as many as it wants."""
+    """Keeps the wanted number of generators in one run."""
 
     config: RunConfig
     """Without `launch.elastic` the number never changes."""
@@ -104,16 +103,16 @@ class Autoscaler:
         self.scaler = ScalingRule(elastic, self._wanted) if elastic is not None else None
         self._began_s: float | None = None
         self._looks: list[tuple[bool, float]] = []
-        """Of the window that is being measured: whether the learner was idle, and the share of slots in use."""
+        """Measurements of the current window: whether the learner was idle, and the share of slots in use."""
         self.leaving: dict[str, float] = {}
 
     def tick(self, now: float, *, running: bool, learner_idle: bool) -> None:
-        """See off those that leave; take one look, and decide once a window is full.
+        """End generators that have finished leaving; measure once, and decide once a window is full.
 
         Args:
             now: Clock seconds.
-            running: Whether the run is in its phase `running`; nothing else says anything about the balance.
-            learner_idle: Whether the learner is there and has nothing in hand.
+            running: Whether the run is in its phase `running`; other phases are not measured.
+            learner_idle: Whether the learner is connected and has no step to train.
         """
         for name, since_s in list(self.leaving.items()):
             leaver = self.peers.get(name)
@@ -148,7 +147,7 @@ class Autoscaler:
                 self.want(wanted, now)
 
     def want(self, number: int, now: float) -> None:
-        """Have this many generators from now on; those with the highest numbers leave."""
+        """Set the number of generators; if there are too many, those with the highest numbers leave."""
         for added in range(self._wanted, number):
             self.membership.planned[f"generator-{added}"] = "generator"
             self.post(ProcessWanted(f"generator-{added}", "generator"))
@@ -159,6 +158,6 @@ class Autoscaler:
             self.scaler.handle(Told(number), now)
 
     def leaves(self, name: str, now: float) -> None:
-        """Give a generator nothing more, and tell it to go when it holds nothing; groups for its window still go out."""
+        """Give a generator no new work, and tell it to end when it holds nothing; groups that wait for its window are still sent."""
         self.dispatcher.tell(GeneratorLeaving(name))
         self.leaving[name] = now

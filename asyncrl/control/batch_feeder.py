@@ -1,9 +1,9 @@
-"""The learner's side of the controller: batches on their way to it, and the checkpoints that are asked of it.
+"""The learner's side of the controller: batches to send, and checkpoints to request.
 
-Owns which step comes next. Invariants: a batch is sent only once the ledger holds that its groups are taken, so that a restart
-sends the very same batch; at most `AHEAD` steps are sent and not done; after a learner restart the feed goes back to the version
-it stands at. Where the learner shares its device, one step at most is sent before its turn: the learner has it ready when that
-comes. A step that the learner dies over twice is set aside. An outside learner takes its groups here too.
+Owns which step comes next. Invariants: a batch is sent only after the ledger has recorded its groups as taken, so that a restart
+sends exactly the same batch; at most `AHEAD` steps are sent and not done; after a learner restart the feed goes back to the
+learner's version. If the learner shares its device, at most one step is sent before the learner's turn, so that it is ready then.
+A step on which the learner dies twice is set aside. An outside learner takes its groups here too.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from asyncrl.transport.protocol import Connection
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-"""The step in hand and the next one, prefetched."""
+"""The current step, and the next one, prefetched."""
 MOST_DEATHS = 2
-"""Of the learner over one step that it never did; then the step is set aside."""
+"""Number of learner deaths on one step that was never finished; then the step is set aside."""
 
 
 class BatchFeeder:
-    """Steps on their way to the learner."""
+    """Sends steps to the learner."""
 
     def __init__(self, config: RunConfig, dispatcher: Dispatcher, clock: Clock) -> None:
         self.version = -1
         self.next_step = 0
-        """The learner may report as done what is before it: steps that were sent to it, or to one before it."""
+        """The next step to send. The learner may report earlier steps as done: they were sent to it or to an earlier learner."""
         self.learner: Connection | None = None
-        """Of a learner that is ready."""
+        """Connection of the learner, once it is ready."""
         self.waiting = ""
-        """What the next step still needs, in words; empty when nothing is missing."""
+        """What the next step still needs, as text; empty if nothing is missing."""
         self.waiting_since_s = 0.0
         self.on_taken: Callable[[TakenStep], None] = lambda _: None
         self.record: Callable[[TakenStep], None] | None = None
-        """Keeps a step, on a thread, before it is sent; None: none is kept."""
+        """Records a step, on a thread, before it is sent; None: steps are not recorded."""
         self.woken = asyncio.Event()
-        """Set when a step may be possible now."""
+        """Set when it may be possible to send a step."""
         self.config = config
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
@@ -70,7 +70,7 @@ class BatchFeeder:
         self._sending = False
         self._incarnation = 0
         self._deaths: Counter[int] = Counter()
-        """Of learners, by the step they had in hand."""
+        """Number of learner deaths, by the step being trained."""
         self._outside_started_s = self._outside_waited_s = 0.0
         self._outside_done_s: float | None = None
         """When the outside learner reported its newest step as trained."""
@@ -91,7 +91,7 @@ class BatchFeeder:
         return not self._sending and self.next_step <= max(self.version, 0) and not self._has_rest_to_send
 
     def hold(self, held: bool, *, finish_taken: bool = False) -> None:
-        """Take no new step while held; with `finish_taken`, steps that are taken are still sent."""
+        """Take no new step while held; with `finish_taken`, steps taken already are still sent."""
         self._held, self._finishes_taken = held, finish_taken
         self.woken.set()
 
@@ -103,7 +103,7 @@ class BatchFeeder:
     # -- the learner -----------------------------------------------------------------------------------------------------
 
     def learner_ready(self, connection: Connection, version: int) -> None:
-        """Start again from the version the learner stands at; later steps that were taken before are replayed."""
+        """Start again from the learner's version; later steps that were taken before are sent again."""
         self._incarnation += 1
         self._buffer.learner_restarted(version, self._clock.now())
         self.learner = connection
@@ -111,10 +111,10 @@ class BatchFeeder:
         self.woken.set()
 
     def learner_dead(self, *, over_checkpoint: bool = False) -> TakenStep | None:
-        """Send nothing until a learner is ready again; return the step that it died over, if that is to be set aside now.
+        """Send nothing until a learner is ready again; return the step on which it died, if that must be set aside now.
 
         Args:
-            over_checkpoint: A checkpoint was due, so that it may not have begun the step; that counts as no death over it.
+            over_checkpoint: A checkpoint was due, so the learner may not have begun the step; the death does not count for it.
         """
         in_hand = self.version if self.learner is not None and self.next_step > self.version else -1
         self.learner = None
@@ -131,7 +131,7 @@ class BatchFeeder:
         return repeat
 
     def step_done(self, done: StepDone) -> bool:
-        """Note a finished step; return False where it was known before."""
+        """Note a finished step; return False if it was known already."""
         if done.version <= self.version:
             return False
         self.version = done.version
@@ -163,7 +163,7 @@ class BatchFeeder:
             self._sending = False
 
     async def _take(self, step: int, group_ids: tuple[int, ...] = ()) -> TakenStep | None:
-        """Take a step's groups and wait until the ledger has that on disk; None when it must wait, with `waiting` set."""
+        """Take a step's groups and wait until the ledger has them on disk; return None, with `waiting` set, if it must wait."""
         committed = asyncio.Event()
         taken = self._buffer.take(step, self._clock.now(), committed.set, group_ids)
         self._dispatcher.follow(taken.instructions)
@@ -180,16 +180,16 @@ class BatchFeeder:
     # -- an outside learner ----------------------------------------------------------------------------------------------
 
     async def take_outside(self, ending: asyncio.Event, group_ids: tuple[int, ...] = ()) -> GroupsTaken:
-        """Take the next step's groups for outside code, waiting until there are enough.
+        """Wait until there are enough groups for outside code's next step, and take them.
 
         Args:
-            ending: Of the run.
-            group_ids: Exactly these, which must be ready; of a step that was taken with others and is not trained, those others
-                are set aside. Empty: as the buffer's policy chooses.
+            ending: Set when the run ends.
+            group_ids: Take exactly these, which must be ready; if the step was taken with other groups and is not trained, those
+                are set aside. Empty: the buffer's policy chooses.
 
         Raises:
-            RunError: The run ended, reached its last step, the step before is not reported as trained, or a group that was named
-                cannot be trained.
+            RunError: The run ended or reached its last step, the step before is not reported as trained, or a given group cannot
+                be trained.
         """
         async with self._outside_turn:
             # A driven learner asks for a step once it has waited for the groups, any other to wait for them.
@@ -226,17 +226,17 @@ class BatchFeeder:
             raise RunError("the run has ended")
 
     async def _woken(self) -> None:
-        """Wait until something may have changed."""
+        """Wait until the state may have changed."""
         self.woken.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.25):
                 await self.woken.wait()
 
     def outside_step(self, step: int, metrics: dict[str, float], now: float) -> StepDone:
-        """Turn an outside learner's report into the learner's own form.
+        """Convert an outside learner's report to a StepDone.
 
         Raises:
-            RunError: That step is not the one in hand.
+            RunError: The step is not the one that was taken.
         """
         if step != self.version or self.next_step != step + 1:
             raise RunError(f"step {step} is not in hand: the newest version is {self.version}, the next step {self.next_step}")
@@ -245,7 +245,7 @@ class BatchFeeder:
 
 
 def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ranks: RankPlan, replay: bool = False) -> StepBatch:
-    """Return a step's batch, built by what it was taken with."""
+    """Return a step's batch, packed with the parameters it was taken with."""
     batch = pack_step(
         step, groups, tokens_per_row=params.tokens_per_row, temperature=params.temperature, mask_below=params.mask_below,
         replay=replay, ranks=replace(ranks, minibatches=params.minibatches), screen=params.screen,
@@ -254,48 +254,48 @@ def pack_taken(step: int, groups: Sequence[ScoredGroup], params: StepParams, ran
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
-    """What a step was trained with."""
+    """The groups and parameters of one step, as recorded."""
 
     step: int
     life: int
-    """Number of the controller's life, whose recording has the config."""
+    """Number of the controller's start; the recording of that start has the config."""
     groups: tuple[ScoredGroup, ...]
     params: StepParams
 
     @staticmethod
     def path(folder: Path, step: int) -> Path:
-        """Return where it is kept in the folder of a recording."""
+        """Return its file in the folder of a recording."""
         return folder / STEPS_FOLDER / f"step-{step:06}.bin"
 
     def write(self, folder: Path) -> None:
-        """Keep it, in place of one of that number that was taken before and never trained."""
+        """Write it; it replaces an earlier step of that number that was taken but never trained."""
         path = self.path(folder, self.step)
         try:
             path.parent.mkdir(exist_ok=True)
             compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
             write_whole(path, compressor.compress(msgspec.msgpack.encode(self)), onto_disk=False)
         except OSError as error:
-            log.error("step %d is not recorded, and the run goes on: %s", self.step, error)  # noqa: TRY400
+            log.error("step %d is not recorded, but the run continues: %s", self.step, error)  # noqa: TRY400
 
 
 @dataclass(eq=False)
 class Checkpoints:
-    """The newest checkpoint, and who waits for the next."""
+    """The newest checkpoint, and the calls that wait for the next one."""
 
     peers: Peers
     folder: str = ""
-    """Of the newest complete one."""
+    """Folder of the newest complete checkpoint."""
     version: int = -1
     due: int = -1
-    """Version of the one that the learner was asked for, or saves by itself, and has not said that it is complete; -1: none."""
+    """Version of the checkpoint that was requested, or that the learner saves by itself, and is not complete yet; -1: none."""
     _waiters: list[asyncio.Future[str]] = field(default_factory=list)
     _asked: tuple[Connection, int] | None = None
-    """Which learner was asked last, and for which version."""
+    """The last request: to which learner, and for which version."""
 
     def ask(self, version: int, *, again: bool = True) -> bool:
-        """Ask the learner for a checkpoint of the version it holds, `version` or a little later; False where there is none.
+        """Request a checkpoint of the learner's current version, `version` or a little later; False if there is no learner.
 
-        Without `again` a learner that was asked for this very version last is not asked twice.
+        Without `again`, the same learner is not asked twice in a row for the same version.
         """
         learner = self.peers.get("learner")
         if learner is None:
@@ -306,10 +306,10 @@ class Checkpoints:
         return True
 
     async def wait_for_next(self, version: int) -> str:
-        """Ask for a checkpoint and return its folder once it is complete.
+        """Request a checkpoint and return its folder once it is complete.
 
         Raises:
-            RunError: There is no learner, or it died over it.
+            RunError: There is no learner, or it died meanwhile.
         """
         if not self.ask(version):
             raise RunError("there is no learner that could write a checkpoint now")
@@ -318,7 +318,7 @@ class Checkpoints:
         return await waiter
 
     def done(self, message: CheckpointDone) -> int:
-        """Note a complete checkpoint; return the version of the oldest one kept (0: none), which no replay can go behind."""
+        """Note a complete checkpoint; return the version of the oldest one kept (0: none); no earlier step can be repeated."""
         self.folder, self.version, self.due = message.folder, message.version, -1
         for waiter in self._take_waiters():
             waiter.set_result(message.folder)
@@ -326,7 +326,7 @@ class Checkpoints:
         return min((int(number) for number in numbers if number.isdigit()), default=0)
 
     def fail(self, reason: str) -> None:
-        """Tell whoever waits that there will be none."""
+        """Tell waiting calls that there will be no checkpoint."""
         self.due = -1
         for waiter in self._take_waiters():
             waiter.set_exception(RunError(f"no checkpoint was written: {reason}"))

@@ -8,10 +8,10 @@
     follow_weights   WeightsAvailable             WeightsAvailable            a newer version          the learner, EngineReady
     supervise        heartbeats, time             events of the lifecycle     the clock
 
-Every process of the run has one connection, to here. What it says is checked at the edge (edge.py), then handled by `handle`,
-which returns at once; the loops do what becomes possible by it. The pure machines decide: the buffer's state which group goes
-where, the lifecycle which process lives, the phases who has a shared device. Invariants: one event loop, nothing blocks it; the
-run's end is decided by the lifecycle alone and happens once: tell everyone, wait for them, close the ledger, write the report.
+Every process of the run has one connection, to the controller. edge.py checks each message, then `handle` handles it and returns
+at once; the loops do what the message made possible. Pure state machines decide: the buffer's state decides which group goes
+where, the lifecycle which processes run, the phases which process has a shared device. Invariants: one event loop, and nothing
+blocks it; only the lifecycle ends the run, once: tell every process, wait for them, close the ledger, write the report.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 SHUTDOWN_S = 10.0
-"""For processes to end by themselves once they are told to."""
+"""How long processes have to end by themselves once they are told to."""
 LINGER_S = 30.0
 """How long an ended run still answers questions when its owner does not hang up."""
 KEPT_STEPS = 16
-"""Newest steps that are kept at least where an outside learner trains, for people to read their samples; no repeat asks for them.
-Older ones are forgotten once in so many steps, since each time the ledger looks through all its samples."""
+"""With an outside learner: at least this many of the newest steps are kept, so that people can read their samples; they are never
+repeated. Older steps are forgotten once every KEPT_STEPS steps, because each time the ledger looks through all its samples."""
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class Controller:
     membership: Membership
     clock: Clock
     recorder: Recorder | None = None
-    """Where observe.record is on; it has been told what the ledger held."""
+    """None where observe.record is off. It already knows what the ledger held at the start."""
 
     def __post_init__(self) -> None:
         config, clock, self._held_out = self.config, self.clock, list(self.task.held_out)
@@ -102,7 +102,7 @@ class Controller:
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
         self._deaths_over_checkpoint: Counter[int] = Counter()
-        """Of learners, by the version that they were at."""
+        """Number of learner deaths, by the learner's version at its death."""
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self._judged_before = len(self.reporter.evaluations)
         self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
@@ -146,13 +146,13 @@ class Controller:
             if machine is not None and recorder is not None:
                 machine.watchers = (recorder.note,)
         self.weights: WeightsAvailable | None = None
-        """The version that was announced last."""
+        """The version announced last."""
         self.model_folder = ""
         if config.learner.kind != "builtin" and hasattr(config.model, "path"):
             self.know_model(config.model.path)
         self.ending, self.over = asyncio.Event(), asyncio.Event()
         self.moved = asyncio.Event()
-        """Set by every step and phase."""
+        """Set at every finished step and every change of phase."""
         self._work_changed, self._scores_changed, self._weights_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.feeder.on_taken = self.reporter.note_taken
         self.buffer.state.watchers += (self.reporter.bias.note,)
@@ -164,9 +164,9 @@ class Controller:
         self.feeder.woken.set()
 
     async def run(self, owner: Ownership) -> bool:
-        """Live through the whole run; return whether it ended well."""
+        """Control the run from start to end; return whether it ended well."""
         async with asyncio.TaskGroup() as group:
-            if self.dispatcher.asked is not None:  # what the callers of before a resume asked for is dropped
+            if self.dispatcher.asked is not None:  # groups that callers asked for before a resume are dropped
                 self.dispatcher.release(list(self.buffer.state.groups))
             self.dispatcher.follow(self.buffer.state.unscored())
             supervising = group.create_task(self.supervisor.run(), name="supervisor")
@@ -190,8 +190,8 @@ class Controller:
         await asyncio.to_thread(self.buffer.close)
         try:
             await self.reporter.close()
-        except OSError as error:  # on a full disk, say: the run's end and its reason are still to be told
-            log.error("the pictures of the run could not be written: %s; `asyncrl report` draws them", error)  # noqa: TRY400
+        except OSError as error:  # on a full disk, for example: the run's end and its reason must still be reported
+            log.error("the plots of the run could not be written: %s; draw them with `asyncrl report`", error)  # noqa: TRY400
         self.over.set()
         self.moved.set()
         with contextlib.suppress(TimeoutError):
@@ -204,8 +204,8 @@ class Controller:
     async def issue_groups(self) -> None:
         """Hand out groups and evaluation prompts.
 
-        Consumes places under the staleness bound, and prompts. Produces GroupWork. Waits for a place and a generator with free
-        slots; unblocked by VersionLive, a group that is ready or dropped, a window that opens.
+        Consumes prompts, and places under the staleness bound. Produces GroupWork. Waits for a place and a generator with free
+        slots; unblocked by VersionLive, a group that is ready or dropped, or a window with room again.
         """
         while True:
             await self._work_changed.wait()
@@ -213,15 +213,15 @@ class Controller:
             self.dispatcher.issue()
 
     async def accept(self, group: asyncio.TaskGroup) -> None:
-        """Take in whoever connects, until the listener is closed; its messages are received by a task of the group."""
+        """Accept connections until the listener is closed; a task of `group` receives the messages of each."""
         while True:
             try:
                 connection = await self.listener.accept()
             except ConnectionClosed:
                 return
-            # Asked again: one that greeted while its place was being given up had a place then, and has none by now.
+            # Checked again: a peer that said hello while its place was being given up had a place then, and has none now.
             if refusal := self.membership.refusal(connection.peer):
-                log.warning("%s is turned away: %s", connection.peer.name, refusal)
+                log.warning("%s is refused: %s", connection.peer.name, refusal)
                 await connection.close(refusal)
                 continue
             before = self.peers.get(connection.peer.name)
@@ -230,7 +230,7 @@ class Controller:
                 self.reporter.forget(peer.name)
                 self.dispatcher.generator_dead(peer.name)
             elif before is not None:
-                self.post(ev.ProcessFault(peer.name, "its connection broke, and what was on its way is lost", fatal=False))
+                self.post(ev.ProcessFault(peer.name, "its connection broke, and messages on the way were lost", fatal=False))
             group.create_task(self._receive_all(peer), name=f"receive-{peer.name}")
             log.info("%s connected (pid %d)", peer.name, connection.peer.pid)
             if before is None and peer.kind != "learner":  # it has a model to make first
@@ -250,7 +250,7 @@ class Controller:
                 self._let_load(peer)
 
     async def _receive_all(self, peer: Peer) -> None:
-        """Receive both lanes until the connection is over and all that came over it is dealt with."""
+        """Receive both lanes until the connection has ended and everything received is handled."""
         async with asyncio.TaskGroup() as lanes:
             for lane in Lane:
                 lanes.create_task(self.receive(peer, lane), name=f"receive-{peer.name}-{lane.name}")
@@ -264,14 +264,14 @@ class Controller:
                 self.dispatcher.generator_dead(peer.name)
 
     async def receive(self, peer: Peer, lane: Lane) -> None:
-        """Handle what one peer says, until its connection ends.
+        """Handle the messages of one lane of one peer, until its connection ends.
 
-        Consumes every message of one lane that the edge lets in; samples and scores all that are there at once. Produces events
-        for the machines, and acknowledgements once the ledger holds what came. Waits for a message; unblocked by the peer.
+        Consumes every message that the edge lets in; all samples and scores that are there are handled together. Produces events
+        for the state machines, and acknowledgements once the messages are in the ledger. Waits for a message from the peer.
         """
         while True:
             try:
-                # An order may hang on the one before it; samples and scores do not.
+                # A control message may depend on the one before it; samples and scores do not.
                 arrival = await (peer.connection.receive_all() if lane is Lane.DATA else peer.connection.receive(lane))
                 messages = arrival.messages
             except ConnectionClosed:
@@ -313,7 +313,7 @@ class Controller:
                 self.moved.set()
 
     async def feed_learner(self) -> None:
-        """Send the learner one step after the other; while draining, finish what was taken, then ask for a checkpoint.
+        """Send the learner one step after the other; while draining, finish the steps already taken, then request a checkpoint.
 
         Consumes ready groups. Produces StepBatch. Waits for the groups of a step and for a learner that is at most a step behind;
         unblocked by Score, StepDone, LearnerReady.
@@ -334,7 +334,7 @@ class Controller:
     async def follow_weights(self) -> None:
         """Tell every generator that is ready about the newest version.
 
-        Consumes and produces WeightsAvailable. Waits for a version that is newer; unblocked by the learner, EngineReady.
+        Consumes and produces WeightsAvailable. Waits for a newer version; unblocked by the learner, EngineReady.
         """
         while True:
             await self._weights_changed.wait()
@@ -345,7 +345,7 @@ class Controller:
                     peer.tell(self.weights)
 
     async def supervise(self) -> None:
-        """Do what no message sets off: windows that opened, evaluations that ended, stalls, the time limit.
+        """Do what no message triggers: check for windows with room again, finished evaluations, stalls and the time limit.
 
         Consumes heartbeats and time. Produces events of the lifecycle. Waits for the clock.
         """
@@ -398,7 +398,7 @@ class Controller:
                 self.post(ev.DrainRequested(f"max_run_s ({limit_s:g} s) is over"))
 
     async def end_without_owner(self, owner: Ownership) -> None:
-        """End the run once nobody wants it."""
+        """End the run once it has no owner any more."""
         await owner.gone.wait()
         drain = ev.DrainRequested(owner.why)
         drains = owner.then == "drain" and not self.lifecycle.refusal(drain)
@@ -408,7 +408,7 @@ class Controller:
     # -- messages --------------------------------------------------------------------------------------------------------
 
     def handle(self, peer: Peer, kind: type[Message], messages: Sequence[Any]) -> None:
-        """Take in messages of one kind that came together and that the edge has let in."""
+        """Handle messages of one kind that arrived together and passed the edge's checks."""
         now = self.clock.now()
         if kind is Samples:
             awaited = self.dispatcher.take_samples(messages, peer.name)
@@ -429,14 +429,14 @@ class Controller:
                 self._handle_control(peer, message)
 
     def take_answers(self, answers: Sequence[Scores | InferResult]) -> None:
-        """Take in scores, whoever judged."""
+        """Enter scores, whichever process gave them."""
         self.dispatcher.take_answers(answers)
         self.reporter.note_answers(answers)
         for purpose in {answer.purpose for answer in answers}:
             self.stall_detector.moved("evaluated" if purpose == "eval" else "scored", self.clock.now())
 
     def _handle_control(self, peer: Peer, message: Message) -> None:
-        """Take in what a process says of itself; one whose name another connection has taken meanwhile is passed over."""
+        """Handle a process's message about itself; ignore it where a newer connection has taken the same name."""
         now, is_current = self.clock.now(), self.peers.get(peer.name) is peer
         match message:
             case msg.Heartbeat():
@@ -524,10 +524,10 @@ class Controller:
     # -- versions, steps, evaluations ------------------------------------------------------------------------------------
 
     def spread(self, available: WeightsAvailable) -> None:
-        """Have every generator told about a version, unless a newer one is out already.
+        """Have every generator told about a version, unless a newer one was announced already.
 
         Raises:
-            RunError: There can be no such version: its step was never taken.
+            RunError: The version cannot exist: its step was never taken.
         """
         if not 0 <= available.version <= self.buffer.state.next_step:
             raise RunError(f"there is no version {available.version}: {self.buffer.state.next_step} steps were taken")
@@ -539,13 +539,13 @@ class Controller:
         self._weights_changed.set()
 
     def step_done(self, done: StepDone) -> None:
-        """Note a finished step, whoever the learner is, and do what is due after it."""
+        """Note a finished step, of any kind of learner, and do what is due after it."""
         self._step_open_s = self.clock.now()
         self.stall_detector.moved("trained", self._step_open_s)
         fresh = self.feeder.step_done(done)
         self.buffer.version_published(done.version)
         if self.config.learner.kind != "builtin" and done.version % KEPT_STEPS == 0:
-            # An outside learner never goes back, and tells of no checkpoint of its own.
+            # An outside learner never goes back, and reports no checkpoints.
             self.buffer.forget(done.version - KEPT_STEPS, self.clock.now())
         if fresh:
             every = self.config.checkpoint.every_steps
@@ -560,17 +560,17 @@ class Controller:
         evaluate = self.config.eval.every_steps
         if self._reach_goal():
             return
-        # A learner that has gone back to a checkpoint makes versions again that this controller has judged.
+        # A learner that went back to a checkpoint makes versions again that this controller has evaluated already.
         judged = [each.version for each in self.reporter.evaluations[self._judged_before :]]
         if evaluate and done.version % evaluate == 0 and done.version > max(judged, default=-1):
             self._start_evaluation(done.version)
 
     def change(self, values: Mapping[str, Any], who: str) -> ChangeResult:
-        """Change the config while the run goes on, from the next step that is taken on.
+        """Change the config of the live run; the change applies from the next step taken.
 
         Raises:
             ConfigError: A field cannot change now, or its value is not allowed; nothing has changed then.
-            RunError: The run is over, takes no more steps and a later goal is asked for, or cannot write its folder.
+            RunError: The run is over, num_steps is raised although no more steps are taken, or the folder cannot be written.
         """
         if self.lifecycle.over:
             raise RunError("the run is over")
@@ -578,11 +578,11 @@ class Controller:
         if config.num_steps > self.config.num_steps and (self.lifecycle.goal_reached or self.lifecycle.phase == "draining"):
             raise RunError(
                 f"num_steps cannot be raised any more: this run is {self.lifecycle.phase} and takes no more steps; once it has "
-                f"ended, `asyncrl resume {self.run_folder} --set num_steps={config.num_steps}` takes it further"
+                f"ended, `asyncrl resume {self.run_folder} --set num_steps={config.num_steps}` continues it"
             )
         step = self.buffer.state.next_step
         if config.num_steps < step:
-            raise ConfigError(f"num_steps must be at least {step}, as many steps are taken; got {config.num_steps}")
+            raise ConfigError(f"num_steps must be at least {step}, the number of steps already taken; got {config.num_steps}")
         revision = len(list((self.run_folder / "revisions").glob("*.toml")))
         if not changes:
             return ChangeResult(revision, step, ())
@@ -590,12 +590,12 @@ class Controller:
         try:
             write_revision(self.run_folder, revision, config, f"by {who} from step {step} on: {what}")
         except OSError as error:
-            raise RunError(f"nothing is changed: {self.run_folder} cannot be written: {error}") from error
+            raise RunError(f"nothing is changed: cannot write to {self.run_folder}: {error}") from error
         self.config = config
         self.feeder.config = config
         self.dispatcher.change(config, f"{what} (by {who})")
         self.reporter.follow(config)
-        if any(one.field == "generate.num_workers" for one in changes):  # else elastic scaling has its own number
+        if any(one.field == "generate.num_workers" for one in changes):  # otherwise elastic scaling keeps its own number
             self.autoscaler.want(config.generate.num_workers, self.clock.now())
         self.reporter.note_event("change", who, f"from step {step} on: {what}", self.feeder.version)
         log.info("changed by %s from step %d on: %s", who, step, what)
@@ -603,16 +603,16 @@ class Controller:
         return ChangeResult(revision + 1, step, changes)
 
     def _act_on(self, alarm: Alarm) -> None:
-        """Do what the config says about an alarm."""
+        """Pause or stop the run where the config (observe.alarms) says so for this alarm."""
         reason = f"alarm {alarm.rule}: {alarm.text}"
         acts: dict[str, ev.Event] = {"pause": ev.PauseRequested(), "stop": ev.StopRequested(reason)}
         event = acts.get(self.config.observe.alarms.get(alarm.rule, "warn"))  # type: ignore[call-overload]
         if event is not None and not self.lifecycle.refusal(event):
-            log.warning("because of the alarm %s: %s", alarm.rule, type(event).__name__)
+            log.warning("because of alarm %s: %s", alarm.rule, type(event).__name__)
             self.post(event)
 
     def _reach_goal(self) -> bool:
-        """Return whether the version that the run is for exists; then it is checkpointed, and the lifecycle told."""
+        """Return whether the run's last version exists; if so, request its checkpoint and tell the lifecycle."""
         if self.feeder.version < self.config.num_steps:
             return False
         if self.lifecycle.phase in {"running", "paused", "evaluating"}:
@@ -621,7 +621,7 @@ class Controller:
         return True
 
     def _finish_drain(self) -> None:
-        """While draining, once every step that was taken is done: have the newest version written, then end."""
+        """While draining, once every taken step is done: have a checkpoint of the newest version written, then end."""
         if self.lifecycle.phase == "draining" and self.feeder.idle:
             if self.checkpoints.version >= self.feeder.version:
                 self.post(ev.Drained())
@@ -651,20 +651,20 @@ class Controller:
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def know_model(self, folder: str) -> None:
-        """Note where the model is, and how large its vocabulary is: token ids beyond that are refused from now on."""
+        """Note the model's folder and the size of its vocabulary: token ids beyond it are refused from now on."""
         self.model_folder = folder
         if size := number_of_model(folder, "vocab_size"):
             for group_id in self.buffer.know_vocabulary(size, self.clock.now()):
-                log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of %d", group_id, size)
+                log.warning("group %d is dropped: it has token ids beyond the model's vocabulary of size %d", group_id, size)
 
     def tell_model_folder(self) -> None:
-        """Have everyone who waits for the model's folder open it; inference workers take being told twice."""
+        """Tell every process that waits for the model's folder to load it; telling an inference worker twice is harmless."""
         for peer in self.peers.values():
             if peer.kind == "inference" or (peer.kind == "generator" and peer.num_slots == 0):
                 self._let_load(peer)
 
     def _let_load(self, peer: Peer) -> None:
-        """Have a process open the model; one on a shared device when it is its turn."""
+        """Tell a process to load the model; a process on a shared device does so when its turn comes."""
         if self.switching is not None and (peer.kind == "generator" or self.switching.judges_too):
             self.switching.join(peer, self.model_folder)
         else:
@@ -678,11 +678,11 @@ class Controller:
             self.supervisor.post(event)
 
     def heartbeats(self) -> list[msg.Heartbeat]:
-        """Return the newest heartbeat of every process that is there, joined generators among them."""
+        """Return the newest heartbeat of every connected process, joined generators included."""
         return [peer.heartbeat for peer in self.peers.values() if peer.heartbeat is not None]
 
     def waits(self, now: float) -> list[Wait]:
-        """Return who waits for what, the controller's own waits for a full step, a switch and scores among them."""
+        """Return which process waits for what, including the controller's own waits: a full step, a phase switch, scores."""
         switching, scores = self.switching, self.dispatcher.scores
         waits = [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in self.heartbeats() if beat.waiting_for]
         own = (self.feeder.waiting, self.dispatcher.fruitless)
@@ -702,14 +702,14 @@ class Controller:
         for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
             since_s = next((asked.asked_s for asked in scores.open[kind].values()), now)
             if now - since_s > SLOW_SCORE_S:
-                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, of which none is there"
+                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, but none is connected"
                 if kind == "reward" and self.caller is not None:
                     names = "its caller's reward function"
                 waits.append(Wait("controller", f"{len(scores.open[kind])} answers of {names}", since_s))
         return waits
 
     def _caller_holds_all(self) -> bool:
-        """Return whether the caller of a driven run has all places: nothing goes on until it trains or releases groups."""
+        """Return whether the caller of a driven run holds all places: nothing is generated until it trains or releases groups."""
         if self.dispatcher.asked is None or not self.buffer.state.is_full:
             return False
         counts = self.buffer.counts()
@@ -735,9 +735,9 @@ class Controller:
             self.switching.leave(name, kind)
 
     def _learner_dead(self) -> None:
-        """Set a step aside that it died over too often; end the run where it died too often over one checkpoint."""
+        """Set a step aside if the learner died on it too often; end the run if it died on one checkpoint too often."""
         version = self.feeder.version
-        # One that was asked for in the middle of a step is written behind it.
+        # A checkpoint requested in the middle of a step is written after the step.
         over_checkpoint = self.feeder.learner is not None and self.checkpoints.due >= max(0, version - 1)
         if (taken := self.feeder.learner_dead(over_checkpoint=over_checkpoint)) is not None:
             self._set_aside(taken)
@@ -752,7 +752,7 @@ class Controller:
                 self.post(ev.ProcessFault("learner", reason, fatal=True))
 
     def _set_aside(self, taken: TakenStep) -> None:
-        """Drop the groups of a step, once they are in a file."""
+        """Write the groups of a step to a file, then drop them."""
         step, named = taken.step, ", ".join(str(group.group_id) for group in taken.groups)
         file = f"set_aside/step-{step}-group-{taken.groups[0].group_id}.msgpack"
         path = self.run_folder / file
@@ -763,15 +763,15 @@ class Controller:
         except OSError as error:
             where = f"without a copy ({path} cannot be written: {error})"
         self.buffer.set_aside(step, f"the learner died over it {MOST_DEATHS} times", self.clock.now())
-        self.reporter.note_event("set_aside", file, f"the learner died twice over groups {named}", step)
-        log.error("the learner died twice over step %d: groups %s are set aside %s, not trained", step, named, where)
+        self.reporter.note_event("set_aside", file, f"the learner died twice on groups {named}", step)
+        log.error("the learner died twice on step %d: groups %s are set aside %s, not trained", step, named, where)
 
     def _on_phase(self, phase: Phase) -> None:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)
         self.moved.set()
         self._step_open_s = self.clock.now()
         self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
-        # While draining, a step that was taken is still trained: also those that a learner from a checkpoint must repeat.
+        # While draining, taken steps are still trained, also those that a learner back from a checkpoint must repeat.
         self.feeder.hold(phase not in {"running", "evaluating"}, finish_taken=phase == "draining")
         self.dispatcher.hold(groups=phase != "running", evaluation=phase not in {"running", "evaluating"})
         order = {"running": msg.Resume(), "evaluating": msg.Resume(), "paused": msg.Pause()}.get(phase)
@@ -783,7 +783,7 @@ class Controller:
         elif phase == "evaluating":
             self._start_evaluation(self.feeder.version)
         elif phase == "draining" and (self.config.learner.kind != "builtin" or self.feeder.version < 0):
-            # An outside learner's step stays taken for a resume; a learner that never was ready has nothing to save.
+            # An outside learner's step stays taken, for a resume; a learner that was never ready has nothing to save.
             self.post(ev.Drained())
 
     def _on_end(self, _: bool, reason: str) -> None:

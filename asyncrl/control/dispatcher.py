@@ -1,10 +1,11 @@
-"""The controller's data path: prompts out to generators, samples and scores in, everything between the wire and the buffer.
+"""The controller's data path between connections and buffer: prompts out to generators, samples and scores in.
 
-Decides nothing: the buffer's state machine says who gets a group and what a sample means, this joins that to connections.
-Invariants: every group handed out is in an outbox, at a generator, or in the buffer; a member that was handed out frees its slot,
-and counts as generated, once. What came together is taken in together; the controller acknowledges it once the ledger holds it.
+Decides nothing: the buffer's state machine decides which generator gets a group and what a sample changes; this file sends and
+receives. Invariants: every group handed out is in an outbox, at a generator, or in the buffer; each member that was handed out
+frees its slot once, and counts as generated once. Messages that arrive together are entered together; the controller acknowledges
+them once they are in the ledger.
 
-Everything here returns at once. What comes in calls `changed`; then the controller's loops call `issue` and `scores.dispatch`.
+Everything here returns at once. Arriving messages call `changed`; then the controller's loops call `issue` and `scores.dispatch`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ FRUITLESS_ADVICE = (
     "chosen_at_least, rejected_at_most), at algorithm.group_size and generate.sampling.temperature"
 )
 EVALUATION_ROOM = 2
-"""Evaluation samples a generator may hold, in multiples of its slots."""
+"""Maximum number of evaluation samples at a generator, in multiples of its slots."""
 MOST_GUEST_FAILURES = 16
-"""Samples of a joined generator that fail in a row: then its connection is ended."""
+"""After this many failed samples in a row, a joined generator's connection is ended."""
 MOST_KIND_CHARS = 200
 
 
@@ -63,39 +64,39 @@ class Dispatcher:
         self.buffer = buffer
         self.state = buffer.state
         self.evaluation: Evaluation | None = None
-        """The one that is going on; its prompts go out beside whatever else does."""
+        """The running evaluation; its prompts are sent beside training groups."""
         self.asked = AskedPrompts() if config.learner.kind == "driven" else None
-        """What is issued in place of the task's prompts, where a caller gives them."""
+        """Prompts given by a caller, which replace the task's prompts; None: the task's prompts."""
         self.scores = ScoreDispatcher({model.name: model.weight for model in config.inference.reward_models})
         self.failures = FailureWatch(config.supervision.max_failed_share)
         self._newest_failure = "", ""
         self.refused_samples = 0
         self.generated_tokens = 0
         self.fruitless = ""
-        """What has not come for long though samples do, in words: then only a trained step is progress. Else empty."""
+        """What is still missing although samples arrive, as text: then only a trained step counts as progress. Else empty."""
         self.changed: Callable[[], None] = lambda: None
-        """Called whenever something may be issued, asked for or trained."""
+        """Called whenever it may be possible to issue groups, request scores or train."""
         self._config = config
         self._prompts = prompts
         self._peers = peers
         self._clock = clock
         self.sampling = sampling_of(config)
-        """Of groups that are issued from now on."""
+        """Sampling of groups issued from now on."""
         self._groups_held = self._evaluation_held = False
         self._has_turn = True
         self._outboxes: defaultdict[str, deque[GroupWork]] = defaultdict(deque)
-        """Of the generators for which something waits, and of no others."""
+        """Groups that wait to be sent, only for generators that have some."""
         self._out: defaultdict[str, dict[tuple[int, int], set[int]]] = defaultdict(dict)
-        """Members that a generator was given and has not answered, by group and attempt."""
+        """Members that a generator has been given and has not answered, by group and attempt."""
         self._guest_failures: Counter[str] = Counter()
-        """Of each joined generator: its newest samples, as far as all of them failed."""
+        """For each joined generator, the number of its last samples that failed in a row."""
         self._spoiled: set[int] = set()
-        """Groups that go on without a member that failed at a joined generator."""
+        """Groups that continue without a member that failed at a joined generator."""
 
     # -- what goes out ---------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
-        """Hand out evaluation prompts and groups while there are places, and send what the windows take."""
+        """Hand out evaluation prompts and groups while there are places, and send as much as the windows allow."""
         self._place_evaluation()
         while (issue := self.state.next_issue()) is not None:
             now, size = self._clock.now(), self._config.algorithm.members_per_group
@@ -152,14 +153,14 @@ class Dispatcher:
         self._out[generator][work.group_id, work.attempt] = set(work.indices)
 
     def _next_prompt(self, cursor: int) -> tuple[Prompt, int]:
-        """Return the next prompt that is not set aside (any, where all are), and the cursor behind it."""
+        """Return the next prompt that is not set aside (any prompt if all are), and the position after it."""
         for index in range(cursor, cursor + self._prompts.epoch_length):
             if (prompt := self._prompts[index]).prompt_id not in self.failures.set_aside:
                 return prompt, index + 1
         return self._prompts[cursor], cursor + 1
 
     def change(self, config: RunConfig, what: str) -> None:
-        """Go on by a config that was changed while the run goes on."""
+        """Apply a config that was changed during the run."""
         self.buffer.change(config, what, self._clock.now())
         self._config, self.sampling = config, sampling_of(config)
         self.changed()
@@ -170,14 +171,14 @@ class Dispatcher:
         self.take_turn(self._has_turn)
 
     def take_turn(self, has_turn: bool) -> None:
-        """Issue only while it is the generators' turn on a device that they share."""
+        """On a shared device, issue groups only during the generators' turn."""
         self._has_turn = has_turn
         self.tell(ev.IssueResumed() if has_turn and not self._groups_held else ev.IssuePaused())
 
     # -- who is there ----------------------------------------------------------------------------------------------------
 
     def tell(self, event: ev.BufferEvent) -> None:
-        """Tell the buffer what became of a generator: it is ready, has other room, samples with a version, leaves."""
+        """Tell the buffer about a generator: it is ready, has another number of slots, samples with a version, or leaves."""
         if isinstance(event, ev.GeneratorReady):
             self._outboxes.pop(event.name, None)
             self._out.pop(event.name, None)
@@ -185,7 +186,7 @@ class Dispatcher:
         self.changed()
 
     def generator_dead(self, name: str) -> None:
-        """Hand out again whatever it held."""
+        """Hand out again everything that a dead generator held."""
         self._outboxes.pop(name, None)
         self._out.pop(name, None)
         self._guest_failures.pop(name, None)
@@ -198,7 +199,7 @@ class Dispatcher:
         self.changed()
 
     def judge_dead(self, name: str) -> None:
-        """Ask others for what a reward or inference worker owed."""
+        """Ask other workers for the scores that a dead reward or inference worker had not given."""
         self._enter_scores(self.scores.worker_lost(name))
         self.changed()
 
@@ -209,7 +210,7 @@ class Dispatcher:
     # -- what comes in ---------------------------------------------------------------------------------------------------
 
     def take_samples(self, arrived: Sequence[Samples], generator: str) -> list[Samples]:
-        """Store what a generator has finished and ask for its rewards; return what somebody waited for."""
+        """Store finished samples and request their rewards; return the samples that were awaited."""
         awaited, num_freed = list[Samples](), 0
         trained = [samples for samples in arrived if samples.purpose == "train"]
         for samples in trained:
@@ -235,7 +236,7 @@ class Dispatcher:
         return awaited
 
     def _compare_prompts(self, samples: Samples) -> None:
-        """Drop a group of which generators say different prompts: nobody can tell which of them is right."""
+        """Drop a group for which two generators report different prompt tokens, since either may be wrong."""
         if all(self.state.member_state(samples.group_id, index) != "pending" for index in samples.indices):
             return
         known, source = self.buffer.held[samples.group_id].prompt_ids()
@@ -247,7 +248,7 @@ class Dispatcher:
             self.follow(self.buffer.drop_group(samples.group_id, reason, self._clock.now()))
 
     def _answered(self, generator: str, group_id: int, attempt: int, indices: Iterable[int]) -> set[int]:
-        """Note that a generator has answered these members; return those of them that it had been given."""
+        """Note that a generator has answered these members; return those that it had been given."""
         members = self._out[generator].get((group_id, attempt), set())
         answered = members.intersection(indices)
         members -= answered
@@ -256,7 +257,7 @@ class Dispatcher:
         return answered
 
     def take_failure(self, failure: SampleFailure, generator: str) -> None:
-        """Note a member that will never come; nothing where its group is over, or given out again."""
+        """Note a failed member; ignored if its group is over, or was handed out again."""
         why = failure.reason or "no reason given"
         given = generator, failure.group_id, failure.attempt, (failure.index,)
         if failure.purpose == "eval":
@@ -277,7 +278,7 @@ class Dispatcher:
         self.tell(ev.MembersFinished(generator, len(freed)))
 
     def _evaluate(self, samples: Samples, generator: str) -> str:
-        """Ask for the rewards of an evaluation's samples; return what is wrong with one that then counts as failed."""
+        """Request the rewards of an evaluation's samples; return what is wrong with an invalid one, which counts as failed."""
         evaluation = self.evaluation
         if evaluation is None or not evaluation.awaits(samples):
             return ""
@@ -294,7 +295,7 @@ class Dispatcher:
         return fault
 
     def _note_guest(self, generator: str, fault: str, group_id: int = -1, num_failed: int = 1) -> None:
-        """Count failures in a row of a joined generator; a group that it spoiled is no failure of the run's."""
+        """Count a joined generator's failures in a row; a group that fails because of it does not count as a failure of the run."""
         if not generator.startswith(JOINED_PREFIX):
             return
         if not fault:
@@ -305,18 +306,18 @@ class Dispatcher:
             self._spoiled.add(group_id)
 
     def why_unfit(self, generator: str) -> str:
-        """Return, once, why a joined generator is to leave: nothing comes of what it is given; empty of any other."""
+        """Return, once, why a joined generator must leave: all its last samples failed. Empty for any other generator."""
         if self._guest_failures.get(generator, 0) < MOST_GUEST_FAILURES:
             return ""
         return f"{self._guest_failures.pop(generator)} of its samples in a row failed"
 
     def take_answers(self, answers: Iterable[Scores | InferResult]) -> None:
-        """Take in what a reward or inference worker says."""
+        """Enter the answers of a reward or inference worker."""
         self._enter_scores([scores for answer in answers if (scores := self.scores.take(answer)) is not None])
         self.changed()
 
     def submit(self, group: ExternalGroup) -> SubmitResult:
-        """Take in a group that outside code generated."""
+        """Enter a group that outside code generated."""
         submitter = group.samples[0].generator if group.samples else "outside"
         receipt = self.buffer.submit_group(group.prompt, group.samples, submitter, self._clock.now())
         if receipt.refused:
@@ -327,7 +328,7 @@ class Dispatcher:
         return SubmitResult(group_id=receipt.group_id)
 
     def release(self, group_ids: Iterable[int]) -> None:
-        """Drop those of these groups that are not taken yet: their caller will not train them."""
+        """Drop these groups unless they are taken: their caller will not train them."""
         for group_id in group_ids:
             if group_id in self.state.groups:
                 self.follow(self.buffer.drop_group(group_id, "released by its caller", self._clock.now()))
@@ -336,7 +337,7 @@ class Dispatcher:
     # -- what the buffer wants -------------------------------------------------------------------------------------------
 
     def follow(self, instructions: Iterable[ev.BufferInstruction]) -> None:
-        """Carry out what the buffer asks for."""
+        """Carry out the buffer's instructions."""
         for item in instructions:
             match item:
                 case ev.ScoreMembers(group_id, indices):
@@ -375,7 +376,7 @@ class Dispatcher:
                     log.warning("waiting for %s; sampling goes on, %s", self.fruitless, FRUITLESS_ADVICE)
 
     def _ask_scores(self, rules: ScoreRequest, samples: Sequence[Sample]) -> None:
-        """Ask the rules, the models, or both, as the config and the samples' purpose want it."""
+        """Request scores from rules, models, or both, depending on the config and the samples' purpose."""
         requests: list[ScoreRequest | InferRequest] = [rules] if self._config.has_rules else []
         if self._config.inference.reward_models or (self._config.has_reference_worker and rules.purpose == "train"):
             # The learner divides its logits by the temperature, and so must the reference.
@@ -425,7 +426,7 @@ class Dispatcher:
             log.warning("refused a sample: %s", reason)
 
     def _abort(self, group_id: int, generator: str) -> None:
-        """Have a generator stop at a group that is over; what it has begun comes back as failures, which free its slots."""
+        """Tell a generator to abort a group that is over; members it has begun come back as failures, which free its slots."""
         outbox = self._outboxes.get(generator, deque())
         unsent = [work for work in outbox if work.group_id == group_id and work.purpose == "train"]
         for work in unsent:

@@ -1,15 +1,15 @@
-"""From a group of work to its samples: tokenise once, submit every member, hand on together what finishes together.
+"""Turns a group of work into samples: tokenise the prompt once, submit every member, send together what finishes together.
 
-Makes the engine too, and the tokenizer that goes with it: one row a kind, heavy imports only for the kind chosen. Prompts become
-token ids, and completions text, by the model's own tokenizer, or, for the fake engine, by bytes. Completions are decoded once,
-for rewards and people; training uses the sampled ids and never this text.
+Also makes the configured engine and its tokenizer; only the engine that is chosen is imported. The model's own tokenizer encodes
+prompts and decodes completions; the fake engine uses bytes instead. Completions are decoded once, for rewards and for people;
+training uses the sampled ids and never this text.
 
 Invariants:
 - Every member of the work is in exactly one Samples or SampleFailure, whatever the prompt, the tokenizer or the engine does.
-- The member `greedy_index` is drawn at temperature 0, all others as the work says.
-- A sample's ids are those the engine sampled.
+- The member `greedy_index` is sampled at temperature 0, all others with the sampling settings of the work.
+- A sample's ids are those that the engine sampled.
 - Members are submitted together, so that the engine prefills their prompt once.
-- Of a group that is followed, every token is told before its sample is.
+- In a followed group, every token is sent as Progress before its sample is sent.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class TokenizerCodec:
         self._trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
         self._backend: Any = None
-        """The tokenizer's own, where nothing is between it and plain text: it takes a fifth of the time."""
+        """The tokenizer's Rust backend, used directly where the Python layer adds nothing: it takes a fifth of the time."""
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids: `token_ids` as given, `messages` by the chat template, or `text` as the tokenizer does it.
+        """Return the token ids: `token_ids` as given, `messages` through the chat template, or `text` through the tokenizer.
 
         Raises:
             GenerationError: The prompt cannot be tokenised.
@@ -81,10 +81,10 @@ class TokenizerCodec:
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return a completion's text, special tokens left out and spaces left as they are.
+        """Return a completion's text, without special tokens and with spaces unchanged.
 
         Raises:
-            GenerationError: An id is none of the tokenizer's.
+            GenerationError: The tokenizer does not know one of the ids.
         """
         tokenizer, ids = self._loaded(), list(token_ids)
         try:
@@ -97,19 +97,17 @@ class TokenizerCodec:
         return text
 
     def answer(self, prompt: Prompt, index: int) -> tuple[int, ...]:
-        """Return what member 0 (chosen) or 1 (rejected) is given back where the engine replays a task; otherwise nothing.
+        """Return the token ids of the answer that member 0 (chosen) or 1 (rejected) replays; empty where the engine samples.
 
         Raises:
-            GenerationError: The prompt is of no preferences task, there is no such answer, or it cannot be tokenised.
+            GenerationError: The prompt is not from a preferences task, there is no such answer, or it cannot be tokenised.
         """
         if not self._replays:
             return ()
         try:
             answers = msgspec.json.decode(prompt.reference_json, type=PreferenceAnswers)
         except msgspec.MsgspecError as error:
-            raise GenerationError(
-                f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to give back: {error}"
-            ) from error
+            raise GenerationError(f"prompt {prompt.prompt_id!r} has no chosen and rejected answer to replay: {error}") from error
         if index > 1:
             raise GenerationError(f"prompt {prompt.prompt_id!r} has a chosen answer (0) and a rejected one (1), but none {index}")
         text, tokenizer = answers.rejected if index else answers.chosen, self._loaded()
@@ -142,48 +140,48 @@ class TokenizerCodec:
 
 @dataclass(frozen=True, slots=True)
 class ByteCodec:
-    """No tokenizer: one token a byte, folded into the vocabulary; text is the ids, separated by spaces."""
+    """No tokenizer: one token per byte, modulo the vocabulary size; decoded text is the ids, separated by spaces."""
 
     _vocabulary_size: int
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return `token_ids` as given, else the bytes of the text (or of all messages)."""
+        """Return `token_ids` as given, or the bytes of the text or of all messages."""
         if prompt.token_ids:
             return tuple(ids_from_bytes(prompt.token_ids).tolist())
         text = "\n".join(message.content for message in prompt.messages) if prompt.messages else prompt.text
         return tuple(byte % self._vocabulary_size for byte in text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the ids as words."""
+        """Return the ids as numbers, separated by spaces."""
         return " ".join(map(str, token_ids))
 
 
 PromptCodec = TokenizerCodec | ByteCodec
-"""What tokenises prompts and decodes completions."""
+"""Encodes prompts and decodes completions."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What turns work into samples: an engine, a codec, and where results go."""
+    """Turns work into samples, with an engine, a codec, and a function that sends results."""
 
     engine: Engine
     codec: PromptCodec
     clock: Clock
     generator: str
-    """Name that samples carry."""
+    """The generator's name, which is written into its samples."""
     send: Callable[[Samples | SampleFailure | Progress], Awaitable[None]]
     is_aborted: Callable[[GroupWork], bool] = lambda _: False
-    """Asked before a member begins: an engine forgets an abort of what it was not given yet. A member of another group that is
-    aborted begins again."""
+    """Whether a group was aborted; checked before each member, because the engine ignores aborts of requests that it does not
+    have yet. An aborted member of a group for which this is False begins again."""
     num_tokens: int = 0
-    """That came so far, those of unfinished samples too."""
+    """Tokens generated so far, including those of unfinished samples."""
 
     async def run_group(self, work: GroupWork) -> None:
-        """Generate the members that `work` names and send each result; returns once the last one was handed to `send`.
+        """Generate the members listed in `work` and send each result; return once the last result was passed to `send`.
 
         Raises:
-            ConnectionClosed: From `send`; members still running are aborted then, and likewise on cancellation.
-            EngineDied: No member failed by it: the group is to be handed out again.
+            ConnectionClosed: From `send`; members still running are aborted, as on cancellation.
+            EngineDied: The members do not count as failed; the group must be handed out again.
         """
         try:
             prompt_ids = self.codec.encode(work.prompt)
@@ -236,7 +234,7 @@ class Rollout:
         )
 
     def _take(self, work: GroupWork, member: _Member, news: asyncio.Event) -> SampleFailure | None:
-        """Take what came for a member; return why it has failed, if it has. Raises EngineDied."""
+        """Take the member's new tokens; return its failure, if it has failed. Raises EngineDied."""
         try:
             while member.finish_reason is None and (chunk := member.stream.take()) is not None:
                 self.num_tokens += len(chunk.token_ids)
@@ -287,13 +285,13 @@ class _Member:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    """None while it goes on."""
+    """None while the sample is being generated."""
     text: str = ""
     num_told: int = 0
-    """Tokens that were told as they came."""
+    """Number of tokens that were sent as Progress."""
 
     def progress(self, work: GroupWork) -> Progress | None:
-        """Return the tokens that nobody was told yet, if there are any."""
+        """Return the tokens that were not sent as Progress yet, if there are any."""
         start, self.num_told = self.num_told, len(self.token_ids)
         if start == self.num_told:
             return None
@@ -321,13 +319,13 @@ ENGINE_MODULES = {
 
 
 def _build(config: RunConfig, folder: Path, clock: Clock) -> Engine:
-    """Import what the engine needs, which may take seconds, and make it."""
+    """Import the engine's modules, which may take seconds, and make the engine."""
     settings, lora, trusts = config.generate.engine, config.learner.lora, config.trusts_code
     fp32_head = config.model.fp32_head
     if settings.needs_folder and not folder.is_dir():
         raise GenerationError(
-            f"the model's folder {folder} is not on this machine: share it with the learner's, or copy it here and say where "
-            "(generate.model_folder; `asyncrl join --model FOLDER`)"
+            f"the model's folder {folder} is not on this machine: share it with the learner's machine, or copy it here and set "
+            "generate.model_folder (or `asyncrl join --model FOLDER`)"
         )
     module: Any = import_module(ENGINE_MODULES[settings.kind])
     engine: Engine
@@ -350,13 +348,13 @@ async def start_engine(
     """Make the engine configured for this generator and start it.
 
     Args:
-        config: Of the run.
-        model_folder: Where the learner has the model.
-        clock: Of engines that need one.
+        config: The run's config.
+        model_folder: The model's folder on the learner's machine.
+        clock: For engines that need one.
         generator: This process's name.
 
     Raises:
-        ConfigError: There is no server for this generator.
+        ConfigError: generate.engine.url has no server for this generator.
         GenerationError: The model is not on this machine, or the engine does not start.
     """
     config, folder = with_own_server(config, generator), Path(config.generate.model_folder or model_folder)
@@ -370,13 +368,13 @@ async def start_engine(
 
 
 def with_own_server(config: RunConfig, generator: str) -> RunConfig:
-    """Return the config with the one server that is this generator's, by the number at the end of its name."""
+    """Return the config with only this generator's server, chosen by the number at the end of the generator's name."""
     engine = config.generate.engine
     if not isinstance(engine, VLLMServerEngineConfig):
         return config
     number = generator.rpartition("-")[2]
     index = int(number) if number.isdecimal() else 0
     if index >= len(engine.urls):
-        raise ConfigError(f"generate.engine.url names {len(engine.urls)} servers; {generator} is without one")
+        raise ConfigError(f"generate.engine.url names {len(engine.urls)} servers; {generator} is without one: add a URL")
     own = msgspec.structs.replace(engine, url=engine.urls[index])
     return msgspec.structs.replace(config, generate=msgspec.structs.replace(config.generate, engine=own))

@@ -1,20 +1,20 @@
-"""The generator process: groups in, samples out, new weights whenever there are some.
+"""The generator process: it receives groups, sends samples, and takes new weights whenever there are some.
 
 Owns the engine from LoadModel to Shutdown, and four loops over one connection:
-- orders (CONTROL): load the model, pause, resume, give a shared device back or take it, abort a group, note the newest version,
+- orders (CONTROL): load the model, pause, resume, release a shared device or take it, abort a group, note the newest version,
   shut down;
-- groups (DATA): one task a group, at most as many as the channel's window; a group is acknowledged when its last result is sent;
-- weights: fetch the newest version announced (those in between are skipped), swap, probe, report VersionLive;
-- heartbeat: what it does or waits for, its gauges, and how many requests the engine can run at once where that has changed.
+- groups (DATA): one task per group, at most the channel's window; a group is acknowledged when its last result is sent;
+- weights: fetch the newest announced version (versions in between are skipped), swap, probe, report VersionLive;
+- heartbeat: what the generator does or waits for, its gauges, and the engine's number of slots if it has changed.
 
-On a shared device the engine sleeps while the learner trains, and wakes with newer weights. The weights go with the KV cache,
-because the next version brings them again, and nothing is sampled before that is there. What becomes of the keys and values of
-requests in flight says `generate.kv`, as wherever new weights come in. Weights that are the learner's own (placement hybrid)
-stay, and that nobody changed them in a rollout is checked at its end.
+On a shared device the engine sleeps while the learner trains, and wakes with newer weights. Asleep, it frees both weights and
+KV cache: the next version brings the weights again, and nothing is sampled before. `generate.kv` decides what happens to the keys
+and values of requests in flight, as at any weight swap. With placement hybrid the weights are the learner's own and stay in
+memory; the end of each rollout checks that they were not changed during it.
 
-Invariants: whatever the prompts, a group ends in results; only a failing engine or weights that do not fit end the process; that
-a phase is reached is said when the memory is given back, or taken and filled, and is also a line of the memory timeline.
-pipeline.py binds `fetch_weights`: stages do not import each other.
+Invariants: every group ends in results, whatever its prompts; only a failing engine or weights that do not fit end the process;
+PhaseReached is sent once the memory is released, or taken and filled, and is also a line of the memory timeline.
+pipeline.py supplies `fetch_weights`: stages do not import each other.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
-"""After which a version that could not be fetched is tried again, should no other come: at first, and in the end."""
+"""Waiting time before a failed fetch is tried again, if no other version is announced: the first and the longest."""
 
 MOST_ABORTED = 1024
-"""Groups whose abort is remembered, at least; a larger channel's window counts, since so many can be on their way."""
+"""How many aborted groups are remembered; more where the channel's window is larger, since so many groups can be on the way."""
 
 FetchWeights = Callable[[WeightsAvailable], Awaitable[Mapping[str, "torch.Tensor"]]]
 
@@ -58,12 +58,12 @@ class GeneratorWorker:
     """One generator's state and loops.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run; on a shared device the memory timeline is written there.
-        connection: To the controller.
+        config: The run's config.
+        run_folder: The run's folder; on a shared device the memory timeline is written there.
+        connection: The connection to the controller.
         clock: Times samples and heartbeats.
-        fetch_weights: Returns the tensors of a version, whole and verified, or raises BroadcastError when it is gone.
-        name: This process's name, as it said at hello.
+        fetch_weights: Returns the tensors of a version, complete and verified; raises BroadcastError when the version is gone.
+        name: This process's name, as in its hello message.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class GeneratorWorker:
         self._config, self._clock, self._fetch_weights, self._name = config, clock, fetch_weights, name
         self._timeline = open_memory(run_folder, name) if config.placement.takes_turns else None
         self._phase: msg.Phase = "rollout"
-        """Of the engine: asleep in any other."""
+        """The engine runs in phase `rollout` and is asleep in any other."""
         self._shared: LentTensors | None = None
-        """The weights that it samples with, where they are the learner's own."""
+        """The weights that the engine samples with, if they are the learner's own; else None."""
         self._taking = asyncio.Lock()
-        """Held while weights are taken or the engine falls asleep or wakes: one or the other."""
+        """Held while weights are swapped, or while the engine falls asleep or wakes up: never both at once."""
         self._rollout: Rollout | None = None
         self._is_ready = asyncio.Event()
         self._newest: WeightsAvailable | None = None
@@ -84,11 +84,11 @@ class GeneratorWorker:
         self._gate = WeightsGate(is_off=config.generate.in_flight_updates)
         self._work: dict[tuple[Purpose, int], GroupWork] = {}
         self._aborted: deque[int] = deque(maxlen=max(MOST_ABORTED, config.transport.window))
-        """Training groups that are over; they never come again, but an abort may overtake its group."""
+        """Aborted training groups. They never come again, but an abort may arrive before its group."""
         self._told_slots = 0
         self._is_paused = False
         self._is_loading = False
-        """The engine starts, which takes minutes for a large model: that is work, and no wait."""
+        """The engine is starting, which takes minutes for a large model; this counts as work, not as waiting."""
         self._stage = Stage(connection, clock, name, config.supervision.heartbeat_s, self._report)
         self._connection, self._idle = connection, self._stage.idle
 
@@ -112,7 +112,7 @@ class GeneratorWorker:
             case msg.LoadModel(model_folder=folder):
                 await self._load(Path(folder))
             case WeightsAvailable():
-                # The last word counts, not the largest number: a learner back from a checkpoint starts lower, elsewhere.
+                # The last announcement counts, not the largest version: a learner back from a checkpoint starts lower, elsewhere.
                 self._newest = order
                 self._weights_news.set()
             case msg.Pause() | msg.Resume():
@@ -127,7 +127,7 @@ class GeneratorWorker:
                     self._abort(work)
 
     def _abort(self, *groups: GroupWork) -> None:
-        """End what the engine has of groups."""
+        """Abort the engine's requests of these groups."""
         if self._rollout is not None:
             for request_id in [request_id_of(work, index) for work in groups for index in work.indices]:
                 self._rollout.engine.abort(request_id)
@@ -153,10 +153,10 @@ class GeneratorWorker:
         await self._stage.tell(msg.EngineReady(self._name, self._told_slots, engine.version))
 
     async def _reach(self, order: msg.SetPhase) -> None:
-        """Give a shared device back or take it again, with the newest weights, and say so.
+        """Release a shared device, or take it again with the newest weights; then report PhaseReached.
 
         Raises:
-            BroadcastError: The weights are the learner's own, and it has changed them meanwhile.
+            BroadcastError: The weights are the learner's own, and the learner changed them during the rollout.
         """
         assert self._rollout is not None, f"told to {order.phase} before the model was loaded"
         engine = self._rollout.engine
@@ -180,7 +180,7 @@ class GeneratorWorker:
     def _reached(
         self, order: msg.SetPhase, before: Mapping[str, int], after: Mapping[str, int], started_s: float, ended: str
     ) -> msg.PhaseReached:
-        """Say what came or went. The engine moves all of it at once, so the time is shared out by size."""
+        """Return what was moved. The engine moves everything at once, so each part's time is estimated from its size."""
         now = self._clock.now()
         changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
         total = max(sum(map(abs, changes.values())), 1)
@@ -238,7 +238,7 @@ class GeneratorWorker:
             again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
     async def _take_newest(self, engine: Engine) -> bool:
-        """Take the newest version, if the engine has not; return whether there is no use in trying the same one again."""
+        """Load the newest version, if the engine does not have it; return False if the same version must be tried again."""
         available = self._newest
         if available is None or (available.version <= engine.version and engine.has_weights):
             return True
@@ -248,7 +248,7 @@ class GeneratorWorker:
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
                 async with self._gate.swap(engine):
-                    if available.version < engine.version:  # of a learner back from a checkpoint: what has tokens begins again
+                    if available.version < engine.version:  # the learner went back to a checkpoint: begun samples restart
                         self._abort(*self._work.values())
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
             finally:
@@ -256,11 +256,11 @@ class GeneratorWorker:
                 if isinstance(tensors, LentTensors):
                     tensors.release()
         except BroadcastError as error:
-            log.warning("version %d was not taken, the newest will be: %s", available.version, error)
+            log.warning("version %d was not loaded; the newest will be tried next: %s", available.version, error)
             return False
         self._shared = tensors if isinstance(tensors, LentTensors) and tensors.learner_changes_them else None
         live_s = self._clock.now()
-        probe, probe_error = available.probe, -1.0  # as long as there is nothing to compare
+        probe, probe_error = available.probe, -1.0  # where there is nothing to compare
         if probe is not None and self._config.generate.engine.has_model:
             theirs = logprobs_from_bytes(probe.logprobs).tolist()
             ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
@@ -278,7 +278,7 @@ class GeneratorWorker:
         if engine is None:
             waiting_for = "" if self._is_loading else "a model to load"
         elif self._phase != "rollout":
-            waiting_for = "the device, on which the learner trains"
+            waiting_for = "the device, which the learner uses"
         elif self._is_paused:
             waiting_for = "resume"
         elif self._idle.is_idle and engine.version >= 0 and not engine.has_weights:
@@ -296,10 +296,10 @@ class GeneratorWorker:
 
 
 class WeightsGate:
-    """Many groups at once, or one swap: keeps them apart where `in_flight_updates` is off; else (`is_off`) it holds nobody up.
+    """Lets either groups run or one weight swap, where `in_flight_updates` is off; with `is_off` it never makes anything wait.
 
-    A waiting swap goes before groups that have not started. After one that left no whole weights they wait for one that succeeds:
-    that one would wait for groups for which nothing is sampled.
+    A waiting swap goes before groups that have not started. After a swap that left incomplete weights, new groups wait until a
+    swap succeeds: otherwise the next swap would wait for groups that cannot sample.
     """
 
     def __init__(self, *, is_off: bool) -> None:
@@ -310,7 +310,7 @@ class WeightsGate:
 
     @asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
-        """Hold off swaps; wait for one that is wanted, under way, or to be tried again."""
+        """Keep swaps waiting while the group runs; first wait for any swap that is requested, running, or to be tried again."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_off or not self._swap_wanted)
             self._num_groups += 1
@@ -323,7 +323,7 @@ class WeightsGate:
 
     @asynccontextmanager
     async def swap(self, engine: Engine) -> AsyncIterator[None]:
-        """Hold off new groups and wait until those that run are done."""
+        """Keep new groups waiting during the swap; first wait until the running groups are done."""
         self._swap_wanted = True
         try:
             async with self._changed:

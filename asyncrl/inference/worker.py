@@ -161,7 +161,7 @@ class InferenceWorker:
             waiting_for = "its models to load"
         elif self._stage.idle.is_idle:
             is_away = self._queue and not self._has_device
-            waiting_for = "the device, which others have" if is_away else "a sample to score"
+            waiting_for = "the device, which others use" if is_away else "a sample to score"
         _, busy_s = self._stage.idle.totals_s()
         return waiting_for, {
             "process/samples_scored": float(self._num_scored - self._num_failed),

@@ -1,18 +1,18 @@
-"""The learner process: batches in, versions out; and the processes of its other ranks (`run_rank_worker`).
+"""The learner process: it receives batches and publishes versions. Also the processes of its other ranks (`run_rank_worker`).
 
-The learner owns the policy from start to Shutdown, one thread on which everything that touches it runs (start, steps, publishing,
+The learner owns the policy from start to Shutdown, one thread that does all work on the policy (start, steps, publishing,
 checkpoints), and four loops over one connection:
-- batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one is ready;
-- steps: switch to the phase that is asked for, else write a checkpoint that is due, else (in phase `train`) train the batch that
-  is ready, publish the version, report StepDone, acknowledge;
+- batches (DATA): decode the next step's batch on a thread while the step before still trains; at most one batch is ready;
+- steps: switch to the requested phase, else write a checkpoint that is due, else (in phase `train`) train the batch that is
+  ready, publish the version, report StepDone, acknowledge;
 - orders (CONTROL): phase, checkpoint, shut down;
-- heartbeat: what it does or waits for, and its gauges.
+- heartbeat: what the learner does or waits for, and its gauges.
 
-Invariants: steps are trained in order, each once on one line of checkpoints (a repeat is answered and not trained); the
-learner waits for batches and, where its device is shared by turns, for its turn; publishing blocks for one copy of the weights;
-Shutdown lets the step in hand finish. `publish`, worked examples and the alphabet are given: stages do not import each other.
-What another rank calls, and in which order, follows from rank 0's commands, config and batches alone, so it meets rank 0 in every
-collective.
+Invariants: steps are trained in order, each once since the checkpoint that the learner started from (a repeat is answered, not
+trained); the learner waits only for batches and, on a device that is shared in turns, for its turn; publishing blocks for one
+copy of the weights; on Shutdown the current step is finished first. `publish`, worked examples and the alphabet are passed in:
+stages do not import each other. What another rank calls, and in which order, depends only on rank 0's commands, config and
+batches, so that all ranks take part in every collective.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PublishVersion = Callable[[int, Mapping[str, torch.Tensor], Probe | None], float]
-"""(version, tensors, probe) -> milliseconds blocked; the tensors may change once it has returned."""
+"""(version, tensors, probe) -> milliseconds blocked; the tensors may change once the call has returned."""
 
 NAME = "learner"
-"""What the controller knows all ranks as."""
+"""The controller's name for all ranks together."""
 FAILED_FOLDER = "failed"
 
 
@@ -79,12 +79,12 @@ class LearnerWorker:
     """The learner's state and loops.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run; `model/`, `checkpoints/` and `failed/` in it are the learner's.
-        connection: To the controller.
+        config: The run's config.
+        run_folder: The run's folder; the learner writes `model/`, `checkpoints/` and `failed/` in it.
+        connection: The connection to the controller.
         clock: Times steps and heartbeats.
-        publish: Makes a version fetchable; called on the learner's own thread.
-        launcher: Of the other ranks.
+        publish: Makes a version available to generators; called on the learner's own thread.
+        launcher: Starts the other ranks.
     """
 
     def __init__(
@@ -96,19 +96,19 @@ class LearnerWorker:
         self._thread = ThreadPoolExecutor(1, "asyncrl-learner", torch.set_num_threads, (config.learner.num_threads,))
         self._initial: InitialState | None = None
         self._ready: asyncio.Queue[tuple[PreparedBatch, Delivery]] = asyncio.Queue(1)
-        """A decoded batch, and what to acknowledge when its step is done."""
+        """A decoded batch, and the delivery to acknowledge when its step is done."""
         self._checkpoint: Checkpoint | None = None
         self._wanted_phase: SetPhase | None = None
         self._phase: Phase = "rollout" if config.placement.takes_turns else "train"
-        """Where phases take turns it may train once the controller says that the device is its own."""
+        """On a device that is shared in turns, the learner trains only after the controller has set phase `train`."""
         self._is_ending = False
         self._failure: Exception | None = None
-        """Why no version may reach the generators any more."""
+        """The publisher's error: no version reaches the generators any more."""
         self._is_started = asyncio.Event()
         self._news = asyncio.Event()
-        """A batch is ready, a phase or checkpoint is asked for, a version cannot be fetched, or the end has come."""
+        """Set when a batch is ready, a phase or checkpoint is requested, publishing failed, or the run ends."""
         self._versions: JsonLines[VersionRecord] | None = None
-        """Where the batches are recorded, the weights they make are too."""
+        """Records the resulting weights of each step, if batches are recorded; else None."""
         self._num_tokens = 0
         self._token_file = TokenFile(
             run_folder, lambda token: self._policy.tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -116,7 +116,7 @@ class LearnerWorker:
         self._stage = Stage(connection, clock, NAME, config.supervision.heartbeat_s, self._report)
 
     async def run(self, examples: Examples, alphabet: str) -> None:
-        """Get the policy ready, then train until Shutdown arrives or the connection closes; then close.
+        """Prepare the policy, train until Shutdown arrives or the connection closes, then close.
 
         Args:
             examples: Worked (prompt, completion) texts of the task's train split, for a warm start.
@@ -124,7 +124,7 @@ class LearnerWorker:
 
         Raises:
             ConfigError: The model cannot be opened or made.
-            LearnerError: A step could not be taken, or came out of order.
+            LearnerError: A step could not be trained, or came out of order.
             BroadcastError: A version could not be published.
         """
 
@@ -144,12 +144,12 @@ class LearnerWorker:
             await self.close(all_well=all_well)
 
     def publish_failed(self, error: Exception) -> None:
-        """End with an error of the publisher, which has nobody that waits for it: no batch may come without that version."""
+        """End the learner with the publisher's error. Nothing else waits for it, and without the version no batch may come."""
         self._failure = error
         self._news.set()
 
     async def close(self, *, all_well: bool) -> None:
-        """Wait for the thread to finish what it is at, and end it and the other ranks."""
+        """Wait for the thread to finish its current work, then end it and the other ranks."""
         self._is_ending = True
         try:
             await asyncio.to_thread(self._thread.shutdown)
@@ -159,14 +159,14 @@ class LearnerWorker:
             if self._versions is not None:
                 self._versions.close()
         finally:
-            # Shielded: a cancelled future that no thread has begun yet is never run, and the other ranks would live on.
+            # Shielded: a cancelled future that no thread has begun is never run, and the other ranks would keep running.
             closing = asyncio.get_running_loop().run_in_executor(None, lambda: self._launcher.close(all_well=all_well))
             await asyncio.shield(closing)
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
     async def _start(self, examples: Examples, alphabet: str) -> None:
-        """Load or make the policy, publish it, and say that the learner is ready."""
+        """Load or make the policy, publish it, and report LearnerReady."""
         initial = await self._on_thread(
             lambda: load_or_make(self._config, self._run_folder, examples, alphabet, self._launcher, lambda: self._is_ending)
         )
@@ -210,7 +210,7 @@ class LearnerWorker:
             self._news.set()
 
     async def _serve(self) -> None:
-        """Do what is due, one thing after the other, until the end."""
+        """Change phase, write checkpoints and train steps, one at a time, until the end."""
         waiting_from_s = self._clock.now()
         while not self._is_ending:
             if self._failure is not None:
@@ -232,9 +232,9 @@ class LearnerWorker:
             await self._news.wait()
 
     async def _reach(self, wanted: SetPhase) -> None:
-        """Bring about a phase between steps, and answer."""
+        """Switch to a phase, between steps, and report PhaseReached."""
         offload, self._phase = self._policy.train_state.offload, wanted.phase
-        assert offload is not None, "phases are those of a device that is shared by turns"
+        assert offload is not None, "only a device that is shared in turns has phases"
 
         def move() -> PhaseReached:
             self._launcher.tell(ReachPhase(wanted.phase, wanted.number))
@@ -246,14 +246,14 @@ class LearnerWorker:
         waiting_for = ""
         if self._stage.idle.is_idle and self._initial is not None:
             no_batch = f"the batch of step {self._policy.version}"
-            waiting_for = no_batch if self._ready.empty() else "the device, which others have"
+            waiting_for = no_batch if self._ready.empty() else "the device, which others use"
         version = -1 if self._initial is None else self._initial.version
         return waiting_for, {"process/tokens_trained": float(self._num_tokens), "process/version": float(version)}
 
     # -- steps and checkpoints -------------------------------------------------------------------------------------------
 
     async def _take_step(self, prepared: PreparedBatch, delivery: Delivery, waiting_from_s: float) -> None:
-        """Train a batch and say so; one that was trained before is only answered."""
+        """Train a batch and report StepDone; a batch that was trained before is only reported again."""
         step = prepared.batch.step
         if step > self._policy.version:
             raise LearnerError(f"step {step} came while the learner is at version {self._policy.version}: steps go in order")
@@ -301,7 +301,7 @@ class LearnerWorker:
         return self._publish(self._policy.version, publishable_tensors(model), probe)
 
     async def _write_checkpoint(self, wanted: Checkpoint) -> None:
-        """Write the version that exists now, unless it is on disk already, and say where it is."""
+        """Write a checkpoint of the current version, unless it is on disk already, and report its folder."""
         started_s = self._clock.now()
         folder = await self._on_thread(lambda: self._save(wanted))
         seconds = self._clock.now() - started_s
@@ -332,18 +332,18 @@ class LearnerWorker:
 
 
 def run_rank_worker(config: RunConfig, run_folder: Path, rank: int, address: str, clock: Clock) -> None:
-    """Be another rank than 0: join rank 0 and follow its commands until it says stop; there is no other connection.
+    """Run a rank other than 0: join rank 0 and carry out its commands until it says stop; there is no other connection.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run.
-        rank: This one.
-        address: Where rank 0 is joined.
-        clock: Of the run; moves are timed by it.
+        config: The run's config.
+        run_folder: The run's folder.
+        rank: This process's rank.
+        address: The address where rank 0 listens.
+        clock: The run's clock; it times moves between host and device.
 
     Raises:
         ConfigError: The policy cannot be opened.
-        LearnerError: A step could not be taken; rank 0 has the same error.
+        LearnerError: A step could not be trained; rank 0 has the same error.
         RuntimeError: Another rank is gone.
     """
     torch.set_num_threads(config.learner.num_threads)

@@ -449,7 +449,7 @@ class Keeper:
         while rows := await events.rows():
             for _, _, line in rows:
                 event, demand = msgspec.json.decode(line, type=_Told), self.records.runs[run].demand
-                if event.kind == "change":  # of generate.num_workers, say
+                if event.kind == "change" and "generate.num_workers" in event.text:
                     with contextlib.suppress(ConfigError):
                         config = await asyncio.to_thread(load_config, self.records.config_file(run))
                         demand = demand_of(config, self.machine)

@@ -18,7 +18,7 @@ from asyncrl.control.launch.processes import num_threads, plan_processes
 from asyncrl.control.placement.limits import num_cores, total_memory
 from asyncrl.control.placement.memory import generator_parts, inference_parts, learner_parts
 from asyncrl.models.memory import Part
-from asyncrl.models.number_format import ask_driver
+from asyncrl.models.number_format import ask_driver, hardware_format
 from asyncrl.serve.records import Demand, RunRecord
 
 IMPORTED_BYTES = 300 << 20
@@ -50,6 +50,8 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
     """
     if (elastic := config.launch.elastic) is not None:
         config = replace(config, generate=replace(config.generate, num_workers=elastic.max_generators))
+    if config.learner.dtype == "auto":
+        config = replace(config, learner=replace(config.learner, dtype=hardware_format(config.learner.device)[0]))
     planned = plan_processes(config)
     threads = sum(num_threads(config, item.kind) * (config.learner.ranks if item.kind == "learner" else 1)
                   for item in planned if item.kind != "reward")  # fmt: skip

@@ -156,11 +156,11 @@ def change_faults(config: RunConfig, values: Mapping[str, Any], there: Machine) 
     faults = []
     for field, value in values.items():
         try:
-            demand = demand_of(changed(config, {field: value})[0], there)
+            later, changes = changed(config, {field: value})
+            if changes and field == "generate.num_workers" and not misfits(there, demand_of(config, there)):
+                faults += [Fault(field, value, text) for text in misfits(there, demand_of(later, there))]
         except ConfigError as error:
             faults.append(Fault(field, value, str(error)))
-        else:
-            faults += [Fault(field, value, text) for text in misfits(there, demand)]
     return faults
 
 

@@ -1,22 +1,22 @@
 """The channel contract: a duplex, acknowledged, bounded connection between one process and the controller.
 
 Invariants, for every implementation (tests/contract/test_channel.py runs over all of them):
-- A message is delivered in order within its lane, at least once while either process lives on; within one pair of incarnations
-  exactly once. Ids make a repeat after a restart harmless.
+- Messages are delivered in order within their lane: exactly once between the same two incarnations, at least once if one of the
+  processes was restarted. Ids make a repeat after a restart harmless.
 - At most `window` messages per lane and direction are sent and not yet acknowledged; `send` waits for room (credit), and nothing
-  is ever dropped for lack of it. Acknowledging is the receiver's act, after it has done what it promises (committed, say).
-- `DATA` and `CONTROL` are separate lanes with separate windows: a full data lane never holds up a heartbeat.
+  is ever dropped for lack of room. The receiver acknowledges a message once its work is done (for example, committed).
+- `DATA` and `CONTROL` are separate lanes with separate windows: a full data lane never delays a heartbeat.
 - The connecting side survives a break: it reconnects by itself and sends again what was not acknowledged. The listening side
   sees `ConnectionClosed` when the peer says goodbye, is silent past the timeout, or comes back as another incarnation.
-- What cannot be decoded, is too large, or comes from a peer without the keys is counted and refused, never raised into the run.
-- Window and message size are the listener's; whoever connects is told them with its welcome.
+- A message that cannot be decoded, is too large, or comes from a peer without the keys is counted and refused, without an error.
+- The listener decides window and message size; its welcome message tells them to the connecting side.
 
-Inside, a connection moves `Parcel`s between itself and the one at the other end by `wire`, which may be lost and set anew. It is
-passive: `send` puts an encoded message into the outbox, and what waits there is handed to the wire at the event loop's next turn,
-or at once when a parcel is full; what arrives comes in by `deliver`. `resend_all` queues every unacknowledged message again,
-`start_over` does so towards a peer that has no memory of us. The sending half of a lane holds unacknowledged messages in the
-order of their numbers; the receiving half takes numbers one by one, so what it has seen is exactly `[0, expected)` and a repeat
-is recognised by its number alone. Everything runs on one event loop; no tasks.
+Inside, a connection exchanges `Parcel`s with the other end through `wire`, which may be lost and replaced. The connection is
+passive: `send` puts an encoded message into the outbox, which is handed to the wire at the event loop's next turn, or at once
+when a parcel is full; arriving parcels are passed to `deliver`. `resend_all` queues every unacknowledged message again, and
+`start_over` does so for a peer that was restarted. The sending half of a lane holds unacknowledged messages in the order of their
+numbers; the receiving half accepts numbers one by one, so it has seen exactly `[0, expected)` and recognises a repeat by its
+number alone. Everything runs on one event loop, without tasks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncrl.schema.control import PROTOCOL, Hello, ProcessKind
 PARCEL_BYTES = 256 << 10
 """A parcel is full from this size on; small messages share one, a larger message has its own."""
 GOODBYE = "closed by the peer"
-"""`closed_reason` where the other end has ended the connection in good order."""
+"""`closed_reason` if the other end has ended the connection in an orderly way."""
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ class Lane(enum.IntEnum):
 
 
 class Item(NamedTuple):
-    """One encoded message on its way."""
+    """One encoded message to send."""
 
     lane: Lane
     seq: int
@@ -59,7 +59,7 @@ class Item(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What travels at once: acknowledgements by lane, then messages in order."""
+    """What is sent together: acknowledgements by lane, then messages in order."""
 
     acks: tuple[list[int], list[int]]
     items: list[Item]
@@ -67,7 +67,7 @@ class Parcel(NamedTuple):
 
 @dataclass(slots=True)
 class Delivery:
-    """Received messages that are dealt with together; the sender's window opens again when they are acknowledged."""
+    """Received messages that are handled together; acknowledging them gives the sender's window room again."""
 
     messages: list[Message]
     _seqs: list[int]
@@ -75,57 +75,57 @@ class Delivery:
 
     @property
     def message(self) -> Message:
-        """Return the first, of `receive` the only one."""
+        """Return the first message; from `receive` it is the only one."""
         return self.messages[0]
 
     def ack(self) -> None:
-        """Tell the sender that they are dealt with; cheap, safe to repeat, does not wait."""
+        """Tell the sender that the messages are handled; cheap, safe to repeat, does not wait."""
         self._acknowledge(self._seqs)
 
 
 Refused = Counter[str]
-"""What one end would not take, by reason: malformed, oversized, wrong protocol, unknown peer, unauthenticated. Never reset."""
+"""Number of refused messages, by reason: malformed, oversized, wrong protocol, unknown peer, unauthenticated. Never reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """Sizes and times of a link. The sizes are the listener's; a connector takes those of its listener."""
+    """Sizes and times of a link. A connector uses its listener's sizes."""
 
     window: int = 64
     """Most unacknowledged messages per lane and direction."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     ping_s: float = 2.0
-    """A connector says that it is there this often."""
+    """A connector sends a ping this often."""
     reconnect_after_s: float = 10.0
-    """A connector that hears nothing for so long opens a new socket."""
+    """A connector that receives nothing for this long opens a new socket."""
     silence_timeout_s: float = 60.0
-    """A listener that hears nothing from a peer for so long ends the connection."""
+    """A listener that receives nothing from a peer for this long ends the connection."""
     give_up_s: float = 120.0
-    """A connector that cannot get back for so long ends the connection."""
+    """A connector that cannot reconnect for this long ends the connection."""
 
     @property
     def max_packet_bytes(self) -> int:
-        """The largest packet a correct peer sends: one message of the limit, and the rest of its parcel."""
+        """The largest packet that a correct peer sends: one message of maximum size, and the rest of its parcel."""
         return self.max_message_bytes + 2 * PARCEL_BYTES
 
 
 def new_hello(kind: ProcessKind, name: str) -> Hello:
-    """Return how this start of this process introduces itself; make it once per process."""
+    """Return the hello message of this process, with a new incarnation; call it once per process."""
     return Hello(PROTOCOL, kind, name, uuid.uuid4().hex, os.getpid())
 
 
 Wire = Callable[[Parcel], bool]
-"""Carries a parcel; False where it is lost: the wire is gone."""
+"""Sends a parcel; returns False if it is lost because the wire is gone."""
 
 
 @dataclass(slots=True)
 class OutLane:
-    """The sending half of a lane: what is not yet acknowledged, and whether there is room for more."""
+    """The sending half of a lane: the unacknowledged messages, and whether there is room for more."""
 
     next_seq: int = 0
     unacked: dict[int, Message] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Senders that wait for room do so one at a time, in the order they came."""
+    """Lets senders wait for room one at a time, in the order of their calls."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever something was acknowledged or the connection ended."""
 
@@ -145,7 +145,7 @@ class InLane:
     """Set whenever a message arrived or the connection ended."""
 
     def acknowledge(self, seqs: list[int]) -> None:
-        """Tell the sender of each message once, however often it is asked."""
+        """Queue an acknowledgement for each message, once, however often it is called."""
         fresh = self.unhandled.intersection(seqs)
         if fresh:
             self.unhandled -= fresh
@@ -155,23 +155,23 @@ class InLane:
 
 @dataclass(eq=False)
 class Connection:
-    """One end of an open connection, over whatever `wire` is set; at first nothing is sent or received, and there is no wire."""
+    """One end of an open connection, over the `wire` that is set; at first nothing is sent or received, and there is no wire."""
 
     peer: Hello
-    """Who is at the other end, as it said at hello."""
+    """The hello message of the other end."""
     window: int
     """Most unacknowledged messages per lane and direction."""
     max_message_bytes: int
     on_close: Callable[[Connection, str], Awaitable[None]]
-    """Awaited by `close`: say goodbye, with the reason there is, and release the wire; safe to repeat."""
+    """Awaited by `close`: it sends goodbye with the reason and releases the wire; safe to repeat."""
     refused: Refused
-    """Where messages that cannot be taken are counted."""
+    """Counts the messages that were refused."""
 
     def __post_init__(self) -> None:
         self.closed_reason = ""
-        """Why it is over; empty while it is open."""
+        """Why the connection has ended; empty while it is open."""
         self.wire: Wire | None = None
-        """None while there is nobody to send to; the outbox then waits."""
+        """None while the other end cannot be reached; messages then wait in the outbox."""
         self._out = (OutLane(), OutLane())
         self._in = (InLane(self._pump_soon), InLane(self._pump_soon))
         self._outbox: list[Item] = []
@@ -198,7 +198,7 @@ class Connection:
             self._enqueue(message, lane, out)
 
     def try_send(self, message: Message, lane: Lane = Lane.DATA) -> bool:
-        """Queue `message` if the window has room and nobody waits for it; return whether it was. Raises as `send`."""
+        """Queue `message` if the window has room and no `send` waits; return whether it was queued. Raises as `send`."""
         self._raise_if_closed()
         out = self._out[lane]
         if len(out.unacked) >= self.window or out.turn.locked():
@@ -215,7 +215,7 @@ class Connection:
         return await self.receive_all(lane, 1)
 
     async def receive_all(self, lane: Lane = Lane.DATA, most: int = sys.maxsize) -> Delivery:
-        """Return every message of the lane that is there, one or more and at most so many, in order. Raises as `receive`."""
+        """Return all messages of the lane that are there, in order: at least one and at most `most`. Raises as `receive`."""
         while not (half := self._in[lane]).inbox:
             self._raise_if_closed()
             half.changed.clear()
@@ -228,7 +228,7 @@ class Connection:
         return len(self._out[lane].unacked)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything sent is acknowledged; False when `timeout_s` passed or the connection ended first."""
+        """Wait until everything sent is acknowledged; return False if `timeout_s` passed or the connection ended first."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (out := next((out for out in self._out if out.unacked), None)) and not self.closed_reason:
@@ -239,10 +239,10 @@ class Connection:
         return not any(out.unacked for out in self._out)
 
     async def close(self, reason: str = "") -> None:
-        """Say goodbye and release everything; what is unacknowledged is given up (call `flush` before). Safe to repeat.
+        """Say goodbye and release everything; unacknowledged messages are dropped (call `flush` before). Safe to repeat.
 
         Args:
-            reason: What the other end has as its `closed_reason`; empty: GOODBYE.
+            reason: The other end's `closed_reason`; empty: GOODBYE.
         """
         if not self.closed_reason:
             self.pump()
@@ -252,14 +252,14 @@ class Connection:
         await self.on_close(self, reason)
 
     def end(self, reason: str) -> None:
-        """Mark the connection as over and wake everyone who waits; what already arrived can still be received."""
+        """Mark the connection as ended and wake all waiting calls; messages that already arrived can still be received."""
         self.closed_reason = self.closed_reason or reason
         self.wire = None
         for half in (*self._out, *self._in):
             half.changed.set()
 
     def pump(self) -> None:
-        """Hand everything that waits to the wire; what a lost wire loses is sent again when the peer greets or is greeted."""
+        """Hand the whole outbox to the wire; parcels lost with a wire are sent again at the next hello or welcome."""
         self._is_scheduled = False
         while self.wire is not None and (self._outbox or self._in[0].acks or self._in[1].acks):
             num_items = num_bytes = 0
@@ -276,10 +276,10 @@ class Connection:
                 self.wire = None
 
     def deliver(self, parcel: Parcel) -> bool:
-        """Take in what arrived.
+        """Enter what arrived.
 
         Returns:
-            True when all is well; False when messages are missing in between, so that the wire must have them sent again.
+            True if nothing is missing; False if messages before these are missing, so that the wire must have them sent again.
         """
         for out, acks in zip(self._out, parcel.acks, strict=True):
             if acks:
@@ -315,7 +315,7 @@ class Connection:
         return True
 
     def resend_all(self) -> None:
-        """Queue every unacknowledged message again, in order; the other end knows the repeats by their numbers."""
+        """Queue every unacknowledged message again, in order; the other end recognises repeats by their numbers."""
         self._outbox = [
             Item(lane, seq, encode(message, sys.maxsize))
             for lane, out in zip(Lane, self._out, strict=True)
@@ -325,7 +325,7 @@ class Connection:
         self.pump()
 
     def start_over(self, peer: Hello) -> None:
-        """Face a peer that has no memory of us: number what is unacknowledged from 0, drop what the old one sent."""
+        """Start again with a restarted peer: number unacknowledged messages from 0, and drop what the old peer sent."""
         self.peer = peer
         stale, self._in = self._in, (InLane(self._pump_soon), InLane(self._pump_soon))
         for half in stale:
@@ -336,7 +336,7 @@ class Connection:
         self.resend_all()
 
     def _enqueue(self, message: Message, lane: Lane, out: OutLane) -> None:
-        """Encode, number and queue one message; nothing changes where it cannot be encoded."""
+        """Encode, number and queue one message; nothing changes if it cannot be encoded."""
         item = Item(lane, out.next_seq, encode(message, self.max_message_bytes))
         out.unacked[out.next_seq] = message
         out.next_seq += 1
@@ -361,7 +361,7 @@ class Listener(Protocol):
     """The controller's end: one address, many connections."""
 
     address: str
-    """What `connect` takes, ports resolved."""
+    """The address to give to `connect`, with resolved ports."""
     refused: Refused
 
     async def accept(self) -> Connection:

@@ -1,16 +1,16 @@
-"""The learner's end of weight sync: a snapshot while the learner waits, everything else on one thread of its own.
+"""The learner's end of weight sync: the learner waits for a snapshot only; everything else runs on the publisher's thread.
 
-`publish` copies the tensors into a slot and returns. The publisher's thread makes the fingerprints, has the medium make the
-version fetchable (whole, as a delta, or both: delta.py) and calls `on_available`.
+`publish` copies the tensors into a slot and returns. The publisher's thread computes the fingerprints, has the medium make the
+version available to fetch (complete, as a delta, or both: delta.py) and calls `on_available`.
 
 Invariants:
-- `publish` never waits for a subscriber or a disk; for a commit only where the one slot left to write to is being read.
-- A version that newer ones overtake before its commit begins is superseded: it is not announced, and the newest always is, but
-  for one whose snapshot broke off: `publish` raised that, and the version before may be superseded by it.
+- `publish` never waits for a subscriber or a disk. It waits for a commit only if the one slot left to write to is being read.
+- A version is superseded if a newer one is published before its commit begins; it is then not announced. The newest version is
+  always announced, unless its snapshot failed: `publish` raised that error, and the version before may have been superseded.
 - Announcements are made in the order of versions, on the publisher's thread.
-- A commit that failed is logged, and told to `on_failure`, or else raised by the next `publish` or `close`: no version goes
-  missing silently.
-- The newest version may be published again after its snapshot broke off or its commit failed.
+- A failed commit is logged, and either passed to `on_failure` or raised by the next `publish` or `close`: no version is lost
+  without a message.
+- The newest version may be published again after its snapshot or its commit failed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Slots:
-    """Which slot takes the next version, and which version is committed next: pure.
+    """Decides which slot takes the next version, and which version is committed next; pure.
 
-    Every version ends in exactly one of: committed (and later overwritten), superseded by a newer one before its commit began, or
-    failed. With one slot being committed there is always another to write to.
+    Every version ends in exactly one state: committed (and later overwritten), superseded by a newer one before its commit began,
+    or failed. While one slot is being committed, there is always another to write to.
 
     Example:
         >>> slots = Slots(2, keeps_slots=True)
@@ -62,15 +62,15 @@ class Slots:
         self.newest = -1
 
     def must_wait(self, busy: frozenset[int]) -> bool:
-        """Return whether to fill a slot now would take one that is being read, and would not after the commit under way."""
+        """Return whether every slot to fill now is being read, while the running commit will make another one free."""
         others = {index for index, phase in enumerate(self._phases) if phase != "committing"}
         return len(others) < len(self._phases) and others <= busy
 
     def fill(self, version: int, busy: frozenset[int]) -> int:
-        """Return the slot for `version`: free before superseded before committed; of the committed one nobody reads, the oldest.
+        """Return the slot for `version`: a free one, else a superseded one, else a committed one, preferably unread, the oldest.
 
         Raises:
-            BroadcastError: The version is not newer than the last.
+            BroadcastError: The version is not newer than the last one.
         """
         if version <= self.newest:
             back = "versions only grow; a learner that goes back to a checkpoint needs a new publisher"
@@ -82,11 +82,11 @@ class Slots:
         return chosen
 
     def filled(self, version: int) -> None:
-        """Note that the version is whole in its slot."""
+        """Note that the version is complete in its slot."""
         self._phases[self._versions.index(version)] = "staged"
 
     def next_commit(self) -> tuple[int, int] | None:
-        """Return slot and version to commit now, if there is one and no other commit is under way."""
+        """Return the slot and version to commit now, if there is one and no other commit is running."""
         staged = [(self._versions[index], index) for index, phase in enumerate(self._phases) if phase == "staged"]
         if not staged or "committing" in self._phases:
             return None
@@ -95,7 +95,7 @@ class Slots:
         return index, version
 
     def finish(self, version: int, *, is_committed: bool) -> None:
-        """Note that the version can be fetched, or that its filling or its commit failed: the newest may be filled again then."""
+        """Note that the version can be fetched, or that its snapshot or commit failed; the newest may then be filled again."""
         slot = self._versions.index(version)
         if is_committed and self._keeps_slots:
             self._phases[slot] = "committed"
@@ -117,11 +117,12 @@ class Publisher:
 
     Args:
         config: Medium and dtype.
-        run_folder: Of this run; names what is left behind by a killed learner, where files go, and the keys (RUN/keys), if any.
+        run_folder: The run's folder: the place of files and of the keys (RUN/keys), if any; leftovers of a killed learner are
+            found by its name.
         on_available: Called on the publisher's thread for each version that can be fetched.
         clock: For `published_s`.
-        on_failure: Called on that thread with why a version, or any from then on, cannot be fetched; None: the next `publish` or
-            `close` raises it.
+        on_failure: Called on that thread with the error if a version, or every later one, cannot be fetched; None: the next
+            `publish` or `close` raises it.
 
     Example:
         >>> publisher = Publisher(config.broadcast, run_folder, on_available, clock)  # doctest: +SKIP
@@ -140,11 +141,11 @@ class Publisher:
         self._slots = Slots(NUM_SLOTS, self._writer.keeps_slots)
         self._changed = threading.Condition()
         self._publications: dict[int, tuple[Probe | None, float]] = {}
-        """By slot: probe and milliseconds blocked, of the version in it."""
+        """By slot: probe and milliseconds blocked of the version in the slot."""
         self._failure = ""
-        """Of a commit; raised once, where nobody is told."""
+        """Error of a failed commit; raised once, if there is no `on_failure`."""
         self._broken = ""
-        """Why the thread is no more: raised from then on."""
+        """Why the thread has ended; raised from then on."""
         self._closing = False
         self._manifest: WeightsManifest | None = None
         self._ends: tuple[int, ...] = ()
@@ -156,15 +157,15 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="asyncrl-publisher", daemon=True)
 
     def publish(self, version: int, named_tensors: Mapping[str, torch.Tensor], probe: Probe | None = None) -> float:
-        """Take a snapshot of the weights and have it made fetchable; blocks for the snapshot alone.
+        """Take a snapshot of the weights and make it available to generators; blocks only for the snapshot.
 
         Args:
             version: Greater than any before.
             named_tensors: As in the model's state dict, on any device; the same names and shapes every time.
-            probe: What the learner computes under this version, for generators to compare with.
+            probe: Tokens and the learner's log-probabilities of them under this version, for generators to compare with.
 
         Returns:
-            Milliseconds the caller was blocked; on return it may change the tensors.
+            Milliseconds the caller was blocked; after the return it may change the tensors.
 
         Raises:
             BroadcastError: An earlier version could not be published, there is no room, or the tensors are not those of the run.
@@ -195,10 +196,10 @@ class Publisher:
         return blocked_ms
 
     def close(self) -> None:
-        """Finish what is published, then release everything. Safe to repeat.
+        """Finish publishing, then release everything. Safe to repeat.
 
         Raises:
-            BroadcastError: A version could not be published, or did not get done in a minute.
+            BroadcastError: A version could not be published, or publishing did not finish within a minute.
         """
         with self._changed:
             self._closing = True
@@ -212,7 +213,7 @@ class Publisher:
         self._raise_failure()
 
     def _open(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
-        """Lay the version out, make the slots and begin to commit."""
+        """Compute the layout of a version, make the slots and start the publisher's thread."""
         manifest = make_manifest(named_tensors, self._config.dtype, self._config.bucket_bytes)
         self._device, self._ends = next(iter(named_tensors.values())).device, bucket_ends(manifest)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
@@ -253,14 +254,14 @@ class Publisher:
                     self._on_failure(BroadcastError(failure))
         except BaseException as error:
             with self._changed:
-                self._broken = f"the publisher thread broke, nothing can be published any more: {error!r}"
+                self._broken = f"the publisher thread failed, nothing can be published any more: {error!r}"
                 self._changed.notify_all()
             if self._on_failure is not None:
                 self._on_failure(BroadcastError(self._broken))
             raise
 
     def _commit(self, slot: int, version: int, probe: Probe | None, blocked_ms: float) -> WeightsAvailable:
-        """Fingerprint the version and make it fetchable; return its announcement."""
+        """Compute the version's fingerprints and make it available to fetch; return its announcement."""
         assert self._manifest is not None
         flat, fingerprints = self._flats[slot], b""
         if self._config.medium.on_gpu:

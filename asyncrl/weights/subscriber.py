@@ -1,21 +1,21 @@
-"""A generator's end of weight sync: where a version arrives, and the check before anybody reads it.
+"""A generator's end of weight sync: it receives a version and verifies it before anything reads it.
 
 Owns the medium's reader, one staging buffer as large as a version, and one fetching thread.
 
 Invariants:
-- Tensors are handed out only once all bytes are here and have the announced fingerprints; until then whoever holds the old
-  version is not disturbed. Where the medium lends the learner's own slot, its lease proves the version (`MappedTensors.check`),
-  and fingerprints are compared only where the announcement has any.
-- The tensors are views of the staging buffer or of the learner's slot: valid until released, or until the next `fetch`, which
-  says that the engine is done with them.
-- The staging buffer is said to hold a version from when its fingerprints were compared until the first byte of another is
-  written.
-- With deltas the tensors always lie in the staging buffer: the next version is made from them, so nobody may write to them. A
-  delta is applied only if its own fingerprint is right, and only to the very bytes it was made from. Whatever goes wrong with
-  deltas is answered by fetching the whole at once, once.
-- Where the system has memory files (Linux), the buffer is one: another process of this user can map it by its path, nothing is in
-  any folder, and nothing is left when this process ends.
-- A fetch that failed is repeated by the caller, or not: there is one retry loop, the generator's.
+- Tensors are returned only after all bytes have arrived and match the announced fingerprints; until then users of the old version
+  are not disturbed. If the medium lends the learner's own slot, its lease proves the version (`MappedTensors.check`), and
+  fingerprints are compared only if the announcement has any.
+- The tensors are views of the staging buffer or of the learner's slot. They are valid until released, or until the next `fetch`:
+  that call means that the engine no longer uses them.
+- The staging buffer counts as holding a version from the moment its fingerprints were compared until the first byte of another
+  version is written.
+- With deltas the tensors are always in the staging buffer: the next version is made from them, so nothing else may write to them.
+  A delta is applied only if its own fingerprint is right, and only to exactly the bytes it was made from. After any error with
+  deltas the complete version is fetched, once.
+- On systems with memory files (Linux) the buffer is one: another process of the same user can map it by its path, it is in no
+  folder, and nothing is left when this process ends.
+- A failed fetch is not repeated here: the only retry loop is the generator's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Subscriber:
 
     Args:
         config: The medium; the same as the publisher's.
-        run_folder: Of this run; its keys (RUN/keys) are used, if it has any.
+        run_folder: The run's folder; its keys (RUN/keys) are used, if there are any.
 
     Example:
         >>> tensors = await subscriber.fetch(available)  # doctest: +SKIP
@@ -70,17 +70,17 @@ class Subscriber:
     async def fetch(self, available: WeightsAvailable) -> MappedTensors:
         """Fetch and verify this version; cancelling it stops the fetch, and the next one queues behind it.
 
-        Calling it says that the engine is done with the tensors handed out before.
+        Call it only when the engine no longer uses the tensors returned before.
 
         Returns:
-            Name to CPU tensor, views of where the bytes lie; tied tensors under one name.
+            CPU tensors by name, as views of the received bytes; tied tensors under one name.
 
         Raises:
-            VersionUnavailableError: The version is gone: only another announcement helps.
-            BroadcastError: It arrived damaged or could not be read, is of another medium, or its manifest contradicts itself.
+            VersionUnavailableError: The version is gone: wait for another announcement.
+            BroadcastError: It arrived damaged, could not be read, is from another medium, or its manifest contradicts itself.
         """
         if available.medium != self._medium:
-            raise BroadcastError(f"version {available.version} lies in {available.medium!r}, this run uses {self._medium!r}")
+            raise BroadcastError(f"version {available.version} is on {available.medium!r}; this run uses {self._medium!r}")
         check_manifest(available.manifest)
         if self._handed_out is not None:
             self._handed_out.release()
@@ -95,7 +95,7 @@ class Subscriber:
         return self._handed_out
 
     def close(self) -> None:
-        """Stop a fetch under way and release everything; tensors handed out can still be read, but are no longer spared."""
+        """Stop a running fetch and release everything; tensors returned before can still be read, but may be overwritten."""
         self._cancelled.set()
         self._executor.shutdown(wait=True)
         if self._handed_out is not None:
@@ -104,7 +104,7 @@ class Subscriber:
         self._reader.close()
 
     def _receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
-        """Return the bytes where they lie, if they are lent, or else in the staging buffer."""
+        """Return the tensors in the learner's slot, if the medium lends it, or else in the staging buffer."""
         if self._lender is None:
             return self._staging.receive(available, cancelled)
         lease = self._lender.lease(available)
@@ -120,30 +120,30 @@ class Subscriber:
 
 
 def _release_unused(received: Future[MappedTensors]) -> None:
-    """Let go of a version that arrived although nobody waits for it any more: a lease would be held for good."""
+    """Release a version whose fetch was cancelled meanwhile; otherwise its lease would be held for ever."""
     if not received.cancelled() and received.exception() is None:
         received.result().release()
 
 
 class Staging:
-    """One version's bytes in the memory of this process, fetched whole or brought there by deltas."""
+    """One version's bytes in this process's memory, fetched complete or updated by deltas."""
 
     def __init__(self, reader: MediumReader) -> None:
         self._reader = reader
         self._flat: torch.Tensor | None = None
         self._file = -1
         self._held: WeightsAvailable | None = None
-        """As it was announced; verified."""
+        """The announcement of the verified version in the buffer."""
 
     def receive(self, available: WeightsAvailable, cancelled: threading.Event) -> MappedTensors:
-        """Fetch what is missing of the version and verify it; blocking.
+        """Fetch the missing parts of the version and verify it; blocking.
 
         Args:
-            available: What was announced.
-            cancelled: Set, the fetch gives up.
+            available: The announcement.
+            cancelled: When set, the fetch stops.
 
         Returns:
-            Its tensors, valid until the next call; their `path`, where there is one, until the next call or `close`.
+            The version's tensors, valid until the next call; their `path`, if there is one, until the next call or `close`.
 
         Raises:
             VersionUnavailableError: The version is gone, or the fetch was cancelled.
@@ -165,18 +165,18 @@ class Staging:
         except BroadcastError as error:
             if plan.whole is not None or cancelled.is_set():
                 raise
-            _LOG.warning("version %d is fetched whole, its deltas were of no use: %s", available.version, error)
+            _LOG.warning("version %d is fetched complete, because its deltas failed: %s", available.version, error)
             self._carry_out(plan_whole(available), available, flat, cancelled)
         return MappedTensors(available.manifest, self._flat, f"/proc/{os.getpid()}/fd/{self._file}" if self._file >= 0 else "")
 
     def close(self) -> None:
-        """Let go of the memory; tensors in it stay valid. Safe to repeat."""
+        """Release the memory; tensors in it stay valid. Safe to repeat."""
         if self._file >= 0:
             os.close(self._file)
         self._flat, self._file, self._held = None, -1, None
 
     def _carry_out(self, plan: FetchPlan, available: WeightsAvailable, flat: memoryview, cancelled: threading.Event) -> None:
-        """Fetch, apply, compare."""
+        """Fetch the parts, apply deltas, and compare fingerprints."""
         manifest = available.manifest
         if plan.whole is not None:
             self._held = None

@@ -1,17 +1,17 @@
-"""From the bytes of a `StepBatch` to the tensors that model and loss read. A row is one micro-batch.
+"""Turns the bytes of a `StepBatch` into the tensors that model and loss read. A row is one micro-batch.
 
 A step's groups are divided evenly over its updates (minibatches), in the batch's order. A row whose samples belong to several
-updates becomes one micro-batch in each. So packing and ranks do not decide which update trains a sample. Every rank knows the
-whole batch and trains the rows with its number. A rank with fewer rows in an update runs fillers: forward and backward without
-effect, because ranks that share a model's weights must call it equally often.
+updates becomes one micro-batch in each of them, so packing and ranks do not decide which update trains a sample. Every rank has
+the whole batch and trains the rows with its number. A rank with fewer rows in an update runs fillers (forward and backward
+without effect), because ranks that share a model's weights must call the model equally often.
 
-A forward runs only what the loss needs: each sample up to the token before its last trained one. A prompt that several members
-of a group in one row begin with is run once, and so is what all prompts of a row begin with (a system prompt, worked examples);
-its hidden states are the same for all of them.
+A forward runs only what the loss needs: each sample up to the token before its last trained token. If several members of a group
+share a row, their prompt is run once; so is a beginning that all prompts of a row share (a system prompt, worked examples). The
+hidden states are the same for all of them.
 
-What rows compute token by token is collected in a table: one line a sample, one column a response token. What looks at the
-whole step (advantages, corrections) reads and makes such tables, and rows take their part again. Lines follow
-`StepBatch.samples`, so no packing and no number of ranks changes a table.
+Values that rows compute per token are collected in a table: one line per sample, one column per response token. Computations over
+the whole step (advantages, corrections) read and write such tables, and each row then takes its part. Lines follow
+`StepBatch.samples`, so neither packing nor the number of ranks changes a table.
 
 Invariants: one target for every position of the loss mask that is 1; a target's hidden state is that of the token before it in
 its own sample; every rank has equally many rows in each update. numpy only until the tensors are built, so `prepare` can run on
@@ -41,7 +41,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One micro-batch as tensors; what the model is given is int64 [N]."""
+    """One micro-batch as tensors; the model's inputs are int64 [N]."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -57,14 +57,14 @@ class Row:
     sequence_ids: torch.Tensor
     """int64 [M], which of the row's samples (0 to S - 1)."""
     sample_index: NDArray[np.int64]
-    """[S], position of each of them in `StepBatch.samples`."""
+    """[S], position of each of the row's samples in `StepBatch.samples`."""
     places: tuple[NDArray[np.int64], NDArray[np.int64]]
-    """[M] each, line and column of every target in a table: its sample's position in `StepBatch.samples`, and its own place in
+    """[M] each, line and column of every target in a table: its sample's position in `StepBatch.samples`, and its position in
     the response."""
     reference_logprobs: torch.Tensor | None = None
-    """float32 [M], where the batch brings them."""
+    """float32 [M]; None where the batch has none."""
     is_filler: bool = False
-    """Run but not trained: another rank has one row more."""
+    """Run but not trained, because another rank has more rows."""
 
     @property
     def num_sequences(self) -> int:
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Bool [M], which targets count: all, or none of a filler."""
+        """Bool [M], which targets count: all of them, or none in a filler."""
         return torch.full_like(self.target_ids, not self.is_filler, dtype=torch.bool)
 
     def part_of(self, table: NDArray[Scalar]) -> torch.Tensor:
@@ -96,16 +96,16 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A `StepBatch` ready to train by one rank. Rows without a trained token are left out."""
+    """A `StepBatch` prepared for one rank. Rows without a trained token are left out."""
 
     batch: StepBatch
     division: Division
     updates: tuple[tuple[Row, ...], ...]
     """This rank's rows of each update, fillers included; at most `minibatches` updates, none empty."""
     mask: NDArray[np.bool_]
-    """[S, T], every rank's targets."""
+    """[S, T], the trained tokens of all ranks."""
     update_of_sample: NDArray[np.int64]
-    """[S of the step], which update trains it; -1: none of its tokens is trained."""
+    """[S of the step], the update that trains each sample; -1: none of its tokens is trained."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -116,8 +116,8 @@ class PreparedBatch:
         """Return the table [S, T] of every rank's values of its rows, 0 at untrained tokens.
 
         Args:
-            values: [M] of each of this rank's rows, on any device.
-            ranks: All must call.
+            values: [M] for each of this rank's rows, on any device.
+            ranks: The learner's ranks; every rank must call this.
         """
         own = [(row, part) for row, part in zip(self.rows, values, strict=True) if not row.is_filler]
         places = [np.ravel_multi_index(row.places, self.mask.shape) for row, _ in own]
@@ -130,11 +130,11 @@ class PreparedBatch:
 
 
 def prepare(batch: StepBatch, division: Division = Division()) -> PreparedBatch:
-    """Decode a batch. CPU only, no model needed; safe on any thread.
+    """Decode a batch. Runs on the CPU, needs no model, and is safe on any thread.
 
     Args:
-        batch: As it came.
-        division: Into how many updates, and for which rank; as it is, one update and one rank.
+        batch: As received.
+        division: The number of updates, and the rank to prepare for; by default one update and one rank.
     """
     samples = batch.samples
     arrays = [_decode(row) for row in batch.rows]
@@ -158,7 +158,7 @@ def prepare(batch: StepBatch, division: Division = Division()) -> PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _RowArrays:
-    """A packed row's arrays, [L] each, views of its bytes."""
+    """A packed row's arrays, [L] each, as views of its bytes."""
 
     token_ids: NDArray[np.int32]
     mask: NDArray[np.uint8]
@@ -169,14 +169,14 @@ class _RowArrays:
 
 class _Member(NamedTuple):
     number: int
-    """In `StepBatch.samples`."""
+    """Position in `StepBatch.samples`."""
     sample: PackedSample
     trained: NDArray[np.int64]
-    """Places of its trained tokens, counted from its first prompt token; at least one."""
+    """Positions of its trained tokens, counted from its first prompt token; at least one."""
 
 
 _Pieces = dict[int, list[_Member]]
-"""What an update trains of each packed row, by the row's number."""
+"""What an update trains in each packed row, by the row's number."""
 
 
 def _decode(row: PackedRow) -> _RowArrays:
@@ -190,7 +190,7 @@ def _decode(row: PackedRow) -> _RowArrays:
 
 
 def _trained(arrays: _RowArrays, sample: PackedSample) -> NDArray[np.int64]:
-    """Return the places of a sample's trained tokens, counted from its first prompt token."""
+    """Return the positions of a sample's trained tokens, counted from its first prompt token."""
     end = sample.start + sample.prompt_tokens + sample.response_tokens
     assert end <= len(arrays.token_ids), f"{sample} ends after its row"
     trained = np.flatnonzero(arrays.mask[sample.start : end])
@@ -199,7 +199,7 @@ def _trained(arrays: _RowArrays, sample: PackedSample) -> NDArray[np.int64]:
 
 
 def _own_rows(batch: StepBatch, arrays: list[_RowArrays], pieces: _Pieces, division: Division) -> tuple[Row, ...]:
-    """Return the micro-batches of one rank in one update, with fillers up to the count of the rank that has most."""
+    """Return the micro-batches of one rank in one update, with fillers up to the largest count of any rank."""
     of_rank: list[list[int]] = [[] for _ in range(division.num_ranks)]
     for row in pieces:
         of_rank[batch.rows[row].rank % division.num_ranks].append(row)
@@ -213,7 +213,7 @@ def _own_rows(batch: StepBatch, arrays: list[_RowArrays], pieces: _Pieces, divis
 
 
 def _build(arrays: _RowArrays, members: list[_Member]) -> Row:
-    """Lay out samples that each have a trained token; a prompt that several of a group share lies there once."""
+    """Lay out samples that each have a trained token; a prompt that several members of a group share is included once."""
     lengths = [int(member.trained[-1]) for member in members]
     keys = [
         (sample.group_id, arrays.token_ids[sample.start : sample.start + min(sample.prompt_tokens, length)].tobytes())

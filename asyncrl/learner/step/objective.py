@@ -1,16 +1,17 @@
-"""What a step minimises: the policy loss, and the value loss beside it; or a loss on pairs of samples of one row.
+"""What a step minimises: the policy loss and the value loss, or a preference loss on pairs of samples in one row.
 
-Of reinforcement learning, first everything over the whole step: advantages over the samples of all ranks, returns, and those
-corrections that must see every token of an update, as tables (step/microbatch.py). `PolicyObjective.train_row` then takes one
-row: forward, loss, backward. The maths is that of asyncrl/algorithms; here is which numbers go in and where they come out.
+For reinforcement learning, values over the whole step come first: advantages over the samples of all ranks, returns, and the
+corrections that must see every token of an update, as tables (step/microbatch.py). `PolicyObjective.train_row` then processes one
+row: forward, loss, backward. The maths is in asyncrl/algorithms; this file decides which numbers go into it and where results go.
 
 Corrections that see a whole update are computed once, from the policy before the step's first update: ratios of proximal and
-behaviour do not change with the updates, and m2po_clip is defined on the ratios as they are then. What reads the current policy
-and needs no more than its row (opsm) is left to the row, unless `denominator = "kept"` must count it beforehand.
+behaviour do not change with the updates, and m2po_clip is defined on the ratios at that time. A correction that reads the current
+policy and needs only its row (opsm) is computed with the row, unless `denominator = "kept"` must count it beforehand.
 
-While the critic is trained alone the policy has no gradient, so its optimizer has nothing to do.
+While the critic is trained alone, the policy has no gradient, so its optimizer has nothing to do.
 
-Of preferences, a pair with a side that has no trained token (its tokens are too old, for example) is left out and not counted.
+For preferences, a pair is left out and not counted if one of its sides has no trained token (for example, because its tokens are
+too old).
 
 Legend: S samples of the step, T the most response tokens of one of them, N trained tokens of an update, M targets of a row.
 """
@@ -51,16 +52,16 @@ from asyncrl.schema.samples import logprobs_from_bytes
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one call of the optimizer is about."""
+    """The rows and denominators of one call of the optimizer."""
 
     first_row: int
-    """Place of its first row among this rank's rows of the step."""
+    """Position of its first row among this rank's rows of the step."""
     trained: Denominators
-    """What the value loss divides by, over all ranks: it is taken at every trained token, also where corrections drop it."""
+    """Denominators of the value loss, over all ranks. They count every trained token, also those that corrections drop."""
     denominators: Denominators
-    """The same of the policy loss; of kept tokens where `algorithm.denominator` is `kept`."""
+    """Denominators of the policy loss; they count only kept tokens where `algorithm.denominator` is `kept`."""
     corrections: CorrectionOutputs | None = None
-    """[S, T], where they had to be computed for the whole update."""
+    """[S, T]; None unless they must be computed for the whole update."""
 
 
 class PolicyObjective:
@@ -74,17 +75,17 @@ class PolicyObjective:
         loss: Loss | None = None,
         given: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """Work out what every row is trained towards.
+        """Compute the advantages, returns and corrections that every row is trained with.
 
         Args:
-            state: What is trained.
-            plan: Of the step.
-            passes: That were made.
-            loss: In place of the algorithm's.
-            given: Advantages by group id and member index, in place of the algorithm's.
+            state: The policy to train, and what belongs to it.
+            plan: The step's plan.
+            passes: Results of the step's forward-only passes.
+            loss: Replaces the algorithm's loss.
+            given: Advantages by group id and member index, which replace the algorithm's.
 
         Raises:
-            LearnerError: The advantage gives no returns and there is a critic to train.
+            LearnerError: There is a critic to train, but the advantage gives no returns.
         """
         self._state, self._plan, self._passes = state, plan, passes
         inputs, self._figures = advantage_inputs(plan, passes, state.ranks)
@@ -98,7 +99,7 @@ class PolicyObjective:
         if inputs.values is not None:
             if outputs.returns is None:
                 raise LearnerError(
-                    f"algorithm.advantage = {plan.algorithm.advantage!r} gives no returns to train the critic towards"
+                    f"algorithm.advantage = {plan.algorithm.advantage!r} gives no returns to train the critic towards; use 'gae'"
                 )
             values, returns = inputs.values[inputs.mask], outputs.returns[inputs.mask]
             self._figures["value/explained_var"] = explained_variance(values, returns)
@@ -107,7 +108,7 @@ class PolicyObjective:
         corrections, keeps_tokens = plan.algorithm.corrections, plan.kept_samples > 0
         self.tokens = StepTokens(len(plan.rows), state.ranks, corrections=corrections, keeps_tokens=keeps_tokens)
         self._values_clipped: list[torch.Tensor] = []
-        """[2] a row: value targets that the clip holds, and all."""
+        """[2] per row: number of value targets where the clip is active, and of all value targets."""
 
     @property
     def advantages(self) -> FloatArray:
@@ -120,15 +121,15 @@ class PolicyObjective:
         """Add the gradients of one row.
 
         Args:
-            number: Of the update within a pass over the batch.
-            place: Of the row within the update.
+            number: The update's number within a pass over the batch.
+            place: The row's position within the update.
             is_first_update: Whether the weights are still those from before the step.
 
         Returns:
             This rank's shares of policy and value loss, float64 [2].
 
         Raises:
-            LearnerError: The KL coefficient is to follow an estimate that the loss does not give.
+            LearnerError: The KL coefficient is adaptive (`algorithm.kl.target`), but the loss returns no estimate of the KL.
         """
         state, plan, update, critic = self._state, self._plan, self._updates[number], self._state.critic
         place += update.first_row
@@ -162,7 +163,7 @@ class PolicyObjective:
         return torch.stack([nothing if part is None else part.detach().double() for part in (loss, value)])
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of tokens, critic and penalties; every rank calls."""
+        """Return the metrics of tokens, critic and penalties; every rank must call this."""
         figures = self._figures | self.tokens.metrics()
         if self._values_clipped:
             num_clipped, num_tokens = self._state.ranks.sum(torch.stack(self._values_clipped).sum(dim=0)).tolist()
@@ -170,7 +171,7 @@ class PolicyObjective:
         return figures
 
     def _policy_loss(self, row: Row, place: int, update: Update, outputs: RowOutputs) -> tuple[LossInputs, LossOutputs]:
-        """Return the loss of a row under the current policy, and what it was made from."""
+        """Return the loss of a row under the current policy, and the inputs that it was computed from."""
         plan, passes, logprobs = self._plan, self._passes, outputs.logprobs
         behaviour = row.behaviour_logprobs.to(logprobs)
         before = passes.proximal[place] if passes.proximal else None
@@ -221,9 +222,9 @@ class PolicyObjective:
 def proximal_of(
     plan: StepPlan, current: torch.Tensor, behaviour: torch.Tensor, versions: torch.Tensor, before: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the proximal policy's log-probabilities [M], as the config says; with a single update they are the current ones.
+    """Return the proximal policy's log-probabilities [M], as configured; with a single update they are the current policy's.
 
-    `before` is the learner before the step, where a pass was made.
+    `before` holds the learner's log-probabilities before the step, if a pass computed them.
     """
     if plan.algorithm.proximal == "behaviour":
         return behaviour
@@ -233,7 +234,7 @@ def proximal_of(
 
 
 def advantage_inputs(plan: StepPlan, passes: Passes, ranks: Ranks) -> tuple[AdvantageInputs, dict[str, float]]:
-    """Return what the advantage is made from, and the mean KL penalty where token rewards have one; every rank calls."""
+    """Return the advantage's inputs, and the mean KL penalty if token rewards have one; every rank must call this."""
     prepared, samples = plan.prepared, plan.batch.samples
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     group_ids = np.array([sample.group_id for sample in samples], dtype=np.int64)
@@ -266,13 +267,13 @@ def advantage_inputs(plan: StepPlan, passes: Passes, ranks: Ranks) -> tuple[Adva
 
 
 def plan_updates(plan: StepPlan, passes: Passes, advantages: FloatArray, ranks: Ranks) -> list[Update]:
-    """Return the updates of one pass over the batch, with the corrections that must see all of an update; every rank calls.
+    """Return the updates of one pass over the batch, with corrections that need a whole update; every rank must call this.
 
     Args:
-        plan: Of the step.
-        passes: With the learner's log-probabilities before it, where there are such corrections.
+        plan: The step's plan.
+        passes: The passes; with the learner's log-probabilities before the step, if there are such corrections.
         advantages: [S, T].
-        ranks: Of the learner.
+        ranks: The learner's ranks.
     """
     prepared, algorithm, updates = plan.prepared, plan.algorithm, []
     first_rows = itertools.accumulate(map(len, prepared.updates), initial=0)
@@ -316,13 +317,13 @@ class PreferenceObjective:
         """Find the pairs of every update.
 
         Raises:
-            LearnerError: There is none.
+            LearnerError: There is no pair to train.
         """
         assert passes.reference, "a plan of preferences needs the reference"
         self._state, self._plan = state, plan
         self._knows_sampler = any(logprobs_from_bytes(row.behaviour_logprobs).any() for row in plan.batch.rows)
         self._sums: list[dict[str, torch.Tensor]] = []
-        """Of figures over the pairs of each row that was trained."""
+        """Sums over the pairs of each trained row, by metric."""
         self.tokens = StepTokens(len(plan.rows), state.ranks, keeps_tokens=plan.kept_samples > 0)
         references = iter(passes.reference)
         self._updates = [[(row, next(references)) for row in rows] for rows in plan.prepared.updates]
@@ -332,8 +333,8 @@ class PreferenceObjective:
         self._num_pairs = [len(np.unique(pairs[pairs >= 0])) for pairs in pairs_U]
         if not any(self._num_pairs):
             raise LearnerError(
-                f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is of a "
-                "pair whose other side is trained too"
+                f"step {plan.batch.step} has no preference pair to train: none of its {len(plan.batch.samples)} samples is in a "
+                "pair of which both sides are trained"
             )
 
     def train_row(self, number: int, place: int, *, is_first_update: bool) -> torch.Tensor:
@@ -371,9 +372,9 @@ class PreferenceObjective:
         return torch.stack([loss.detach().double(), torch.zeros_like(loss, dtype=torch.float64)])
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of tokens and pairs; every rank calls.
+        """Return the metrics of tokens and pairs; every rank must call this.
 
-        Figures of the policy that sampled are left out where none of its log-probabilities is known (0 throughout: data from a
+        Metrics of the behaviour policy are left out where its log-probabilities are unknown (all of them 0, as for data from a
         file).
         """
         figures = self.tokens.metrics()
@@ -386,7 +387,7 @@ class PreferenceObjective:
 
 
 def whole_pairs(prepared: PreparedBatch) -> NDArray[np.int64]:
-    """Return [S of the step], the pair of each sample; -1 where it has none, or one side of it has no trained token."""
+    """Return [S of the step], the pair of each sample; -1 if there is no pair, or one side of the pair has no trained token."""
     sides: dict[int, list[int]] = {}
     for index, sample in enumerate(prepared.batch.samples):
         if sample.pair >= 0 and prepared.update_of_sample[index] >= 0:

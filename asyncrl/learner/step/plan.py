@@ -1,8 +1,8 @@
-"""What one step does: by which algorithm, on which rows; and the forward-only passes that must come before its first update.
+"""Plans one step (which algorithm, which rows) and runs the forward-only passes that must come before its first update.
 
-A value head and the proximal log-probabilities share one forward of the policy.
+The value head and the proximal log-probabilities share one forward of the policy.
 
-Invariant: a plan follows from batch, config and memory alone, so every rank makes the same one.
+Invariant: a plan depends only on batch, config and memory, so every rank makes the same plan.
 
 Legend: M targets of a row.
 """
@@ -30,7 +30,7 @@ from asyncrl.schema.samples import StepBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step."""
+    """The algorithm, rows and settings of one step."""
 
     prepared: PreparedBatch
     """On the model's device."""
@@ -38,11 +38,11 @@ class StepPlan:
     rows: tuple[Row, ...]
     """This rank's rows, update by update, fillers included."""
     algorithm: AlgorithmConfig
-    """In force: what `auto` picked, where it picks."""
+    """The algorithm in use; with `kind = "auto"`, the one that it chose for this step."""
     learner: LearnerConfig
     choice: Choice | None
     kl_coefficient: float
-    """In force; 0 where there is no penalty."""
+    """The coefficient in use; 0 if there is no KL penalty."""
     loss_config: LossConfig
     num_updates: int
     """How often the optimizer is called."""
@@ -53,25 +53,25 @@ class StepPlan:
     plans_corrections: bool
     """Whether corrections are computed for a whole update before its first row."""
     planned_corrections: tuple[CorrectionConfig, ...]
-    """Those of them."""
+    """The corrections that are computed for a whole update."""
     corrections_of_rows: tuple[CorrectionConfig, ...]
-    """The others: beside planned ones, each row still asks these of the current policy."""
+    """The other corrections, which each row computes from the current policy."""
     wants_log_ratios: bool
     """Whether the advantage reads proximal / behaviour."""
     needs_proximal: bool
-    """Whether the policy runs over the rows before the first update. Otherwise its first forward gives the same values."""
+    """Whether the policy runs over the rows before the first update. If not, its first forward gives the same values."""
     needs_reference: bool
     kept_samples: int
-    """So many samples are kept token by token; 0: none."""
+    """How many samples are recorded token by token (`observe.samples`); 0: none."""
 
 
 def make_plan(prepared: PreparedBatch, config: RunConfig, memory: StepMemory) -> StepPlan:
     """Return the plan of a step.
 
     Args:
-        prepared: On the model's device.
+        prepared: The batch, on the model's device.
         config: `algorithm`, `learner` and `observe` are read.
-        memory: Of the steps before.
+        memory: What is remembered from the steps before.
     """
     algorithm, learner, batch, choice = config.algorithm, config.learner, prepared.batch, None
     if algorithm.kind == "auto":
@@ -118,12 +118,12 @@ RowValues = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Passes:
-    """What the passes found; empty where nothing needs it."""
+    """Results of the forward-only passes; empty where nothing needs them."""
 
     proximal: RowValues = field(default_factory=list)
-    """The learner before the step."""
+    """Log-probabilities of the learner before the step."""
     values: RowValues = field(default_factory=list)
-    """The critic before the step."""
+    """Values of the critic before the step."""
     reference: RowValues = field(default_factory=list)
     timings_s: dict[str, float] = field(default_factory=dict)
     """By metric name."""
@@ -131,10 +131,10 @@ class Passes:
 
 @torch.no_grad()
 def run_passes(state: TrainState, plan: StepPlan) -> Passes:
-    """Run what the plan needs.
+    """Run the forward-only passes that the plan needs.
 
     Raises:
-        LearnerError: The plan needs something that neither the state nor the batch has.
+        LearnerError: The plan needs reference log-probabilities, and neither the state nor the batch has them.
     """
     passes, critic = Passes(), state.critic
     is_head = critic is not None and critic.body is None
@@ -145,8 +145,8 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
             passes.reference = [row.reference_logprobs for row in plan.rows if row.reference_logprobs is not None]
         elif state.reference is None:
             raise LearnerError(
-                f"step {plan.batch.step} needs log-probabilities of the reference: neither does the batch bring them "
-                "(algorithm.reference.where = 'worker') nor has the learner a reference (TrainState.reference)"
+                f"step {plan.batch.step} needs log-probabilities of the reference: give the learner a reference "
+                "(TrainState.reference), or set algorithm.reference.where = 'worker', so that batches bring them"
             )
         else:
             state.bring("inference")
@@ -173,7 +173,7 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
 
 
 def run_policy(state: TrainState, plan: StepPlan, row: Row, *, entropy_gradient: bool = False) -> RowOutputs:
-    """Run the policy over a row, as the plan's settings say; see `run_row`."""
+    """Run the policy over a row with the plan's settings; see `run_row`."""
     return run_row(
         state.model,
         row,

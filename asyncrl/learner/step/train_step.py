@@ -1,15 +1,15 @@
-"""One optimizer step: exactly this batch trains version k and makes version k + 1.
+"""One optimizer step: trains version k on exactly one batch, which gives version k + 1.
 
-1. Forward-only passes under the weights as they are, where something needs them: proximal and reference log-probabilities,
-   values. A step with one update and neither reference nor critic makes none.
+1. Forward-only passes with the weights before the step, if needed: proximal and reference log-probabilities, values. A step with
+   one update and neither reference nor critic makes none.
 2. Advantages, and corrections that see a whole update, over the samples of all ranks (step/objective.py).
-3. For each update: its rows one after the other (a row is a micro-batch), clip, optimizer.
+3. For each update: its rows one after the other (a row is a micro-batch), then gradient clipping, then the optimizer.
 
-Losses are numerators of this rank over denominators of all ranks, and FSDP sums gradients over ranks (ranks/fsdp.py). So how
-samples share rows and ranks changes nothing, and every rank sees the same loss and norm and decides alike.
+Each rank divides its sums by denominators over all ranks, and FSDP sums gradients over ranks (ranks/fsdp.py). So the division of
+samples into rows and ranks changes nothing, and every rank sees the same loss and norm and makes the same decisions.
 
 Invariants: the same weights, memory and batch give the same bits on a CPU; weights change only if loss and gradients are finite;
-what has no gradient in a step has no optimizer step either.
+a parameter without a gradient in a step has no optimizer step either.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step was like."""
+    """The result of one step."""
 
     version: int
-    """The version that exists now."""
+    """The new version."""
     num_tokens: int
-    """Trained tokens, of all ranks."""
+    """Trained tokens of all ranks."""
     metrics: dict[str, float]
     timings_s: dict[str, float] = field(default_factory=dict, compare=False)
     """By metric name."""
     recipe_reason: str = ""
-    """Why `kind = "auto"` changed its recipe; empty where it did not."""
+    """Why `kind = "auto"` changed its recipe; empty if it did not."""
     tokens: list[TokenRow] = field(default_factory=list, compare=False)
-    """What the learner saw of the samples that are kept (`observe.samples`), without texts."""
+    """The learner's figures for each token of the samples that are recorded (`observe.samples`), without texts."""
 
 
 def train_step(
@@ -70,8 +70,8 @@ def train_step(
 
     Args:
         state: The policy at version `step` and what belongs to it; changed in place. The model is switched to packed attention
-            if it has another.
-        batch: As it came, or decoded already (`prepare` with `division_of(state, config)`).
+            if it uses another kind.
+        batch: As received, or already decoded (`prepare` with `division_of(state, config)`).
         config: `algorithm`, `learner` and `observe` are read.
         failed_folder: Where the batch is saved if loss or gradient is not finite; None: nowhere.
 
@@ -91,15 +91,15 @@ def train_step(
 
 
 class OpenStep:
-    """A step that is under way: its passes are made, its updates follow one by one, each `backward`, then `update`.
+    """A step in progress: its passes are done; each of its updates is a `backward`, then an `update`.
 
     Args:
         state: As in `train_step`.
-        batch: The same.
-        config: The same.
-        failed_folder: The same.
-        loss: In place of the config's.
-        advantages: By group id and member index, in place of the config's.
+        batch: As in `train_step`.
+        config: As in `train_step`.
+        failed_folder: As in `train_step`.
+        loss: Replaces the config's loss.
+        advantages: By group id and member index; they replace those of the config's advantage.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class OpenStep:
         loss: Loss | None = None,
         advantages: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """Make the forward-only passes.
+        """Run the forward-only passes.
 
         Raises:
-            LearnerError: As `train_step`; or a loss or advantages are given where pairs are trained.
+            LearnerError: As in `train_step`; or a loss or advantages are given although preference pairs are trained.
         """
         self._state, self._failed_folder = state, failed_folder
         division = division_of(state, config)
@@ -132,7 +132,7 @@ class OpenStep:
         self.plan = make_plan(replace(prepared, updates=updates), config, state.memory)
         self._updates: list[dict[str, float]] = []
         self._shares = torch.zeros(2, dtype=torch.float64)
-        """Of this rank: policy and value loss of the newest `backward`."""
+        """This rank's shares of policy and value loss in the last `backward`."""
         self._update_s = 0.0
         with self._out_of_memory_is_said():
             self._passes = run_passes(state, self.plan)
@@ -145,7 +145,7 @@ class OpenStep:
                 self._objective = PreferenceObjective(state, self.plan, self._passes)
 
     def backward(self, number: int) -> None:
-        """Add up the gradients of an update."""
+        """Accumulate the gradients of an update."""
         started_s = time.perf_counter()
         offload, places = self._state.offload, range(len(self.plan.prepared.updates[number]))
         with self._out_of_memory_is_said(), contextlib.nullcontext() if offload is None else offload.watch():
@@ -155,16 +155,17 @@ class OpenStep:
 
     @property
     def loss(self) -> float:
-        """Return the policy loss of the newest `backward`, over all ranks."""
+        """Return the policy loss of the last `backward`, over all ranks."""
         return float(self._state.ranks.sum(self._shares.clone())[0])
 
     def update(self) -> None:
-        """Change the weights by the gradients of `backward`: all of them, or nothing where a loss or gradient is not finite.
+        """Apply the gradients of `backward` to the weights: to all of them, or to none if a loss or gradient is not finite.
 
-        Where float16 gradients overflowed no weights change, the loss scale is halved and the learning rate told is 0.
+        If float16 gradients overflowed, no weights change, the loss scale is halved and the reported learning rate is 0.
 
         Raises:
-            LearnerError: It is not finite; gradients are dropped and the batch is saved. Or the device is out of memory.
+            LearnerError: A loss or gradient is not finite: gradients are dropped and the batch is saved. Or the device is out of
+                memory.
         """
         started_s, state, plan = time.perf_counter(), self._state, self.plan
         with self._out_of_memory_is_said():
@@ -202,9 +203,9 @@ class OpenStep:
         self._update_s += time.perf_counter() - started_s
 
     def gradient(self) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the policy's gradient of all updates added up, unclipped (float64, [trained parameters]), and its figures.
+        """Return the policy's gradient summed over all updates, unclipped (float64, [trained parameters]), and its metrics.
 
-        Nothing is trained, and the gradients are forgotten.
+        Nothing is trained, and the gradients are discarded afterwards.
         """
         for number in range(len(self.plan.prepared.updates)):
             self.backward(number)
@@ -213,13 +214,13 @@ class OpenStep:
         return gradient, self._objective.metrics()
 
     def abandon(self) -> None:
-        """Forget the gradients that `backward` has added up."""
+        """Discard the gradients that `backward` has accumulated."""
         for own in (self._state.optimizer, self._state.critic_optimizer):
             if own is not None:
                 own.zero_grad()
 
     def result(self) -> StepResult:
-        """Return what the step was like, once all its updates are made; what is remembered for the next step is set."""
+        """Return the step's result, once all its updates are done, and set what is remembered for the next step."""
         state, plan, updates, reason = self._state, self.plan, self._updates, ""
         advantages = self._objective.advantages if isinstance(self._objective, PolicyObjective) else None
         metrics = batch_metrics(plan.batch, advantages) | self._objective.metrics() | {"policy/updates": float(len(updates))}
@@ -260,5 +261,5 @@ class OpenStep:
 
 
 def division_of(state: TrainState, config: RunConfig) -> Division:
-    """Return how a batch is to be prepared for this state."""
+    """Return how a batch must be divided for this state."""
     return Division(config.learner.minibatches, state.ranks.rank, state.ranks.size)

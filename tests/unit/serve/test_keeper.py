@@ -157,7 +157,10 @@ async def test_a_controller_that_comes_into_sight_as_the_next_is_started_is_adop
 async def test_a_run_whose_generators_are_changed_while_it_is_live_takes_what_it_then_has(records, controller):
     config = resolve_config("quickstart", {"generate.num_workers": 7})
     (controller.folder / "config.toml").write_text(dump_config(config))
-    write_rows(controller.folder / EVENTS_FILE, RunEvent(seq=1, time_s=0.0, kind="change", text="from step 1 on: ..."))
+    write_rows(
+        controller.folder / EVENTS_FILE,
+        RunEvent(seq=1, time_s=0.0, kind="change", text="from step 1 on: generate.num_workers from 1 to 7"),
+    )
     async with kept(records, VirtualClock()) as keeper:
         await until(lambda: records.runs["r"].demand == demand_of(config, keeper.machine))
     assert records.runs["r"].demand.memory_bytes > demand_of(resolve_config("quickstart"), keeper.machine).memory_bytes

@@ -60,9 +60,10 @@ def test_what_a_killed_process_of_this_machine_left_there_goes(tmp_path: Path) -
     gone = subprocess.Popen(["true"])
     gone.wait()
     host = platform.node()
-    names = [f"{host}-{gone.pid}-a", f"{host}-{gone.pid}-b", f"{host}-{os.getpid()}-c", f"another-{host}-{gone.pid}-d"]
+    names = [f"{host}-{gone.pid}-a", f"{host}-{gone.pid}-b", f"{host}-{os.getppid()}-c", f"another-{host}-{gone.pid}-d"]
     left, locked, *others = (tmp_path / f"asyncrl-weights-{name}" for name in names)
-    for path in (left, locked, *others):
+    of_our_number = tmp_path / f"asyncrl-weights-{host}-{os.getpid()}-e"  # of an earlier life of this container
+    for path in (left, of_our_number, locked, *others):
         path.touch()
     with locked.open() as file:  # of a container, which has process ids of its own
         fcntl.flock(file, fcntl.LOCK_EX)

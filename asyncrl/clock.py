@@ -1,7 +1,7 @@
-"""Time as a value that is handed in, so that every decision can be replayed and simulated.
+"""Time as a value that is passed in, so that every decision can be replayed and simulated.
 
 Invariant: `now()` never goes backwards within one process. Production code takes a `Clock`; pure state machines take `now`.
-`SystemClock` is anchored to the wall clock once, so that spans of different processes of one machine can be laid side by side.
+`SystemClock` is anchored to the wall clock once, so that spans of different processes on one machine can be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, and a way to wait for some."""
+    """A clock in seconds, with a way to sleep."""
 
     def now(self) -> float:
         """Return seconds since the Unix epoch, monotone within the process."""
@@ -27,7 +27,7 @@ class SystemClock:
     """The machine's time: monotonic since its boot, anchored to the wall clock once.
 
     Args:
-        anchor_s: Of another clock of this machine; None: what the wall clock says now is kept to.
+        anchor_s: The anchor of another clock on this machine; None: anchored to the wall clock now.
     """
 
     def __init__(self, anchor_s: float | None = None) -> None:

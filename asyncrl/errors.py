@@ -1,7 +1,7 @@
-"""Every error a user of asyncrl can meet, classified once, at the boundary where it happens.
+"""Every error that a user of asyncrl can see, classified once, at the boundary where it happens.
 
-Wrong input is `ConfigError`. A broken invariant inside asyncrl is an `AssertionError` (a bug, never caught). Everything the
-outside world does to us is one of the other classes. A message says what happened, the numbers, what is allowed, what to do.
+Wrong input is `ConfigError`. A broken invariant inside asyncrl is an `AssertionError` (a bug, never caught). Errors from the
+outside world use the other classes. A message says what happened, the numbers, what is allowed, and what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 MOST_TRACE_CHARS = 4000
-"""Of a traceback that travels; its end is kept."""
+"""Maximum length of a traceback in a message; its end is kept."""
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
@@ -20,7 +20,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """The user asked for something that cannot be: the message names the field, the value, what is allowed."""
+    """The user asked for something that is not possible: the message names the field, the value and what is allowed."""
 
 
 class GenerationError(AsyncRLError):
@@ -28,11 +28,11 @@ class GenerationError(AsyncRLError):
 
 
 class EngineDied(GenerationError):  # noqa: N818 - like ConnectionClosed
-    """An engine can serve nothing any more: its process ends with it; what it had in flight is handed out again, not failed."""
+    """An engine cannot work any more: its process ends too; its requests in flight do not fail but are handed out again."""
 
 
 class RewardError(AsyncRLError):
-    """A reward could not be computed; the sample is failed with this reason and the run goes on."""
+    """A reward could not be computed; the sample fails with this reason and the run continues."""
 
 
 class TransportError(AsyncRLError):
@@ -40,7 +40,7 @@ class TransportError(AsyncRLError):
 
 
 class ConnectionClosed(TransportError):  # noqa: N818 - an ending, and often no error
-    """The other end of a connection is gone; whatever it had not acknowledged is the caller's to hand out again."""
+    """The other end of a connection is gone; the caller must hand out again what was not acknowledged."""
 
 
 class CodecError(TransportError):
@@ -52,11 +52,11 @@ class BroadcastError(AsyncRLError):
 
 
 class ResidencyError(AsyncRLError):
-    """A component could not be brought where a phase needs it: no room on the device, in host memory or on disk."""
+    """A component could not be moved to where a phase needs it: no room on the device, in host memory or on disk."""
 
 
 class LearnerError(AsyncRLError):
-    """A step could not be taken (non-finite loss, say); the batch is saved where the message says."""
+    """A step could not be trained (for example, a non-finite loss); the message names the file of the saved batch."""
 
 
 class LedgerError(AsyncRLError):
@@ -68,7 +68,7 @@ class LaunchError(AsyncRLError):
 
 
 class AlreadyRunsError(LaunchError):
-    """The run that is to be started has a controller that lives, or another process is starting it."""
+    """The run to be started has a live controller already, or another process is starting it."""
 
 
 class RunError(AsyncRLError):
@@ -76,28 +76,28 @@ class RunError(AsyncRLError):
 
 
 class RunLostError(RunError):
-    """The run does not answer any more: its controller is gone, or not to be reached."""
+    """The run does not answer any more: its controller is gone, or cannot be reached."""
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors inside nested task groups' exceptions, in order; of any other error itself."""
+    """Return the errors inside nested exception groups, in order; for any other error, the error itself."""
     return [each for inner in error.exceptions for each in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
 
 
 def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """Return the first exception in a task group's that is not a connection's end, or None."""
+    """Return the first exception in an exception group that is not a ConnectionClosed, or None."""
     return next((each for each in leaves(group) if not isinstance(each, ConnectionClosed)), None)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's text, or its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the type and place of an error, `TypeError at rewards.py:12`: what failures are counted by.
+    """Return the type and place of an error, `TypeError at rewards.py:12`, by which failures are counted.
 
-    The place is the innermost line that is in no installed package and not in the standard library, else the innermost of all.
+    The place is the innermost line outside installed packages and the standard library, or else the innermost line of all.
     """
     frames = traceback.extract_tb(error.__traceback__)
     elsewhere = (_STANDARD_LIBRARY, "<")
@@ -108,7 +108,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def shown(text: str, most: int = MOST_TRACE_CHARS) -> str:
-    """Return what a process or a model said as it can be put on a terminal: its end, without control characters."""
+    """Return the end of a process's or model's output, without control characters, to be shown on a terminal."""
     return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in text[-most:])
 
 

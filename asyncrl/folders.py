@@ -1,10 +1,10 @@
-"""Temporary folders that go with the process that made them; locks of folders; files that are written whole.
+"""Temporary folders that end with their process; locks of folders; files that are written completely or not at all.
 
-A temporary folder is removed by the process that made it, or, where that was killed, when the next one starts. It is locked until
-then. The lock goes with the process, however it ends, and so tells a folder in use from one that was left. Where a file system
-has no locks, what was left stays.
+A temporary folder is removed by the process that made it, or, if that was killed, when the next such process starts. It is locked
+until then. The lock ends with the process, however it ends, so it distinguishes a folder in use from a leftover. On a file system
+without locks, leftovers stay.
 
-Invariant: a folder whose owner lives is removed by nobody else.
+Invariant: a folder whose owner is alive is removed by no other process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class OwnedFolder:
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Make it, after removing what others left.
+        """Make the folder, after removing leftovers of other processes.
 
         Args:
-            prefix: Its name begins so, and nothing else's in `parent` does.
-            parent: Where; by default where temporary files go.
+            prefix: Start of its name; no other kind of folder in `parent` may start like this.
+            parent: The folder to make it in; by default that of temporary files.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The folder cannot be made.
         """
         parent = parent or Path(tempfile.gettempdir())
         sweep(prefix, parent)
@@ -56,7 +56,7 @@ class OwnedFolder:
             os.close(lock)
 
     def close(self) -> None:
-        """Remove it with all that is in it. Safe to repeat."""
+        """Remove the folder with its contents. Safe to repeat."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -92,7 +92,7 @@ def lock_folder(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process, over NFS on any machine, holds a file's lock; not where there is no file, or are no locks."""
+    """Return whether a process holds a file's lock (with NFS, on any machine); False if there is no file, or no locks."""
     try:
         os.close(_lock(path, os.O_RDWR))
     except OSError as error:
@@ -112,12 +112,12 @@ def _lock(path: Path, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False, onto_disk: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` at the end of the context; after an error `path` is as it was.
+    """Open a file that replaces `path` at the end of the context; after an error `path` is unchanged.
 
     Args:
-        path: Of a file, or of nothing yet.
-        private: Nobody else can read it, at any moment.
-        onto_disk: Wait for the disk, so that it is whole after a power cut, too.
+        path: The file to write; it may exist.
+        private: No other user can read it, at any moment.
+        onto_disk: Wait for the disk, so that the file is complete also after a power cut.
     """
     aside = path.with_name(f"{path.name}.partial")
     try:
@@ -135,7 +135,7 @@ def replacing(path: Path, *, private: bool = False, onto_disk: bool = False) -> 
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False, onto_disk: bool = True) -> None:
-    """Write a file whole or not at all; see `replacing`."""
+    """Write a file completely or not at all; see `replacing`."""
     with replacing(path, private=private, onto_disk=onto_disk) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

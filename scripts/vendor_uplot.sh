@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Bring uPlot, the charts of the daemon's page, into the package, with its licence. Run it where npm can download.
-# Usage: bash scripts/vendor_uplot.sh      Another version: change VENDORED.toml (`npm view uplot@VERSION dist.integrity`).
+# Copy uPlot, the library for the charts of the daemon's page, into the package, with its licence. Run this script where npm can download.
+# Usage: bash scripts/vendor_uplot.sh
+# For another version, first change VENDORED.toml (`npm view uplot@VERSION dist.integrity`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 there=asyncrl/serve/page/vendor

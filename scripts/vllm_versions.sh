@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs what we hold a vLLM to, over other CPU builds of it: the engine contract, ranks and replicas, a server, a run with kills.
+# Test other CPU builds of vLLM with our tests of vLLM: the engine contract, ranks and replicas, a server, a run with kills.
 #
 #   scripts/vllm_versions.sh 0.27.1 0.28.0 0.26.0+torch2.11.0
 #
-# Each version gets an environment of its own above .venv's packages, in a temporary folder that goes in the end. A build for another
-# torch than ours names it behind a plus; that torch comes with all it asks for (gigabytes where only a CUDA build is to be had).
-# Results, one log a version: $RESULTS, or vllm-versions/. The exit code is that of the first version that failed.
+# Each version has its own environment on top of .venv's packages, in a temporary folder that is deleted at the end. If a build needs another
+# torch, write its version after a plus; that torch is installed with its dependencies (gigabytes if there is only a CUDA build).
+# Results are one log for each version, in $RESULTS or vllm-versions/. The exit code is that of the first version that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }

@@ -1,17 +1,17 @@
-"""How good each sample, or each of its tokens, was. No torch: runs on rewards, and a critic's values, before any loss exists.
+"""Advantages of samples or of single tokens. No torch: computed from rewards, and a critic's values, before any loss.
 
-Three kinds: of samples against the others of their prompt (grpo, dr_grpo, rloo, opo, reinforce_pp_baseline), of samples alone
-(remax, reward), of tokens (reinforce_pp, gae, vtrace). Each of the last kind is `backwards`, y_t = x_t + f_t y_{t+1}, on rows
-without gaps: tokens the policy did not write (tool output, padding) are taken out first, so they cost no discount (verl, AReaL;
-OpenRLHF discounts through them). Also here: DAPO's penalty on a sample's reward for its length.
+Three kinds: samples compared with the other samples of their prompt (grpo, grpo_batch, dr_grpo, rloo, opo,
+reinforce_pp_baseline), samples alone (remax, reward), and tokens (reinforce_pp, gae, vtrace). The last kind uses `backwards`,
+y_t = x_t + f_t y_{t+1}, on rows without gaps: tokens that the policy did not write (tool output, padding) are removed first and
+add no discount (as in verl and AReaL; OpenRLHF discounts through them). Also here: DAPO's penalty for long samples.
 
-Legend: S samples of one step, in any order; G groups; T the most response tokens of a sample, right-padded; L at most T: its
-trained tokens moved to the left. A trained token is one the policy wrote and the step trains; tool output and padding are not.
+Legend: S samples of one step, in any order; G groups; T the most response tokens of a sample, right-padded; L <= T: trained
+tokens moved to the left. A trained token is one that the policy wrote and the step trains, so not tool output or padding.
 
-Invariants: whatever stands at an untrained token (NaN too) changes nothing, and its own advantage is exactly 0; order of samples
-and of groups does not matter; a group of one has advantage 0 in the first kind (nothing to compare it with; in verl and OpenRLHF
-its reward); samples without a trained token still count in their group's mean, but of `opo`, which weighs by trained tokens; with
-`whiten`, all trained tokens of the step influence each other, else only samples of one group do.
+Invariants: the value at an untrained token (even NaN) changes nothing, and its own advantage is exactly 0; the order of samples
+and groups does not matter; in the first kind a group of one has advantage 0, because there is nothing to compare with (verl and
+OpenRLHF use its reward); samples without a trained token count in their group's mean, except in `opo`, which weights by trained
+tokens; with `whiten`, `grpo_batch` or `reinforce_pp*` all samples of a step influence each other, else only one group's.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from asyncrl.user_code import load_own, wrong_shape
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """S samples of one step. Only `rewards`, `group_ids` and `mask` are always there."""
+    """S samples of one step. Only `rewards`, `group_ids` and `mask` are always set."""
 
     rewards: FloatArray
-    """[S], one number a sample."""
+    """[S], one number per sample."""
     group_ids: NDArray[np.int64]
     """[S]."""
     mask: NDArray[np.bool_]
     """[S, T], true on trained tokens."""
     token_rewards: FloatArray | None = None
-    """[S, T], where a penalty changed them; None: `rewards` on the last trained token of each sample, 0 elsewhere."""
+    """[S, T], if a penalty changed them; None: `rewards` on the last trained token of each sample, 0 elsewhere."""
     values: FloatArray | None = None
     """[S, T], the critic's estimate in the state before each token."""
     log_ratios: FloatArray | None = None
@@ -52,7 +52,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
-    """What an advantage is told; each reads what it knows."""
+    """Parameters of advantages; each function reads the fields that it uses."""
 
     epsilon: float = 1e-6
     """Added to a group's standard deviation."""
@@ -63,7 +63,7 @@ class AdvantageConfig:
     vtrace_c: float = 1.0
     """Bound of the importance weight that cuts V-trace's traces."""
     whiten: bool | Literal["samples"] = False
-    """Over all trained tokens, or over samples."""
+    """Whether to whiten over all trained tokens (True), over samples, or not at all."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> AdvantageConfig:
@@ -74,12 +74,12 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutputs:
-    """One number a trained token."""
+    """One number per trained token."""
 
     advantages: FloatArray
     """[S, T]."""
     returns: FloatArray | None = None
-    """[S, T], what the critic is trained towards; only of advantages that need one."""
+    """[S, T], the critic's training targets; only from advantages that need a critic."""
 
 
 Advantage = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
@@ -129,7 +129,7 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return R - sum(L_j R_j) / sum(L_j) over the group at every trained token; L_j is a sample's number of trained tokens.
 
-    Source: OPO (arXiv 2505.23585), the optimal baseline where a gradient's squared norm grows with length.
+    Source: OPO (arXiv 2505.23585), the optimal baseline if the squared norm of a gradient grows with length.
     """
     groups = Groups.of(inputs.group_ids)
     lengths_S = inputs.mask.sum(axis=1).astype(np.float64)
@@ -174,7 +174,7 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Return GAE over the trained tokens, gaps skipped, and the returns; only the advantages are whitened.
 
     A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V. The next state of a token is
-    that of the next trained token; after the last a sample is worth nothing.
+    that of the next trained token; after the last one the value is 0.
 
     Source: Schulman et al. (arXiv 1506.02438), equation 16; over tokens as in verl `compute_gae_advantage_return` and AReaL;
     torchrl `generalized_advantage_estimate`.
@@ -191,9 +191,9 @@ def vtrace(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs
     """Return V-trace over the trained tokens, gaps skipped, and its value targets; only the advantages are whitened.
 
     With w = proximal / behaviour: vs_t - V_t = min(w, rho) delta_t + gamma min(w, c) (vs_{t+1} - V_{t+1}), delta as in `gae`;
-    advantage = min(w, rho) (r_t + gamma vs_{t+1} - V_t). `vtrace_rho` bounds the weight of a temporal difference (which policy's
-    value is learned) and of the advantage, `vtrace_c` the weight that carries a difference back (how far it reaches). A loss or
-    correction that weighs tokens too would count the advantage's weight twice.
+    advantage = min(w, rho) (r_t + gamma vs_{t+1} - V_t). `vtrace_rho` bounds the weight of a temporal difference (this sets which
+    policy's value is learned) and of the advantage; `vtrace_c` bounds the weight that propagates a difference to earlier tokens.
+    With a loss or correction that also weights tokens, the advantage's weight would count twice.
 
     Source: IMPALA (arXiv 1802.01561), equation 1 and section 4.2; torchrl `vtrace_advantage_estimate`.
     """
@@ -214,12 +214,12 @@ def _next(values: FloatArray) -> FloatArray:
 
 
 ADVANTAGES: dict[str, Advantage] = {name: globals()[name] for name in ADVANTAGE_RULES}
-"""Each by the name of its row in the table of config/algorithm_table.py."""
+"""Advantages by the names of their rows in config/algorithm_table.py."""
 
 
 @functools.cache
 def load_advantage(name: str) -> Advantage:
-    """Return the advantage of that name, or a user's own, whose file runs once a process and not at each step.
+    """Return the advantage of this name, or a user's own function, whose file runs once per process and not at each step.
 
     Args:
         name: A name in ADVANTAGES, `module:function` or `file.py:function`.
@@ -233,7 +233,7 @@ def load_advantage(name: str) -> Advantage:
 
 
 def _fault_in(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> str:
-    """Return what is wrong with a user's answer."""
+    """Return what is wrong with the result of a user's function; empty if nothing is."""
     for name in ("advantages", "returns"):
         values = getattr(outputs, name)
         if values is None and name == "returns":
@@ -250,13 +250,13 @@ def _fault_in(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> str:
 def _of_samples(
     advantages_S: FloatArray, inputs: AdvantageInputs, config: AdvantageConfig, groups: Groups | None = None
 ) -> AdvantageOutputs:
-    """Broadcast over trained tokens; of `groups`, those of one get 0 and stay out of the whitening."""
+    """Broadcast over trained tokens; groups of one get 0 and are not part of the whitening."""
     told_ST = inputs.mask if groups is None else inputs.mask & (groups.sizes > 1)[:, None]
     return AdvantageOutputs(whitened(np.where(told_ST, advantages_S[:, None], 0.0), told_ST, config.whiten))
 
 
 def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
-    """Return [S, T]: those given, or each sample's reward on its last trained token."""
+    """Return [S, T]: the given token rewards, or each sample's reward on its last trained token."""
     if inputs.token_rewards is not None:
         return inputs.token_rewards
     return rewards_on_last_tokens(inputs.rewards, inputs.mask)
@@ -264,14 +264,14 @@ def _token_rewards(inputs: AdvantageInputs) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which samples answer the same prompt."""
+    """Which samples belong to the same prompt."""
 
     numbers: NDArray[np.intp]
-    """[S], number of each sample's group, from 0 to G - 1."""
+    """[S], index of each sample's group, from 0 to G - 1."""
     firsts: NDArray[np.intp]
     """[S], the first sample of each sample's group."""
     sizes: FloatArray
-    """[S], how many samples each sample's group has."""
+    """[S], number of samples in each sample's group."""
 
     @classmethod
     def of(cls, group_ids: NDArray[np.int64]) -> Groups:
@@ -285,8 +285,8 @@ class Groups:
         return sums_S
 
     def minus_mean(self, values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
-        """Return [S], `values` minus their group's mean, weighted by `weights` [S]; exactly 0 where a group's are equal."""
-        # Distances from one member: the rounded mean of equal values is not always equal to them.
+        """Return [S], `values` minus their group's mean, weighted by `weights` [S]; exactly 0 if a group's values are equal."""
+        # Use distances from one member, because the rounded mean of equal values is not always equal to them.
         distances_S = values - values[self.firsts]
         if weights is None:
             return distances_S - self.sum(distances_S) / self.sizes
@@ -300,12 +300,12 @@ WHITEN_EPSILON = 1e-8
 
 
 def whitened(values: FloatArray, mask: NDArray[np.bool_], over: bool | Literal["samples"]) -> FloatArray:
-    """Return (x - mean) / sqrt(unbiased variance + epsilon) at the tokens where `mask` is true, 0 elsewhere; or the values.
+    """Return (x - mean) / sqrt(unbiased variance + epsilon) at the tokens where `mask` is true, 0 elsewhere.
 
     Args:
-        values: [S, T]; whatever stands where `mask` is false (NaN too) changes nothing.
+        values: [S, T]; values where `mask` is false (even NaN) change nothing.
         mask: [S, T].
-        over: Mean and variance are over tokens (True) or over samples, each by the mean of its tokens; False: nothing is done.
+        over: Mean and variance are over tokens (True) or over samples, each by its mean; False: `values` are returned unchanged.
 
     Source: verl `masked_whiten`; by samples: TRL's RLOO, `normalize_advantages`.
     """
@@ -313,7 +313,7 @@ def whitened(values: FloatArray, mask: NDArray[np.bool_], over: bool | Literal["
         return values
     if not mask.any():
         return np.zeros(mask.shape)
-    # Distances from one token: the rounded mean of equal values is not always equal to them.
+    # Use distances from one token, because the rounded mean of equal values is not always equal to them.
     distances_ST = np.where(mask, values - values[mask][0], 0.0)
     lengths_S = mask.sum(axis=1)
     of_samples = over == "samples"
@@ -324,7 +324,7 @@ def whitened(values: FloatArray, mask: NDArray[np.bool_], over: bool | Literal["
 
 
 def rewards_on_last_tokens(rewards: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
-    """Return [S, T], each sample's reward [S] on its last trained token and 0 elsewhere; `mask` [S, T] says which are trained."""
+    """Return [S, T], each sample's reward [S] on its last trained token and 0 elsewhere; `mask` [S, T] marks trained tokens."""
     rewards_ST = np.zeros(mask.shape)
     if not mask.any():
         return rewards_ST
@@ -339,7 +339,7 @@ def discounted_returns(token_rewards: FloatArray, mask: NDArray[np.bool_], gamma
 
     Args:
         token_rewards: [S, T].
-        mask: [S, T]; what is false is skipped and costs no discount.
+        mask: [S, T]; tokens where it is false are skipped and add no discount.
         gamma: In [0, 1].
 
     Source: REINFORCE++ (arXiv 2501.03262); verl `compute_reinforce_plus_plus_outcome_advantage`.
@@ -360,7 +360,7 @@ def backwards(terms: FloatArray, factors: FloatArray) -> FloatArray:
 
 
 def to_the_left(values: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
-    """Return [S, L], the entries where `mask` is true moved to the left of their rows, 0 after them; L is the most of a row."""
+    """Return [S, L], the entries where `mask` is true moved to the left of their rows, 0 after them; L is the largest count."""
     places = _places_on_the_left(mask)
     moved = np.zeros(places.shape)
     moved[places] = values[mask]
@@ -381,16 +381,16 @@ def _places_on_the_left(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Return DAPO's soft punishment of long answers, in [-1, 0].
+    """Return DAPO's soft penalty for long answers, in [-1, 0].
 
-    0 up to max_tokens - buffer_tokens, then down linearly to -1 at max_tokens, and -1 beyond. A caller scales it.
+    0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens, and -1 beyond. The caller scales it.
 
     Args:
         length: Generated tokens.
-        max_tokens: The longest answer wanted.
-        buffer_tokens: Over how many tokens the penalty grows; at least 1.
+        max_tokens: Desired maximum length.
+        buffer_tokens: Number of tokens over which the penalty grows; at least 1.
 
-    Source: DAPO (arXiv 2503.14476), equation 13; OpenRLHF `apply_overlong_penalty` (AReaL and verl go on falling beyond -1).
+    Source: DAPO (arXiv 2503.14476), equation 13; OpenRLHF `apply_overlong_penalty` (in AReaL and verl it decreases below -1).
     """
     excess = length - (max_tokens - buffer_tokens)
     return max(-max(excess, 0) / buffer_tokens, -1.0)

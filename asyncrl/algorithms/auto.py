@@ -1,11 +1,11 @@
-"""`algorithm.kind = "auto"`: picks loss and corrections from how stale, and how far from the learner, the data was measured.
+"""`algorithm.kind = "auto"`: picks loss and corrections from the measured staleness and mismatch of the data.
 
-Recipes go from gentle to cautious. A step takes the most cautious one that a signal asks for by passing a limit; it returns to a
-gentler one only when every signal has fallen well under the limit (RETURN), so that noise at a limit does not flip the recipe
-each step. All numbers to tune are in LIMITS. Signals do not depend on the recipe in force: they compare the behaviour policy
-with the learner before the step.
+Recipes are ordered from gentle to cautious. A step uses the most cautious recipe for which a signal is over its limit. It returns
+to a gentler one only when every signal is well under the limit (RETURN), so that noise at a limit does not change the recipe at
+each step. All numbers to tune are in LIMITS. Signals do not depend on the recipe in use: they compare the behaviour policy with
+the learner before the step.
 
-Pure: no clock, no tensors, no memory of its own; the same measurements and last recipe give the same choice.
+Pure: no clock, no tensors, no state; the same measurements and last recipe give the same choice.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import msgspec
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, OffPolicySequenceMask, TruncatedToken
 
 LOSS = "decoupled_ppo"
-"""Of every recipe; advantage, clip range, aggregation and penalties stay the user's."""
+"""The loss of every recipe; advantage, clip range, aggregation and penalties are those of the config."""
 RECIPES: dict[str, tuple[CorrectionConfig, ...]] = {
     "near": (TruncatedToken(cap=2.0),),
     "lagging": (TruncatedToken(cap=2.0), OffPolicySequenceMask(threshold=0.1)),
     "far": (TruncatedToken(cap=1.0), OffPolicySequenceMask(threshold=0.1)),
 }
-"""The corrections of each, from gentle to cautious: importance weights are truncated; then bad samples that the policy has left
-are not trained either; then no weight is over 1.
+"""The corrections of each recipe, from gentle to cautious. `near` truncates importance weights; `lagging` also drops samples of
+negative advantage that are far from the current policy; `far` also limits every weight to 1.
 
 Source: decoupled PPO, Fu et al. 2025 (AReaL); truncated importance sampling, Yao et al. 2025; off-policy sequence masking,
-DeepSeek-V3.2 2025. How they fare: experiments/off_policy.
+DeepSeek-V3.2 2025. Results: experiments/off_policy.
 """
 RECIPE_NAMES = tuple(RECIPES)
 FIRST = "lagging"
-"""Where mismatch was never measured: its mask is idle on data that is near, and bounds what is not."""
+"""The first recipe, before mismatch is measured: its mask does nothing on data near the policy, and drops data far from it."""
 RETURN = 0.7
-"""A signal lets go of a recipe under this share of the limit that asks for it."""
+"""A recipe is left when every signal is under this share of the limit that asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Values of one signal over which a recipe is asked for; every signal grows with the distance."""
+    """Values of one signal over which a recipe is used; every signal grows with the distance."""
 
     metric: str
     lagging: float
@@ -48,15 +48,15 @@ class Limit:
     is_one_minus: bool = False
     """The signal is 1 minus the metric."""
     is_mismatch: bool = True
-    """Whether it is seen in log-probabilities, and not in versions alone."""
+    """Whether the signal comes from log-probabilities; False: from versions only."""
 
     @property
     def name(self) -> str:
-        """Return what a reason calls it."""
+        """Return the signal's name in reasons."""
         return f"1 - {self.metric}" if self.is_one_minus else self.metric
 
     def of(self, level: int) -> float:
-        """Return the limit of a recipe, by its place in RECIPE_NAMES."""
+        """Return the limit of a recipe, given its index in RECIPE_NAMES."""
         return (0.0, self.lagging, self.far)[level]
 
 
@@ -70,12 +70,12 @@ LIMITS = (
 )
 """If log rho is normal with variance v: kl/mean is v / 2 and 1 - ratio/ess about v."""
 SIGNALS = tuple(limit.metric for limit in LIMITS)
-"""Metrics that a choice is made from."""
+"""Metrics that `choose` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A recipe and why."""
+    """A recipe and the reason for it."""
 
     recipe: str
     """A name in RECIPES."""
@@ -87,8 +87,8 @@ def choose(measured: Mapping[str, float], last: str) -> Choice:
     """Pick the recipe of a step.
 
     Args:
-        measured: Metrics by name, of the step before or (staleness) of the batch in hand; only SIGNALS are read, any may lack.
-        last: The recipe before; empty: none.
+        measured: Metrics of the previous step or (staleness) the present batch; only SIGNALS are read, any may be missing.
+        last: The previous recipe; empty: none.
 
     Returns:
         The recipe and the reason.
@@ -113,9 +113,9 @@ def choose(measured: Mapping[str, float], last: str) -> Choice:
 
 
 def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
-    """Return the config of a step under a recipe: a plain `policy` one, with LOSS and the recipe's corrections.
+    """Return the config of a step under a recipe: kind `policy`, with LOSS and the recipe's corrections.
 
-    The proximal policy is recomputed (with one update a step that costs nothing), and dropped tokens stay in the denominator.
+    The proximal policy is recomputed (with one update per step this costs nothing), and dropped tokens stay in the denominator.
     """
     return msgspec.structs.replace(
         algorithm, kind="policy", loss=LOSS, corrections=RECIPES[recipe], proximal="recompute", denominator="all"
@@ -123,7 +123,7 @@ def applied(algorithm: AlgorithmConfig, recipe: str) -> AlgorithmConfig:
 
 
 def _level(signals: Mapping[Limit, float], share: float) -> tuple[int, str]:
-    """Return the most cautious level that a signal over `share` of its limit asks for, and which signals do."""
+    """Return the most cautious level that a signal over `share` of its limit asks for, and the signals that do so."""
     for level in range(len(RECIPE_NAMES) - 1, 0, -1):
         over = [(limit, value) for limit, value in signals.items() if value > share * limit.of(level)]
         if over:

@@ -1,16 +1,16 @@
-"""Off-policy corrections: a function for each kind of config struct, and all of a run's applied together.
+"""Off-policy corrections: one function per kind of config struct, and `correct`, which applies all of a run together.
 
-Three kinds: importance weights rho = proximal / behaviour, truncated; rejection of what lies outside a band; masks and weights by
-other statistics (opsm, staleness, and the second moments of m2po_mask and m2po_clip: two algorithms of one name).
+Three kinds: truncated importance weights rho = proximal / behaviour; rejection of tokens outside a range; masks and weights by
+other statistics (opsm, staleness, and the second moments of m2po_mask and m2po_clip, which are two algorithms of one name).
 
-Legend: N tokens of a micro-batch or of a whole update (its micro-batches laid end to end, sequences numbered through), S
-sequences, K tokens looked at. A correction is `(LossInputs, its struct) -> CorrectionOutputs`. Truncation keeps every token and
-bounds its weight; rejection drops what lies outside [low, high]. Ratios are compared on logarithms, so that no product overflows.
+Legend: N tokens of a micro-batch or of a whole update (its micro-batches concatenated, sequences numbered continuously), S
+sequences, K selected tokens. A correction is `(LossInputs, its struct) -> CorrectionOutputs`. Truncation keeps every token and
+bounds its weight; rejection drops tokens outside [low, high]. Ratios are compared as logarithms, so that no product overflows.
 
-Invariants: everything is detached; a token that is masked or dropped weighs exactly 0; a correction without a weight gives 1; on
-policy every correction gives weight 1 and keeps all. Those that `config.algorithm.sees_whole_update` means something else on a
-part of an update, so the caller runs `correct` on the whole of it and hands each micro-batch its slice (`combined` with those
-that read the current policy).
+Invariants: everything is detached; a masked or dropped token has weight exactly 0; a correction without a weight gives 1; on
+policy every correction gives weight 1 and keeps all tokens. Corrections for which `config.algorithm.sees_whole_update` is true
+give other results on part of an update, so the caller runs `correct` on the whole update and gives each micro-batch its slice
+(`combined` with the corrections that read the current policy).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from asyncrl.config import algorithm as kinds
 from asyncrl.user_code import load_own, wrong_shape
 
 LEAST_MEAN_WEIGHT = 1e-8
-"""Weights whose mean is less are left as they are (verl's bound)."""
+"""Weights with a smaller mean are not normalized (verl's bound)."""
 LEAST_PROBABILITY = 1e-6
-"""Probabilities are held this far from 0 and 1 in `binary_kl` (verl's bound)."""
+"""Probabilities are clamped to this distance from 0 and 1 in `binary_kl` (verl's bound)."""
 
 
 def truncated(inputs: LossInputs, config: kinds.Truncated) -> CorrectionOutputs:
-    """Weigh tokens by rho, or by the product or geometric mean of their sequence's rho, held in [floor, cap].
+    """Weight tokens by rho, or by the product or geometric mean of their sequence's rho, clamped to [floor, cap].
 
     Source: truncated importance sampling, Ionides 2008; `tis_token`: Yao et al. 2025 ("Your efficient RL framework secretly
     brings you off-policy RL training"), verl `rollout_is: token`, OpenRLHF and slime `tis`, AReaL `action: clamp`;
@@ -54,7 +54,7 @@ def truncated(inputs: LossInputs, config: kinds.Truncated) -> CorrectionOutputs:
     weights = _ratio(inputs, WEIGHT_OF_TRUNCATED[type(config)]).clamp(config.floor, config.cap)
     if config.normalize:
         counted = weights[inputs.mask]
-        if not isinstance(config, kinds.TruncatedToken):  # Each sequence once: the mean of its tokens' weights is its weight.
+        if not isinstance(config, kinds.TruncatedToken):  # Count each sequence once, by its tokens' mean weight.
             has_tokens_S = sequence_sum(torch.ones_like(weights), inputs) > 0
             counted = sequence_mean(weights, inputs.mask, inputs)[has_tokens_S]
         mean = counted.mean() if counted.numel() else weights.new_ones(())
@@ -63,11 +63,11 @@ def truncated(inputs: LossInputs, config: kinds.Truncated) -> CorrectionOutputs:
 
 
 def rejection(inputs: LossInputs, config: kinds.Rejection) -> CorrectionOutputs:
-    """Drop the tokens, or sequences, whose measure leaves [low, high]; `config.weight` says what the others weigh.
+    """Drop the tokens, or sequences, whose measure is outside [low, high]; `config.weight` sets the weight of the others.
 
-    Bounds of `ratio` are ratios, compared on logarithms; of k1 (-log rho, an estimate of KL(behaviour || proximal)) and the
-    others they are values. verl gives those of its k1 options as ratios, and of 1 / rho: its "a_b" is low = log a, high = log b
-    here, or `ratio` in [1 / b, 1 / a]. AReaL's k1 is +log rho, and its k3 that of the inverse ratio.
+    Bounds of `ratio` are ratios, compared as logarithms. Bounds of k1 (-log rho, an estimate of KL(behaviour || proximal)) and of
+    the others are values. verl gives the bounds of its k1 options as ratios 1 / rho: its "a_b" is low = log a, high = log b
+    here, or `ratio` in [1 / b, 1 / a]. AReaL's k1 is +log rho, and its k3 uses the inverse ratio.
 
     Source: verl `rollout_rs` (token, seq_sum, seq_mean, seq_max of k1, k2, k3; `binary_kl`, KPop: the larger of both
     directions); AReaL `rejection_sampling`; `tv`: DPPO (arXiv 2602.04879), binary total variation. Presets: `icepop`: Ling team
@@ -92,7 +92,7 @@ def rejection(inputs: LossInputs, config: kinds.Rejection) -> CorrectionOutputs:
 
 
 def _ratio(inputs: LossInputs, of: str) -> torch.Tensor:
-    """Return rho [N] of each token, or what its sequence's are together, by the name of a rejection's weight."""
+    """Return rho [N] of each token, or its sequence's product or geometric mean of rho, by the name of a rejection's weight."""
     log_rho_N = log_rho(inputs)
     if of == "none":
         return torch.ones_like(log_rho_N)
@@ -123,20 +123,20 @@ MEASURES: dict[str, Callable[[LossInputs], torch.Tensor]] = {
     ).abs(),
     "binary_kl": _binary_kl,
 }
-"""Of each token [N]; 0 where both policies agree (`ratio`: the logarithm)."""
+"""Measures per token [N]; 0 where both policies agree (`ratio`: the logarithm)."""
 
 
 def m2po_mask(inputs: LossInputs, config: kinds.SecondMomentMask) -> CorrectionOutputs:
-    """Drop the tokens of largest (log rho)^2, as few as possible, until the mean of the rest is under the threshold.
+    """Drop the tokens with the largest (log rho)^2, as few as possible, until the mean of the rest is under the threshold.
 
-    At least one token stays. Goes with denominator `kept` in AReaL.
+    At least one token stays. AReaL uses it with denominator `kept`.
 
     Source: M2PO (arXiv 2510.01161), algorithm 1; AReaL `_apply_m2po_masking`.
     """
     kept = inputs.mask.clone()
     squares_K, order_K = log_rho(inputs)[inputs.mask].double().square().sort(stable=True)
     means_K = squares_K.cumsum(0) / torch.arange(1, len(squares_K) + 1, device=squares_K.device)
-    # Sorted upwards, the running mean only grows: what is under the threshold is a prefix.
+    # In ascending order the running mean never decreases, so the means under the threshold are a prefix.
     num_kept = max(int((means_K < config.threshold).sum()), 1)
     positions_K = inputs.mask.nonzero().squeeze(-1)[order_K]
     kept[positions_K[num_kept:]] = False
@@ -144,14 +144,14 @@ def m2po_mask(inputs: LossInputs, config: kinds.SecondMomentMask) -> CorrectionO
 
 
 def m2po_clip(inputs: LossInputs, config: kinds.SecondMomentClip) -> CorrectionOutputs:
-    """Choose one clip range [exp(-tau), exp(tau)] for the update, so that harmful tokens keep their second moment in bounds.
+    """Choose one clip range [exp(-tau), exp(tau)] for the update, which bounds the second moment of harmful tokens.
 
-    Harmful are the K tokens that PPO's clipping can act on: advantage over 0 and ratio over 1, or both under, of the ratio that
-    the loss clips, r = current / proximal (so this goes with `proximal = "behaviour"`, where r spans the whole staleness; against
-    a recomputed proximal policy r is 1 at the first update and nothing is clipped). With d = (log r)^2 of the harmful tokens in
-    rising order: if their mean is at most the threshold, or there is none, nothing is clipped (range [0, infinity)); else tau^2
-    is the largest d_j with sum_i min(d_i, d_j) < K threshold, and 0 if the first is too large. No token is dropped. Two things of
-    that code are left out: its optional floor under the range, off in its scripts, and its 1e-12 offsets.
+    Harmful are the K tokens on which PPO's clipping can act: advantage > 0 and r > 1, or advantage < 0 and r < 1, where
+    r = current / proximal is the ratio that the loss clips. (So use `proximal = "behaviour"`, where r covers the whole staleness;
+    with a recomputed proximal policy r is 1 at the first update and nothing is clipped.) With d = (log r)^2 of the harmful tokens
+    in ascending order: if their mean is at most the threshold, or there is none, nothing is clipped (range [0, infinity)); else
+    tau^2 is the largest d_j with sum_i min(d_i, d_j) < K threshold, and 0 if the first is too large. No token is dropped. Two
+    parts of the source code are omitted: its optional lower bound of the range, off in its scripts, and its 1e-12 offsets.
 
     Source: github.com/Infini-AI-Lab/M2PO, `kpo_clip_harmful_tokens` and `_solve_tau_from_sorted_delta2`, for arXiv 2510.01161;
     threshold 0.04 there. That code chooses the range for each micro-batch, this one for the update.
@@ -173,8 +173,8 @@ def m2po_clip(inputs: LossInputs, config: kinds.SecondMomentClip) -> CorrectionO
 def opsm(inputs: LossInputs, config: kinds.OffPolicySequenceMask) -> CorrectionOutputs:
     """Drop sequences of negative advantage whose mean of behaviour - current log-probability exceeds the threshold.
 
-    The current policy is meant, not the proximal one, so the answer changes within a step of several updates. A sequence's
-    advantage is the sum of its tokens'.
+    It uses the current policy, not the proximal one, so the result changes within a step of several updates. A sequence's
+    advantage is the sum over its tokens.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, off-policy sequence masking; TRL `off_policy_mask_threshold`, slime
     `compute_opsm_mask`.
@@ -185,7 +185,7 @@ def opsm(inputs: LossInputs, config: kinds.OffPolicySequenceMask) -> CorrectionO
 
 
 def staleness_weight(inputs: LossInputs, config: kinds.StalenessWeight) -> CorrectionOutputs:
-    """Weigh each token by decay^staleness; staleness is the learner's version minus the token's, 0 where unknown.
+    """Weight each token by decay^staleness; staleness is the learner's version minus the token's, 0 where unknown.
 
     Source: ours, after staleness-aware asynchronous SGD, Zhang et al. 2016 (arXiv 1511.05950).
     """
@@ -194,7 +194,7 @@ def staleness_weight(inputs: LossInputs, config: kinds.StalenessWeight) -> Corre
 
 
 def staleness_mask(inputs: LossInputs, config: kinds.StalenessMask) -> CorrectionOutputs:
-    """Drop tokens more than `max_versions` behind the learner; tokens of unknown version stay.
+    """Drop tokens more than `max_versions` behind the learner; tokens of unknown version are kept.
 
     Source: ours; the per-token form of the staleness bound of AReaL (arXiv 2505.24298), section 5.1.
     """
@@ -216,16 +216,16 @@ Correction = Callable[[LossInputs, Any], CorrectionOutputs]
 
 @functools.cache
 def load_correction(path: str) -> Correction:
-    """Return a user's own correction; one import a process: a file named by its path would run again at every micro-batch.
+    """Return a user's own correction, imported once per process; else its file would run again at every micro-batch.
 
     Raises:
-        ConfigError: The path names no function.
+        ConfigError: The user's function cannot be imported.
     """
     return load_own(path, "algorithm.corrections.path", CorrectionOutputs, _fault_in)
 
 
 def _fault_in(inputs: LossInputs, outputs: CorrectionOutputs) -> str:
-    """Return what is wrong with a user's answer."""
+    """Return what is wrong with the result of a user's function; empty if nothing is."""
     for name in ("weights", "kept"):
         if fault := wrong_shape(name, getattr(outputs, name), tuple(inputs.logprobs.shape), "[N]"):
             return fault
@@ -240,20 +240,20 @@ CORRECTIONS: dict[type, Correction] = {
     kinds.SecondMomentClip: m2po_clip,
     kinds.StalenessWeight: staleness_weight,
     kinds.StalenessMask: staleness_mask,
-    kinds.PythonCorrection: lambda inputs, config: load_correction(config.path)(inputs, config),  # A user's own.
+    kinds.PythonCorrection: lambda inputs, config: load_correction(config.path)(inputs, config),  # The user's own function.
 }
 
 
 def correct(inputs: LossInputs, corrections: tuple[kinds.CorrectionConfig, ...]) -> CorrectionOutputs:
-    """Apply all corrections: weights multiply, a token stays where all keep it, the narrowest clip range wins.
+    """Apply all corrections: weights multiply, a token is kept if all keep it, and the narrowest clip range is used.
 
     Args:
-        inputs: A micro-batch, or a whole update laid end to end. `logprobs` are read by `opsm` and `m2po_clip` only, as the
-            current policy's.
-        corrections: In any order; none of them sees another's answer.
+        inputs: A micro-batch, or a whole concatenated update. Only `opsm` and `m2po_clip` read `logprobs`, as those of the
+            current policy.
+        corrections: In any order; each is independent of the others.
 
     Returns:
-        Weights and kept tokens [N], detached; the clip range where a correction sets one.
+        Weights and kept tokens [N], detached; the clip range if a correction sets one.
     """
     together = _keep(inputs, inputs.mask)
     for item in corrections:
@@ -264,7 +264,7 @@ def correct(inputs: LossInputs, corrections: tuple[kinds.CorrectionConfig, ...])
 
 
 def combined(first: CorrectionOutputs, second: CorrectionOutputs) -> CorrectionOutputs:
-    """Return what two answers of `correct` for the same tokens say together."""
+    """Combine two results of `correct` for the same tokens."""
     kept = first.kept & second.kept
     return CorrectionOutputs(
         masked(first.weights * second.weights, kept),

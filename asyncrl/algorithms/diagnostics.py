@@ -1,9 +1,9 @@
-"""What a step's data says: of itself, and how far it is from the policy that trains on it. Metrics by name; pure, no torch.
+"""Metrics of a step's data, and of its distance from the policy that trains on it, by name. Pure, no torch.
 
-The caller leaves masked tokens out.
+The caller removes masked tokens.
 
 Legend: N tokens, S sequences; rho = learner / behaviour, log rho = learner - behaviour. Everything is float64, so that the order
-of tokens, and with it the packing, does not show.
+of tokens, and therefore the packing, makes no difference.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from asyncrl.schema.samples import StepBatch
 
 FloatArray = NDArray[np.float64]
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within plus and minus this before `exp`: e^20 is far past every cap, and e^90 is infinite in float32."""
+"""Log-ratios are clamped to plus and minus this before `exp`: e^20 is far over every cap, and e^90 is infinite in float32."""
 STALENESS_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
-"""Versions behind the learner, in the groups that figures are told by."""
+"""Numbers of versions behind the learner, in the groups of the `_by_staleness` metrics."""
 _BUCKET_STARTS = (1, 2, 3, 5, 9)
 RATIO_LEVELS = {"ratio/p01": 0.01, "ratio/p05": 0.05, "ratio/p50": 0.5, "ratio/p95": 0.95, "ratio/p99": 0.99}
-"""Quantiles of rho that are told."""
+"""Quantiles of rho that are metrics."""
 
 
 def bounded_exp(log_values: FloatArray) -> FloatArray:
-    """Return exp of values held within plus and minus LOG_RATIO_LIMIT."""
+    """Return exp of values clamped to plus and minus LOG_RATIO_LIMIT."""
     values: FloatArray = np.exp(np.clip(log_values, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return values
 
 
 def token_figures(learner: FloatArray, behaviour: FloatArray) -> dict[str, float]:
-    """Compare the learner's log-probabilities [N], proximal or current, with those of the policy that sampled; N at least 1.
+    """Compare the learner's log-probabilities [N], proximal or current, with the behaviour policy's, N at least 1.
 
-    `ratio/ess` is the effective sample size of the unbounded rho, as a fraction; `ratio/chi2_token` the mean of rho^2, minus 1;
+    `ratio/ess` is the effective sample size of the unbounded rho, as a fraction; `ratio/chi2_token` is the mean of rho^2 minus 1;
     `kl/k1` and `kl/mean` (k3) estimate KL(behaviour || learner).
 
     Source: Kish 1965 (effective sample size); Schulman 2020 (k1, k3); verl `compute_offpolicy_metrics` (chi-squared).
@@ -62,16 +62,16 @@ def divergence(learner: FloatArray, behaviour: FloatArray) -> tuple[float, float
 
 
 def sequence_figures(learner: FloatArray, behaviour: FloatArray, sequence_ids: NDArray[np.int64]) -> dict[str, float]:
-    """Compare the learner with the policy that sampled, a sequence at a time.
+    """Compare the learner with the behaviour policy, sequence by sequence.
 
     A perplexity is exp(-mean log-probability) of a sequence. `ratio/chi2_sequence` is the mean of (product of rho)^2, minus 1,
-    `ratio/perplexity` that of the learner's perplexity over the behaviour policy's; `perplexity/log_gap_*` are of the learner's
-    log perplexity minus the behaviour policy's.
+    `ratio/perplexity` the mean of the learner's perplexity over the behaviour policy's; `perplexity/log_gap_*` describe the
+    learner's log perplexity minus the behaviour policy's.
 
     Args:
         learner: [N], log-probabilities, proximal or current, N at least 1.
         behaviour: [N].
-        sequence_ids: [N]; sequences without a token here do not count.
+        sequence_ids: [N]; numbers without a token here do not count.
 
     Source: verl `compute_offpolicy_metrics`.
     """
@@ -95,14 +95,14 @@ def sequence_figures(learner: FloatArray, behaviour: FloatArray, sequence_ids: N
 
 
 def weight_figures(weights: FloatArray, ratios: FloatArray, high: float) -> dict[str, float]:
-    """Describe importance weights as they multiplied the loss, and the ratios behind them.
+    """Describe the importance weights that multiplied the loss, and the ratios from which they were made.
 
     Args:
         weights: [N], of unmasked tokens; at least one.
-        ratios: Before any bound: rho of the same N tokens, or its product over each of S sequences.
-        high: Where a ratio counts as high; under 1 / high it counts as low.
+        ratios: Unbounded: rho of the same N tokens, or its product over each of S sequences.
+        high: A ratio over this counts as high; a ratio under 1 / high counts as low.
 
-    Source: Kish 1965; verl `compute_is_metrics`, whose choices these are (mean, deviation and sample size over tokens).
+    Source: Kish 1965; verl `compute_is_metrics` (mean, deviation and sample size over tokens, as here).
     """
     mean, second_moment = float(weights.mean()), float(np.square(weights).mean())
     return {
@@ -115,9 +115,9 @@ def weight_figures(weights: FloatArray, ratios: FloatArray, high: float) -> dict
 
 
 def mismatch_figures(learner: FloatArray, behaviour: FloatArray) -> dict[str, float]:
-    """Compare two computations of what should be the same log-probabilities [N], at least one.
+    """Compare two computations of the same log-probabilities [N], N at least 1.
 
-    `mismatch/correlation` is Pearson's, of the probabilities (NaN where one does not vary).
+    `mismatch/correlation` is Pearson's correlation of the probabilities (NaN if one does not vary).
 
     Source: MiniMax-M1 2025, section 3.2 (correlation of the probabilities of trainer and engine).
     """
@@ -134,7 +134,7 @@ def mismatch_figures(learner: FloatArray, behaviour: FloatArray) -> dict[str, fl
 
 
 def staleness_bucket(staleness: FloatArray) -> NDArray[np.int64]:
-    """Return [N], the index into STALENESS_BUCKETS of each staleness [N] in versions; -1 where it is negative (unknown)."""
+    """Return [N], the index into STALENESS_BUCKETS of each staleness [N] in versions; -1 if it is negative (unknown)."""
     return np.where(staleness < 0, -1, np.searchsorted(_BUCKET_STARTS, staleness, side="right"))
 
 
@@ -142,11 +142,11 @@ def explained_variance(values: FloatArray, returns: FloatArray) -> float:
     """Return 1 - var(R - v) / var(R) over trained tokens: 1 is a perfect critic, 0 no better than a constant.
 
     Args:
-        values: [N], of the critic before the step: those the returns were made with; N at least 1.
+        values: [N], of the critic before the step, from which the returns were computed; N at least 1.
         returns: [N].
 
     Returns:
-        At most 1; 0 where the returns do not vary beyond rounding: there is nothing to explain.
+        At most 1; 0 if the returns vary only by rounding, so that there is nothing to explain.
 
     Source: Schulman et al., OpenAI baselines `explained_variance`.
     """
@@ -157,7 +157,7 @@ def explained_variance(values: FloatArray, returns: FloatArray) -> float:
 
 
 def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, float]:
-    """Return what rewards, advantages and lengths say; greedy baselines are left out.
+    """Return metrics of rewards, advantages and lengths, without greedy baselines.
 
     Args:
         batch: The step's batch.
@@ -171,7 +171,7 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
     prompts = {sample.group_id: sample.prompt_tokens for sample in samples}
     group_ids = [sample.group_id for sample in samples]
     _, first, groups, counts = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
-    # From the group's first member: where all are equal, rounding of their mean would make a spread.
+    # Distances from the group's first member: if all are equal, rounding of their mean would make a spread.
     distances = rewards - rewards[first][groups]
     means = np.bincount(groups, distances) / counts
     spreads = np.sqrt(np.bincount(groups, (distances - means[groups]) ** 2) / counts)
@@ -193,6 +193,6 @@ def batch_metrics(batch: StepBatch, advantages: FloatArray | None) -> dict[str, 
 
 
 def batch_staleness(batch: StepBatch) -> dict[str, float]:
-    """Return mean and largest staleness of the trained samples, each that of its oldest trained token; empty if there is none."""
+    """Return mean and largest staleness of the trained samples, each by its oldest trained token; empty if there is none."""
     ages = [batch.step - sample.oldest_version for sample in batch.samples if sample.oldest_version >= 0]
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}

@@ -1,13 +1,13 @@
-"""What all policy losses share: corrections, entropy bonus, KL penalty, and aggregation to one number.
+"""Terms common to all policy losses: corrections, entropy bonus, KL penalty, and aggregation to one number.
 
-Legend: N tokens, S sequences. A loss computes its objective X [N] and hands it to `finish`.
+Legend: N tokens, S sequences. A loss computes its objective X [N] and passes it to `finish`.
 
-Aggregation is by name: local numerator over the global denominator. Over any split of the sequences into micro-batches and
-ranks, the parts add up to the value of the whole. A sequence is never split. (A framework that averages gradients over R ranks
-multiplies the result by R.) Where rejected tokens do not count, `mask` is of the kept tokens, in numerator and denominator alike.
+Aggregation divides a local numerator by the global denominator, chosen by name. For any split of the sequences into
+micro-batches and ranks, the parts add up to the value of the whole. A sequence is never split. (A framework that averages
+gradients over R ranks multiplies the result by R.) If rejected tokens do not count, `mask` has only the kept tokens.
 
-Also here: what a KL penalty makes of its estimators (types.py), and the proximal policy without a forward pass of its own,
-between the behaviour and the current policy, by version.
+Also here: the KL penalty from its estimators (types.py), and the proximal policy without a separate forward pass, interpolated
+between the behaviour and the current policy by version.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from asyncrl.algorithms.types import (
 from asyncrl.config.algorithm import KLConfig
 
 MAX_ADAPTIVE_ERROR = 0.2
-"""Bound of the relative error that the adaptive coefficient answers to."""
+"""Bound of the relative error that the adaptive coefficient uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A policy loss a token, before corrections, and where it was clipped, bool [N] (None: nowhere)."""
+    """The policy loss of each token, before corrections, and where it was clipped, bool [N] (None: nowhere)."""
 
     loss: torch.Tensor
     """float [N], X, with gradient."""
@@ -46,7 +46,7 @@ class Objective:
 
 
 def corrections_of(inputs: LossInputs, config: LossConfig) -> CorrectionOutputs:
-    """Return the update's corrections where the caller has them, else those of this micro-batch."""
+    """Return the update's corrections if the caller has them, else those of this micro-batch."""
     return inputs.corrections if inputs.corrections is not None else correct(inputs, config.corrections)
 
 
@@ -58,17 +58,17 @@ def known_advantages(inputs: LossInputs) -> torch.Tensor:
 def finish(
     inputs: LossInputs, config: LossConfig, objective: Objective, corrections: CorrectionOutputs | None = None
 ) -> LossOutputs:
-    """Weigh the objective, add entropy bonus, KL penalty and squared log-ratio, and aggregate.
+    """Weight the objective, add entropy bonus, KL penalty and squared log-ratio, and aggregate.
 
-    Weights multiply the policy term alone. Under denominator `all`, a dropped token keeps its entropy bonus and its penalties
-    (as in TRL, whose KL term is added after the weights, and in prime-rl, whose squared log-ratio is); under `kept` it is out of
-    every term (as in verl, whose rejection changes the mask).
+    Weights multiply only the policy term. Under denominator `all`, a dropped token keeps its entropy bonus and its penalties
+    (TRL adds its KL term, and prime-rl its squared log-ratio, after the weights); under `kept` it is removed from every term (as
+    in verl, whose rejection changes the mask).
 
     Args:
         inputs: The micro-batch.
-        config: What the run says.
+        config: Coefficients, aggregation and denominator.
         objective: X and where it was clipped.
-        corrections: Weights and kept tokens; None: those of `corrections_of`.
+        corrections: Weights and kept tokens; None: the result of `corrections_of`.
 
     Returns:
         This micro-batch's share of the loss, over the global denominators.
@@ -103,15 +103,15 @@ def finish(
 def count_denominators(
     counted: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int, constant: float = 1.0
 ) -> Denominators:
-    """Count what the loss of these tokens divides by; counts of micro-batches and ranks add up.
+    """Return the denominators for the loss of these tokens; those of micro-batches and ranks add up.
 
     Args:
         counted: bool [N], trained tokens; under `denominator = "kept"` without those that a correction dropped.
         sequence_ids: int64 [N], in [0, S); a sequence without a counted token does not count.
         num_sequences: S.
-        constant: Handed on.
+        constant: Passed on unchanged.
 
-    Source: all trained tokens: AReaL, OpenRLHF and NeMo-RL; kept ones: verl's rejection mask and M2PO as AReaL has it.
+    Source: all trained tokens: AReaL, OpenRLHF and NeMo-RL; kept tokens: verl's rejection mask, and M2PO in AReaL.
     """
     tokens_S = segment_sum(counted.to(torch.float64), sequence_ids, num_sequences)
     return Denominators(float(tokens_S.sum().item()), float((tokens_S > 0).sum().item()), constant)
@@ -125,7 +125,7 @@ AGGREGATIONS: dict[str, Callable[[Denominators], float]] = {
     "seq-mean-token-sum-norm": lambda counts: max(counts.num_sequences, 1.0) * counts.constant,
     "constant": lambda counts: max(counts.num_sequences, 1.0) * counts.constant,
 }
-"""What the sum over an update's trained tokens is divided by (at least 1: where all is rejected, the loss is 0 and not 0/0).
+"""Divisors of the sum over an update's trained tokens. At least 1: if all tokens are rejected, the loss is 0, not 0/0.
 
 Source: `token-mean`: DAPO (arXiv 2503.14476), equation 8; `token-sum`: verl, Tinker; `seq-mean-token-mean`: DeepSeekMath (arXiv
 2402.03300), equation 3, each token first divided by its sequence's length; `seq-mean-token-sum`: REINFORCE over sequences, verl;
@@ -139,12 +139,12 @@ def aggregate(
     """Return this micro-batch's share [] of the loss.
 
     Args:
-        name: In AGGREGATIONS.
+        name: A key of AGGREGATIONS.
         loss: float [N].
         mask: bool [N], the tokens that count.
         sequence_ids: int64 [N].
         num_sequences: S.
-        denominators: Of the whole update.
+        denominators: Those of the whole update.
     """
     loss = masked(loss, mask)
     if name == "seq-mean-token-mean":
@@ -158,22 +158,22 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Return the penalty [N] to add to the loss, without coefficient; 0 at masked tokens.
 
-    `config.gradient` says what is differentiated. `own`: the estimator. `k2`: the value stays the estimator's, the gradient is
-    that of k2, d (straight through), and 0 where the cap holds the value. `ratio`: the estimator times current / sampler, with
-    the gradient through both; value and gradient (k1, k3) are unbiased however old the sampler is, as far as the ratio is within
+    `config.gradient` sets what is differentiated. `own`: the estimator. `k2`: the value is the estimator's, the gradient is that
+    of k2, d (straight through), and 0 where the cap limits the value. `ratio`: the estimator times current / sampler, with the
+    gradient through both; value and gradient (k1, k3) are unbiased for a sampler of any age, while the ratio is within
     LOG_RATIO_LIMIT.
 
-    Values are held in [-cap, cap], with gradient 0 outside (verl, AReaL and OpenRLHF: 10; TRL: inf).
+    Values are clamped to [-cap, cap], with gradient 0 outside (verl, AReaL and OpenRLHF: 10; TRL: inf).
 
     Args:
         logprobs: float [N], current policy, with gradient.
-        sampler_logprobs: float [N], of the policy that sampled the tokens; read only where `config.gradient` is `ratio`.
+        sampler_logprobs: float [N], of the policy that sampled the tokens; read only if `config.gradient` is `ratio`.
         reference_logprobs: float [N].
         mask: bool [N].
         config: `estimator`, `gradient` and `cap` are read.
 
     Source: `k2`: verl's `k1+` and `k3+` (which keep the gradient beyond the cap) and the gradient analysis of arXiv 2510.01555;
-    `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL `use_bias_correction_kl`, which takes the old policy for the sampler.
+    `ratio`: DeepSeek-V3.2 (arXiv 2512.02556), TRL `use_bias_correction_kl`, which uses the old policy as the sampler.
     """
     difference = masked(logprobs, mask) - masked(reference_logprobs.detach(), mask)
     free = KL_ESTIMATORS[config.estimator](difference)
@@ -187,15 +187,15 @@ def kl_penalty(
 
 
 def next_coefficient(coefficient: float, *, measured_kl: float, target: float, horizon: int, num_samples: int) -> float:
-    """Return the KL coefficient after a step whose mean KL was measured.
+    """Return the KL coefficient for the step after the one whose mean KL was measured.
 
     coefficient * (1 + e * n), e = clip(measured_kl / target - 1, -0.2, 0.2), n = num_samples / horizon, at most 1 (beyond 5 the
     coefficient would turn negative).
 
     Args:
-        coefficient: The one in force, over 0.
+        coefficient: The present coefficient, greater than 0.
         measured_kl: Mean of the penalty's own estimate over the step's trained tokens.
-        target: Over 0.
+        target: Greater than 0.
         horizon: Samples.
         num_samples: Samples of the step.
 
@@ -211,8 +211,8 @@ def interpolated_proximal(
 ) -> torch.Tensor:
     """Return behaviour + alpha (current - behaviour) [N], alpha = (v_cur - 1 - v) / (v_cur - v); detached.
 
-    The proximal policy is taken to be one version before the current one, and log-probabilities to move linearly in the version.
-    Lags 0 and 1 both give alpha 0, the behaviour policy itself; so does a token whose version is unknown (negative).
+    This assumes that the proximal policy is one version before the current one, and that log-probabilities are linear in the
+    version. Lags 0 and 1 both give alpha 0, the behaviour policy itself; so does a token of unknown version (negative).
 
     Args:
         logprobs: float [N], current policy.

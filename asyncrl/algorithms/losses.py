@@ -1,13 +1,13 @@
 """Losses by name: pure functions `(LossInputs, LossConfig) -> LossOutputs`, and the critic's value loss.
 
 A new loss is one function here and one row of LOSS_RULES in config/algorithm_table.py, which has the function's name and says
-what the loss asks of the rest of the config. What losses share is in loss_terms.py.
+what the loss needs from the rest of the config. Terms common to all losses are in loss_terms.py.
 
-Legend: N tokens of one micro-batch laid end to end, S sequences of it; A advantage, X loss a token, sg: no gradient.
+Legend: N tokens of one micro-batch, concatenated, S sequences in it; A advantage, X loss per token, sg: no gradient.
 
-Invariants: at ratio 1 the gradient of every policy loss is the policy gradient (times the correction weight; of `rloo_product`
-times the sequence's length too); a masked token has gradient exactly 0, and a dropped one no policy gradient; whatever stands
-at a masked token (NaN too) changes nothing; the losses of micro-batches and ranks add up to that of the whole update.
+Invariants: at ratio 1 the gradient of every policy loss is the policy gradient (times the correction weight; in `rloo_product`
+also times the sequence's length); a masked token has gradient exactly 0, and a dropped token has no policy gradient; the value
+at a masked token (even NaN) changes nothing; the losses of micro-batches and ranks add up to that of the whole update.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute PPO's clipped objective against the proximal policy.
 
     Per token X = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = current / proximal; with dual clip, X = min(X, -A c)
-    where A < 0. No weight but that of the corrections.
+    where A < 0. The only weights are those of the corrections.
 
     Source: Schulman et al. (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476); dual clip: Ye et al.
-    (arXiv 1912.09729), equation 5, verl `clip_ratio_c`, slime `eps_clip_c`, AReaL `c_clip`. With c over 1 + clip_high it is the
+    (arXiv 1912.09729), equation 5, verl `clip_ratio_c`, slime `eps_clip_c`, AReaL `c_clip`. With c > 1 + clip_high it is the
     two-sided bound min(r, c) of INTELLECT-2 (arXiv 2505.07291), TRL's `delta`.
     """
     corrections = corrections_of(inputs, config)
@@ -54,10 +54,10 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute the decoupled objective: `ppo_clip`'s X, then each token times its weight proximal / behaviour.
+    """Compute the decoupled objective: `ppo_clip`'s X, with each token multiplied by its weight proximal / behaviour.
 
-    The weight is detached and multiplies after clipping and dual clip. Where the config names an importance weight (tis_*,
-    icepop, masked_* with a weight, or a user's own correction) it is that one; where it names none, the weight is uncapped.
+    The weight is detached and applied after clipping and dual clip. If the config has an importance weight (tis_*, icepop,
+    masked_* with a weight, or a user's own correction), that weight is used; else the weight is uncapped.
 
     Source: Hilton et al. (arXiv 2110.00641), equation 4; AReaL (arXiv 2505.24298), equation 5, uncapped there.
     """
@@ -69,12 +69,11 @@ def decoupled_ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute GSPO: PPO's clipping of one ratio a sequence, s = exp(mean_t log(current / proximal)).
+    """Compute GSPO: PPO's clipping of one ratio per sequence, s = exp(mean_t log(current / proximal)).
 
-    Every token of the sequence carries X = max(-A s, -A clip(s)), and the gradient runs through the mean: under
-    seq-mean-token-mean (the paper's) an unclipped sequence of length L gives each of its tokens -A s / (S L). Tokens that a
-    correction dropped are not in the mean. An advantage that differs within a sequence reaches all its tokens as their mean;
-    where that is not wanted, take `gspo_token`.
+    Every token of the sequence has X = max(-A s, -A clip(s)), with the gradient through the mean: under seq-mean-token-mean (the
+    paper's) each token of an unclipped sequence of length L has gradient -A s / (S L). Dropped tokens are not in the mean. If
+    advantages differ within a sequence, all its tokens get their mean; use `gspo_token` to keep them separate.
 
     Source: GSPO (arXiv 2507.18071), equations 5 to 7.
     """
@@ -86,7 +85,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute GSPO's token form: s as in `gspo`, detached, times current / sg(current) of the token.
 
-    Same values and clipping; each token has its own advantage and its own gradient, -A_t s / (S L) under seq-mean-token-mean.
+    Values and clipping are the same; each token has its own advantage and gradient, -A_t s / (S L) under seq-mean-token-mean.
 
     Source: GSPO (arXiv 2507.18071), equations 13 and 14; verl `compute_policy_loss_gspo`.
     """
@@ -98,11 +97,11 @@ def gspo_token(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def rloo_product(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute RLOO's objective: PPO's clipping of one ratio a sequence, the product s of current / proximal over its tokens.
+    """Compute RLOO's objective: PPO's clipping of one ratio per sequence, the product s of current / proximal over its tokens.
 
-    Every token carries X = max(-A s, -A clip(s)), and the gradient runs through the product. Under seq-mean-token-mean value and
-    gradient are TRL's: an unclipped sequence gives each of its tokens -A s / S, whatever its length, which at ratio 1 is the
-    gradient of the sequence's log-likelihood.
+    Every token has X = max(-A s, -A clip(s)), with the gradient through the product. Under seq-mean-token-mean value and gradient
+    are TRL's: each token of an unclipped sequence of any length has gradient -A s / S, which at ratio 1 is the gradient of the
+    sequence's log-likelihood.
 
     Source: Ahmadian et al. (arXiv 2402.14740); TRL `RLOOTrainer`.
     """
@@ -113,11 +112,11 @@ def rloo_product(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute GMPO: the geometric mean over a sequence of ratios that are clipped token by token, on logarithms.
+    """Compute GMPO: the geometric mean over a sequence of ratios whose logarithms are clipped token by token.
 
-    With l = log(current / proximal), every token of the sequence carries X = -A exp(mean of min(l, clip_high) where A > 0, else
-    of max(l, -clip_low)): clip_low and clip_high are distances on the logarithm (0.4 in the paper). Aggregate by
-    seq-mean-token-mean; advantages within a sequence and dropped tokens as in `gspo`.
+    With l = log(current / proximal), every token of the sequence has X = -A exp(mean of min(l, clip_high) where A > 0, else of
+    max(l, -clip_low)): clip_low and clip_high are bounds of the logarithm (0.4 in the paper). Aggregate by seq-mean-token-mean;
+    advantages within a sequence and dropped tokens are handled as in `gspo`.
 
     Source: GMPO (arXiv 2507.20673), equation 4; verl `geo_mean`.
     """
@@ -129,7 +128,7 @@ def gmpo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def _clipped(ratio: torch.Tensor, inputs: LossInputs, config: LossConfig, corrections: CorrectionOutputs) -> LossOutputs:
-    """Return the loss of PPO's clipping of this ratio [N], in the range that a correction set, if one did."""
+    """Return the loss with PPO's clipping of this ratio [N]; a correction's clip range replaces the config's."""
     low, high = corrections.clip_low, corrections.clip_high
     low, high = (config.clip_low if low is None else low), (config.clip_high if high is None else high)
     advantages = known_advantages(inputs)
@@ -150,9 +149,9 @@ def _sequence_ratio(inputs: LossInputs, corrections: CorrectionOutputs) -> torch
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute DPPO with binary total variation: X = -sg(min(r, max_ratio)) A log current, and 0 beyond the trust region.
 
-    p and q are the current and the proximal probability of the token, r = p / q. Beyond is p - q > clip_high where A > 0, and
-    p - q < -clip_low elsewhere: bounds of a probability, not of a ratio. The paper's anchor is the policy that sampled: set
-    `proximal = "behaviour"`. With that, `max_ratio = inf` and `log_ratio_penalty` it has the gradient of prime-rl's default loss.
+    p and q are the current and the proximal probability of the token, r = p / q. A token is beyond if p - q > clip_high where
+    A > 0, and if p - q < -clip_low elsewhere: bounds of a probability, not of a ratio. The paper uses the behaviour policy for q:
+    set `proximal = "behaviour"`. With `max_ratio = inf` and `log_ratio_penalty` the gradient is that of prime-rl's default loss.
 
     Source: DPPO (arXiv 2602.04879), sections 4 and 5.4; verl `dppo_tv`.
     """
@@ -162,9 +161,9 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def dppo_kl(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute DPPO with binary KL: as `dppo_tv`, beyond where KL(q || p) of the token against all others exceeds the bound.
+    """Compute DPPO with binary KL: as `dppo_tv`, but beyond if KL(q || p) of the token against all others exceeds the bound.
 
-    The bound is clip_high where A > 0 and p > q, clip_low where A <= 0 and p < q; a token that comes back is never beyond.
+    The bound is clip_high where A > 0 and p > q, clip_low where A <= 0 and p < q; a token that moves back is never beyond.
 
     Source: DPPO (arXiv 2602.04879), section 4; verl `dppo_kl`.
     """
@@ -190,7 +189,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute CISPO: X = -sg(clip(r, min_ratio, max_ratio)) A log current, r = current / proximal.
 
     The bounds are absolute ratios, as in TRL; verl and slime give distances from 1 (their clip_high 0.28 is max_ratio 1.28 here).
-    With min_ratio 0 (the config's) there is no lower bound, as in the paper. No token loses its gradient.
+    With min_ratio 0 (the default) there is no lower bound, as in the paper. Every token keeps its gradient.
 
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
     """
@@ -202,7 +201,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute SAPO's soft gate: X = -A sigmoid(tau (r - 1)) 4 / tau, r = current / proximal.
 
-    tau is tau_positive where A > 0, else tau_negative. At r = 1 the gate's slope is 1, and it fades on both sides.
+    tau is tau_positive where A > 0, else tau_negative. At r = 1 the gate's slope is 1; it decreases on both sides.
 
     Source: SAPO (arXiv 2511.20347); verl and TRL take the mean of sequences, AReaL that of tokens.
     """
@@ -215,7 +214,7 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute the plain policy gradient: X = -A log current.
 
-    Off-policy it is right only with an importance weight among the corrections.
+    Off-policy it is unbiased only with an importance weight among the corrections.
 
     Source: Williams 1992.
     """
@@ -225,8 +224,8 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute DRO: X = -A log current + beta / 2 (log current / behaviour)^2, beta / 2 being `log_ratio_penalty`.
 
-    The square is added by `finish`, which no importance weight and no mask by corrections touches. Tinker takes the sum over
-    tokens (`token-sum`).
+    `finish` adds the square; importance weights and masks of corrections do not change it. Tinker uses the sum over tokens
+    (`token-sum`).
 
     Source: Richemond et al. (arXiv 2405.19107), equation 4; Kimi k1.5 (arXiv 2501.12599), equation 3; Tinker's loss `dro`.
     """
@@ -236,7 +235,7 @@ def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def importance_sampling(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute the importance-weighted policy gradient: X = -A current / behaviour, with the gradient through the ratio.
 
-    Unbounded but for LOG_RATIO_LIMIT, beyond which a token has no gradient.
+    The only bound is LOG_RATIO_LIMIT, beyond which a token has no gradient.
 
     Source: Degris et al. 2012 (arXiv 1205.4839), per token; Tinker's loss `importance_sampling`.
     """
@@ -257,10 +256,10 @@ def aipo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Compute TOPR: X = -w A log current; w is 1 where A >= 0, else the sequence's current / behaviour held in [0, 1], detached.
+    """Compute TOPR: X = -w A log current; w is 1 where A >= 0, else the sequence's current / behaviour in [0, 1], detached.
 
-    Good samples are learnt at full weight however stale; bad ones count less the further the policy has left them, which bounds
-    the objective. Aggregate by seq-mean-token-sum or constant for the paper's log-likelihood of whole sequences.
+    Good samples of any staleness have full weight; bad samples count less as the policy moves away from them, which bounds the
+    objective. Aggregate by seq-mean-token-sum or constant for the paper's log-likelihood of whole sequences.
 
     Source: Tapered off-policy REINFORCE (arXiv 2503.14286).
     """
@@ -274,8 +273,8 @@ def topr(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def vespo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Compute VESPO: X = -sg(w^k exp(lambda (1 - w))) A log current, w the product of the sequence's current / behaviour.
 
-    k and lambda are `vespo_positive` where A >= 0, else `vespo_negative`. At w = 1 the weight is 1; it fades on both sides, so no
-    bound is needed.
+    k and lambda are `vespo_positive` where A >= 0, else `vespo_negative`. At w = 1 the weight is 1; it decreases on both sides,
+    so no bound is needed.
 
     Source: VESPO (arXiv 2602.10693); TRL `loss_type="vespo"`.
     """
@@ -296,11 +295,11 @@ class ValueInputs:
     """One micro-batch, flat: float [N], the last four as in `LossInputs`."""
 
     values: torch.Tensor
-    """The critic now, with gradient."""
+    """The present critic, with gradient."""
     old_values: torch.Tensor
     """The critic before this step's first update."""
     returns: torch.Tensor
-    """What the values are trained towards."""
+    """Training targets of the values."""
     mask: torch.Tensor
     sequence_ids: torch.Tensor
     num_sequences: int
@@ -312,7 +311,7 @@ def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> tuple[t
 
     Args:
         inputs: One micro-batch.
-        clip: c, how far a value moves from its old one before its loss stops falling; inf: 0.5 (v - R)^2.
+        clip: c, the distance from the old value beyond which the loss stops decreasing; inf: 0.5 (v - R)^2.
         aggregation: A name in AGGREGATIONS.
 
     Returns:
@@ -335,12 +334,12 @@ def value_loss(inputs: ValueInputs, *, clip: float, aggregation: str) -> tuple[t
 Loss = Callable[[LossInputs, LossConfig], LossOutputs]
 
 LOSSES: dict[str, Loss] = {name: globals()[name] for name in LOSS_RULES}
-"""Each by the name of its row in the table of config/algorithm_table.py."""
+"""Losses by the names of their rows in config/algorithm_table.py."""
 
 
 @functools.cache
 def load_loss(name: str) -> Loss:
-    """Return the loss of that name, or a user's own, whose file runs once a process and not at each row.
+    """Return the loss of this name, or a user's own function, whose file runs once per process and not at each row.
 
     Args:
         name: A key of LOSSES, `module:function` or `file.py:function`.
@@ -354,7 +353,7 @@ def load_loss(name: str) -> Loss:
 
 
 def fault_in(inputs: LossInputs, outputs: LossOutputs) -> str:
-    """Return what is wrong with a user's answer."""
+    """Return what is wrong with the result of a user's function; empty if nothing is."""
     by_token = {"weights": outputs.weights, "clipped": outputs.clipped, "dual_clipped": outputs.dual_clipped}
     by_token |= {name: value for name in ("kept", "reference_kl") if (value := getattr(outputs, name)) is not None}
     for name, value in by_token.items():

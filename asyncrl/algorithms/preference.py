@@ -1,11 +1,11 @@
-"""Losses on pairs: DPO, label-smoothed and robust DPO, hinge and IPO, on token log-probabilities or on given margins. Pure.
+"""Losses on pairs: DPO, label-smoothed and robust DPO, hinge and IPO, from token log-probabilities or given margins. Pure.
 
-Legend: N tokens of one micro-batch laid end to end, S sequences, P pairs of this micro-batch. The margin of a pair is
+Legend: N tokens of one micro-batch, concatenated, S sequences, P pairs of this micro-batch. The margin of a pair is
 (policy - reference) of the chosen sequence minus (policy - reference) of the rejected one.
 
-Invariants: a pair's two sequences share a micro-batch; whatever stands at a masked token (NaN too) changes no value and no
-gradient; sequences of no pair (pair id -1) have no gradient; the loss is a sum over this micro-batch's pairs over the *global*
-number of pairs, so that micro-batches and ranks add up.
+Invariants: a pair's two sequences are in the same micro-batch; the value at a masked token (even NaN) changes no value and no
+gradient; sequences without a pair (pair id -1) have no gradient; the loss is the sum over this micro-batch's pairs divided by the
+*global* number of pairs, so that micro-batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Pairs:
     """Which sequences of a micro-batch make pairs."""
 
     ids: torch.Tensor
-    """int64 [S], any number that both sequences of a pair share; -1: of no pair."""
+    """int64 [S], a number that both sequences of a pair have; -1: no pair."""
     is_chosen: torch.Tensor
     """bool [S]."""
     num_pairs: float
@@ -47,7 +47,7 @@ def sigmoid(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
 
 
 def robust(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
-    """Return the losses [P] whose mean is that of plain DPO on clean pairs, where a share e of the pairs is the wrong way round.
+    """Return losses [P] whose mean equals that of plain DPO on clean pairs, if a share e of the pairs is in the wrong order.
 
     (-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2e).
 
@@ -74,23 +74,23 @@ def ipo(margins: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
 
 
 PREFERENCE_LOSSES: dict[str, MarginLoss] = {"sigmoid": sigmoid, "robust": robust, "hinge": hinge, "ipo": ipo}
-"""By `algorithm.preference.loss`."""
+"""Losses by the value of `algorithm.preference.loss`."""
 
 
 def preference_loss(inputs: LossInputs, pairs: Pairs, config: PreferenceConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of one micro-batch of pairs, and what it says about them.
+    """Return the loss of one micro-batch of pairs, and metrics of each pair.
 
     Returns:
-        This micro-batch's share [] of the update's loss; and, by metric, one number a pair [P], by rising pair id, detached:
-        its loss; whether its margin is positive (the policy prefers the chosen one more than the reference does); the margin as
-        the loss saw it, from sums or from per-token averages; beta (policy - reference), summed over the chosen and over the
-        rejected sequence whatever the margins are made of.
+        This micro-batch's share [] of the update's loss; and, by metric, one number per pair [P], by ascending pair id, detached:
+        its loss; whether its margin is positive (the policy prefers the chosen one more than the reference does); the margin that
+        the loss used, from sums or from per-token averages; and beta (policy - reference), always summed over the chosen and over
+        the rejected sequence.
     """
     assert inputs.reference_logprobs is not None, "a preference loss needs LossInputs.reference_logprobs"
     log_ratios_S = sequence_sum(inputs.logprobs - inputs.reference_logprobs, inputs)
     lengths_S = segment_sum(inputs.mask.to(log_ratios_S.dtype), inputs.sequence_ids, inputs.num_sequences).clamp(min=1.0)
     scores_S = log_ratios_S / lengths_S if config.average else log_ratios_S
-    # The chosen and the rejected sequences, both by rising pair id.
+    # The chosen and the rejected sequences, both by ascending pair id.
     sides = []
     for of_side in (pairs.is_chosen, ~pairs.is_chosen):
         sequences = (of_side & (pairs.ids >= 0)).nonzero().flatten()

@@ -1,7 +1,7 @@
-"""Which members of a scored group are trained, in which update, and whether the group is worth a step at all.
+"""Which members of a scored group are trained, in which update, and whether the group is trained at all.
 
-One answer for everybody who asks: the buffer drops groups that teach nothing and counts the age of trained tokens only, packing
-masks and pairs. Pure Python, no torch.
+The one place for these decisions: the buffer drops groups without a training signal and counts the age of trained tokens only;
+packing makes masks and pairs. Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from asyncrl.config.algorithm import AlgorithmConfig, PreferenceConfig
 from asyncrl.schema.samples import ScoredGroup
 
 NO_SPREAD = "no spread"
-"""Every member has the same reward: advantages inside the group are 0."""
+"""Every member has the same reward, so advantages within the group are 0."""
 NO_PAIR = "no pair"
 """No two members make a preference pair."""
 TRUNCATED = "truncated"
-"""Every member was cut off by the length limit, and such members are not trained."""
+"""Every member was cut off by the length limit, so none is trained."""
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):
-    """A scored member, as far as screening looks at it."""
+    """The fields of a scored member that screening reads."""
 
     index: int
     reward: float
@@ -30,15 +30,15 @@ class Member(msgspec.Struct, frozen=True, gc=False):
 
 
 class Screen(msgspec.Struct, frozen=True):
-    """What the algorithm asks of a group; kept with every step, so that a repeated step is the same step."""
+    """The algorithm's rules for groups; stored with every step, so that a repeated step uses the same rules."""
 
     drop_equal: bool = False
-    """Dynamic sampling."""
+    """Drop groups whose members have equal rewards (dynamic sampling)."""
     mask_truncated: bool = False
     greedy_index: int = -1
     """The member that is only a baseline; -1: none."""
     preference: PreferenceConfig | None = None
-    """Of DPO: only paired members are trained."""
+    """For DPO: only paired members are trained; None: no DPO."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Screen:
@@ -66,8 +66,8 @@ def pairs_among(members: Sequence[Member], screen: Screen) -> tuple[Pair, ...]:
 def trained_members(members: Sequence[Member], screen: Screen) -> tuple[int, ...]:
     """Return the indices of the members whose tokens are trained, ascending.
 
-    Left out are the greedy baseline, members cut off (where they are masked), and with DPO all that are in no pair. A group in
-    which every member was cut off is trained whole: it comes this far only when the buffer had to take what there is.
+    The greedy baseline, truncated members (if they are masked) and, with DPO, members without a pair are excluded. A group whose
+    members are all truncated is trained completely: the buffer passes such a group on only if it has no other.
     """
     if screen.preference is not None:
         return tuple(sorted(index for pair in pairs_among(members, screen) for index in pair))
@@ -76,9 +76,9 @@ def trained_members(members: Sequence[Member], screen: Screen) -> tuple[int, ...
 
 
 def surely_trained(members: Sequence[Member], screen: Screen) -> tuple[int, ...]:
-    """Return the indices of the members whose tokens are trained whatever members that lack here turn out to be.
+    """Return the indices of the members that are trained in any case, even if the group's other members are not known yet.
 
-    With DPO there are none: a better or worse member takes another's place in a pair.
+    With DPO there are none: a later member may replace another in a pair.
     """
     if screen.preference is not None:
         return ()
@@ -86,7 +86,7 @@ def surely_trained(members: Sequence[Member], screen: Screen) -> tuple[int, ...]
 
 
 def objection(members: Sequence[Member], screen: Screen) -> str:
-    """Return why this group should not be trained, or nothing.
+    """Return the reason why this group should not be trained, or an empty string.
 
     Source: DAPO (arXiv 2503.14476), section 3.2 (dynamic sampling) and 3.4 (overlong filtering).
     """
@@ -108,9 +108,9 @@ Pair = tuple[int, int]
 
 
 def choose_pairs(rewards: Mapping[int, float], config: PreferenceConfig) -> tuple[Pair, ...]:
-    """Return the pairs of a group; no member is in two of them.
+    """Return the pairs of a group; each member is in at most one.
 
-    `best_worst` pairs the best with the worst member, the first by index among equals, where their rewards differ. `threshold`
+    `best_worst` pairs the best with the worst member if their rewards differ; among equals the first by index. `threshold`
     pairs the first member that is good enough with the first that is bad enough, the second with the second, and so on, up to
     `max_pairs_per_group`.
 
@@ -130,11 +130,11 @@ def choose_pairs(rewards: Mapping[int, float], config: PreferenceConfig) -> tupl
 
 
 def updates_of_groups(group_ids: Iterable[int], minibatches: int) -> dict[int, int]:
-    """Return the update of each group; the first is 0, and none is without a group.
+    """Return the update of each group; updates count from 0, and each has at least one group.
 
     Args:
-        group_ids: Of what is trained, in the batch's order; a group may come more than once.
-        minibatches: Most updates there may be (`learner.minibatches`).
+        group_ids: Groups of the trained samples, in the batch's order; may repeat.
+        minibatches: Maximum number of updates (`learner.minibatches`).
     """
     groups = list(dict.fromkeys(group_ids))
     num_updates = min(minibatches, len(groups))

@@ -150,7 +150,7 @@ class GeneratorPool:
             self._enter(generator)
 
     def best(self, min_version: int) -> Generator | None:
-        """Return the least loaded generator with room and a version of at least `min_version`; ties: newest version, then name."""
+        """Return the least loaded generator with room and a version from `min_version` on; ties: newest version, then name."""
         firsts = [(ranks[0], -version) for version, ranks in self._ranks.items() if version >= min_version and ranks[0][0] <= 1]
         chosen = min(firsts, key=lambda first: (first[0][0], first[1]), default=None)
         return None if chosen is None else self._by_name[chosen[0][1]]

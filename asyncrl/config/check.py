@@ -1,7 +1,7 @@
 """Rules between the parts of a config, checked when the config is read.
 
-A rule is a condition and the message where it holds: the option, its value, what is allowed, and what to write instead.
-The first field that a message names is the one at fault. Every rule is checked, whatever the others found.
+A rule is a condition and the message if it is true: the option, its value, what is allowed, and what to write instead.
+The first field that a message names is the faulty one. Every rule is checked, even if others have found faults.
 Rules of algorithms are in algorithm_table.py. Pure.
 """
 
@@ -79,7 +79,7 @@ def _run(config: RunConfig) -> Iterator[str]:
     name, model, engine, evaluation = config.name, config.model, config.generate.engine, config.eval
     is_folder = name.isprintable() and name == name.strip() and name not in {"", ".", ".."} and not set(name) & set("/\\")
     if not is_folder or len(name.encode()) > MOST_NAME_BYTES:
-        yield f"name {name!r} cannot be a folder: take 1 to {MOST_NAME_BYTES} bytes that can be printed, without / or \\"
+        yield f"name {name!r} cannot be a folder: use 1 to {MOST_NAME_BYTES} bytes of printable characters, without / or \\"
     least, group_size = config.buffer.min_group_members, config.algorithm.group_size
     if least > max(group_size, 2):
         yield f"buffer.min_group_members must be at most algorithm.group_size ({group_size}), got {least}"
@@ -95,15 +95,15 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield f"generate.engine.max_sequence_tokens ({longest}) must be at most model.max_positions ({model.max_positions})"
     evaluates = evaluation.at_start or evaluation.at_end or evaluation.every_steps
     if evaluates and (config.generate.num_workers == 0 or engine.replays):
-        yield f"nobody generates evaluation samples without a generator that holds a model: {NO_EVALUATION}"
+        yield f"no generator of this run has a model that can generate evaluation samples: {NO_EVALUATION}"
     if not config.reward.functions and not config.inference.reward_models:
         yield "reward.functions is empty: name at least one reward, as [[reward.functions]] kind = 'answer_match'"
     all_outside = config.learner.kind != "builtin" and config.generate.num_workers == 0
     if all_outside and config.needs_inference and isinstance(model, ScratchModel):
-        yield "inference workers wait for a model that nobody makes: set model.kind = 'pretrained' and model.path"
-    medium, takes = config.broadcast.medium, "take shared_memory, files or zeromq, or leave broadcast.delta out"
+        yield "inference workers would wait for a model that no process creates: set model.kind = 'pretrained' and model.path"
+    medium, takes = config.broadcast.medium, "take shared_memory, files or zeromq, or remove broadcast.delta"
     if config.broadcast.delta is not None and not medium.carries_deltas:
-        yield f"broadcast.delta needs a copy of the version before, and broadcast.medium.kind {medium.kind!r} keeps none: {takes}"
+        yield f"broadcast.delta needs a copy of the last version, but broadcast.medium.kind {medium.kind!r} keeps none: {takes}"
 
 
 def _task(config: RunConfig) -> Iterator[str]:
@@ -121,25 +121,25 @@ def _task(config: RunConfig) -> Iterator[str]:
         pair = "twice generate.engine.max_sequence_tokens: 'dpo' trains both answers of a pair in one row"
         yield f"packing.tokens_per_row ({row}) must be at least {2 * longest}, {pair}"
     if algorithm.kind == "dpo" and config.buffer.policy == "mask":
-        yield "buffer.policy = 'mask' cuts old tokens out and 'dpo' compares whole answers: take 'wait' or 'drop'"
+        yield "buffer.policy = 'mask' cuts old tokens out of the loss, and 'dpo' compares whole answers: set 'wait' or 'drop'"
     if isinstance(config.task, PreferencesTask) != replays:
         yield "task.kind = 'preferences' and generate.engine.kind = 'replay' go together: set both or neither"
     if not replays and any(isinstance(function, PreferenceReward) for function in config.reward.functions):
-        yield "reward.functions: 'preference' judges the answers of task.kind = 'preferences'; take another"
+        yield "reward.functions: 'preference' judges the answers of task.kind = 'preferences'; use another reward"
     if replays and (algorithm.kind != "dpo" or algorithm.group_size != 2):
         pair = f"set algorithm.kind = 'dpo' (is {algorithm.kind!r}) and algorithm.group_size = 2 (is {algorithm.group_size})"
-        yield f"task.kind = 'preferences' gives two answers a prompt: {pair}"
+        yield f"task.kind = 'preferences' gives two answers per prompt: {pair}"
     if replays and sampling.temperature != 1.0:
         yield f"generate.sampling.temperature ({sampling.temperature}) must be 1 with generate.engine.kind = 'replay'"
 
 
 def _inference(config: RunConfig) -> Iterator[str]:
-    """Check that rewards have different names, and that something reads a reference worker."""
+    """Check that rewards have different names, and that the run uses its reference worker."""
     reference, models = config.algorithm.reference, "inference.reward_models"
     if reference.where == "worker" and not config.algorithm.needs_reference:
-        yield "algorithm.reference.where = 'worker', and nothing reads a reference: add [algorithm.kl], kind = 'dpo', or drop it"
+        yield "algorithm.reference.where = 'worker', but nothing reads a reference: add [algorithm.kl], kind = 'dpo', or drop it"
     if config.reward.is_caller and config.reward.functions != (CallerReward(),):
-        yield "reward.functions: 'caller' stands alone, without weight or name; its function returns the whole reward"
+        yield "reward.functions: 'caller' must be the only reward, without weight or name; its function returns the whole reward"
     for name, count in Counter(function.name for function in config.reward.functions if function.name).items():
         if count > 1:
             yield f"reward.functions: the name {name!r} is given {count} times; names must be unique"
@@ -150,22 +150,22 @@ def _inference(config: RunConfig) -> Iterator[str]:
         if count > 1:
             yield f"{models}: the name {name!r} is given {count} times; names must be unique"
         if name in taken:
-            yield f"{models}: the name {name!r} is that of {taken[name]}; take another"
+            yield f"{models}: the name {name!r} is the name of {taken[name]}; use another"
 
 
 def _learner(config: RunConfig) -> Iterator[str]:
-    """Check optimizer, kernels and ranks against the device, and that nothing needs a model if the learner is a fake."""
+    """Check optimizer, kernels and ranks against the device; with a fake learner, check that nothing needs a model."""
     learner, device, ranks = config.learner, config.learner.device, config.learner.ranks
     on_cuda, is_paged = device.startswith("cuda"), learner.optimizer == "paged_adamw_8bit"
     if ranks > 1 and device not in {"cpu", "cuda"}:
-        yield f"learner.ranks = {ranks} take a device each and learner.device is {device!r}: set 'cuda' or 'cpu'"
+        yield f"learner.ranks = {ranks} need one device each, but learner.device is {device!r}: set 'cuda' or 'cpu'"
     if ranks > 1 and (learner.optimizer != "adamw" or learner.offload_optimizer):
         instead = f"set learner.optimizer = 'adamw' (is {learner.optimizer!r}) and learner.offload_optimizer = false"
-        yield f"learner.ranks = {ranks} hold the optimizer's state in float32 on their devices: {instead}"
+        yield f"learner.ranks = {ranks} need the optimizer's state in float32 on their devices: {instead}"
     if is_paged and not on_cuda:
         yield f"learner.optimizer = 'paged_adamw_8bit' pages on CUDA only and learner.device is {device!r}: take 'adamw_8bit'"
     if is_paged and learner.offload_optimizer:
-        yield "'paged_adamw_8bit' moves its state by itself: set learner.offload_optimizer = false, or take 'adamw_8bit'"
+        yield "'paged_adamw_8bit' moves its state by itself: set learner.offload_optimizer = false, or use 'adamw_8bit'"
     if learner.logprobs == "fused" and not on_cuda:
         yield f"learner.logprobs = 'fused' runs on CUDA only and learner.device is {device!r}: set 'chunked'"
     if learner.compile and not on_cuda:
@@ -174,15 +174,15 @@ def _learner(config: RunConfig) -> Iterator[str]:
         return
     where = "learner.fake_step_s trains no model"
     if learner.kind != "builtin":
-        yield f"{where}, and learner.kind {learner.kind!r} has no learner process: set 'builtin', or leave it out"
+        yield f"{where}, and learner.kind {learner.kind!r} has no learner process: set 'builtin', or remove learner.fake_step_s"
     if config.generate.engine.has_model or config.generate.engine.replays:
         yield f"{where} and generate.engine.kind {config.generate.engine.kind!r} needs one: set 'fake'"
     if config.needs_inference:
-        yield f"{where} and [inference] would load some: leave out its reward models and algorithm.reference.where = 'worker'"
+        yield f"{where} but [inference] would load models: remove its reward models and algorithm.reference.where = 'worker'"
     if ranks > 1:
-        yield f"{where}, so there is nothing to divide: set learner.ranks = 1"
+        yield f"{where}, so ranks have no model to shard: set learner.ranks = 1"
     if config.placement.takes_turns:
-        yield f"{where}, and placement.kind {config.placement.kind!r} moves some: set 'disaggregated'"
+        yield f"{where}, and placement.kind {config.placement.kind!r} moves a model: set 'disaggregated'"
 
 
 def _vllm_server(config: RunConfig) -> Iterator[str]:
@@ -200,54 +200,54 @@ def _vllm_server(config: RunConfig) -> Iterator[str]:
         except ValueError:
             is_address = False
         if not is_address:
-            yield f"{url}: {given!r} is no server's address; it looks like http://host:port"
+            yield f"{url}: {given!r} is no server's address; write http://host:port"
         elif not engine.shared_folder and not isinstance(config.broadcast.medium, NCCLMedium) and not is_loopback(given):
-            yield f"{url}: {given} is another machine: set generate.engine.shared_folder, a folder that both see under one path"
+            yield f"{url}: {given} is another machine: set generate.engine.shared_folder to a folder with the same path on both"
     distinct = len({each.rstrip("/") for each in engine.urls})
     if distinct < max(len(engine.urls), num_workers):
         each = "each generator needs its own: name as many, comma-separated, or lower num_workers"
         yield f"{url} names {distinct} servers for generate.num_workers = {num_workers} and {each}"
     if config.learner.lora is not None:
-        yield "a vLLM server takes no adapters alone: remove [learner.lora], or take another generate.engine.kind"
+        yield "a vLLM server cannot load adapters alone: remove [learner.lora], or use another generate.engine.kind"
     if config.model.fp32_head:
-        yield "a vLLM server's output layer has its own dtype: set model.fp32_head = false, or take another generate.engine.kind"
+        yield "a vLLM server's output layer has its own dtype: set model.fp32_head = false, or use another generate.engine.kind"
 
 
 def _medium(config: RunConfig) -> Iterator[str]:
-    """Check that the medium fits the places of the learner and the engine."""
+    """Check that the medium fits the devices of the learner and the engine."""
     medium, engine, device = config.broadcast.medium, config.generate.engine, config.learner.device
     if isinstance(medium, GlooMedium | NCCLMedium) and is_every_interface(medium.host):
-        instead = "set the address of the learner's machine that they reach"
+        instead = "set an address of the learner's machine that the generators can reach"
         yield f"broadcast.medium.host {medium.host!r} is told to every generator and names no machine: {instead}"
     if not medium.on_gpu:
         return
     where, is_ours = f"broadcast.medium.kind {medium.kind!r}", config.learner.kind == "builtin"
     instead = 'set broadcast.medium.kind = "shared_memory", or "auto"'
     if is_ours and gpu_of(device) is None:
-        yield f"{where} begins in a GPU and learner.device is {device!r}: {instead}"
+        yield f"{where} sends from a GPU and learner.device is {device!r}: {instead}"
     if not engine.has_model:
-        yield f"{where} ends in an engine's GPU and generate.engine.kind {engine.kind!r} has none: {instead}"
+        yield f"{where} sends to an engine's GPU, but generate.engine.kind {engine.kind!r} has none: {instead}"
     if engine.device_name == "cpu":
-        yield f"{where} ends in a GPU and generate.engine.device is 'cpu': {instead}"
+        yield f"{where} sends to a GPU and generate.engine.device is 'cpu': {instead}"
     if engine.is_remote or not is_ours:
-        return  # only the server, or the outside learner, knows where it is
+        return  # only the server or the outside learner knows its device
     places = places_of(config)
-    gpus = f"learner.device is {device!r} and the engine takes {shown(places.engine_gpus)}"
+    gpus = f"learner.device is {device!r} and the engine uses {shown(places.engine_gpus)}"
     if isinstance(medium, CUDAIPCMedium) and places.engine_gpus != {places.learner_gpu}:
         yield f"{where} needs learner and engine on the same GPU; {gpus}: {instead}"
     if isinstance(medium, NCCLMedium) and places.one_machine and places.learner_gpu in places.engine_gpus:
         yield f"{where} needs learner and engine on different GPUs; {gpus}: {instead}"
     if isinstance(medium, NCCLMedium) and generators_share_gpus(config):
-        yield f"{where} takes one generator a GPU, and the run's own all take the same: generate.num_workers = 1, or {instead}"
+        yield f"{where} takes one generator a GPU, but the run's own all share one: set generate.num_workers = 1, or {instead}"
 
 
 def _turns(config: RunConfig) -> Iterator[str]:
-    """Check that phases that take turns have one device, one machine, and an engine that can sleep."""
+    """Check that phases that take turns have one device on one machine, and an engine that can sleep."""
     kind, engine, learner, staleness = config.placement.kind, config.generate.engine, config.learner, config.buffer.max_staleness
     where, places, ranks, device = f"placement.kind {kind!r}", places_of(config), learner.ranks, learner.device
     if kind != "hybrid" and isinstance(config.broadcast.medium, SharedStorageMedium):
         instead = 'set broadcast.medium.kind = "shared_memory"'
-        yield f'broadcast.medium.kind "shared_storage" is for only placement.kind "hybrid", and that is {kind!r}: {instead}'
+        yield f'broadcast.medium.kind "shared_storage" is for only placement.kind "hybrid", but that is {kind!r}: {instead}'
     if not config.placement.takes_turns:
         return
     if kind == "hybrid" and ranks > 1:
@@ -256,19 +256,19 @@ def _turns(config: RunConfig) -> Iterator[str]:
         instead = 'set learner.ranks = 1, or placement.kind = "disaggregated"'
         yield f"{where} takes turns on one device and learner.ranks = {ranks} on {device!r} has {ranks}: {instead}"
     if learner.kind != "builtin":
-        yield f"{where} takes turns with the learner, and learner.kind {learner.kind!r} knows none: set 'builtin'"
+        yield f"{where} takes turns with the learner, which learner.kind {learner.kind!r} cannot do: set 'builtin'"
     if config.generate.num_workers == 0:
-        yield f"{where} takes turns with generators and generate.num_workers is 0: set it to at least 1"
+        yield f"{where} takes turns with generators, but generate.num_workers is 0: set it to at least 1"
     if not config.generate.in_flight_updates:
-        yield f"{where} needs generate.in_flight_updates = true: old weights leave the device as training begins"
+        yield f"{where} needs generate.in_flight_updates = true: old weights leave the device when training begins"
     if not places.one_machine:
-        yield f'{where} shares a device, so all of the run is on one machine: set transport.kind = "ipc", launch local'
+        yield f'{where} shares a device, so the run must be on one machine: set transport.kind = "ipc", launch.kind = "local"'
     if staleness > 1:
-        yield f"{where} trains by turns: buffer.max_staleness is {staleness}, set 0 (synchronous, exactly) or 1"
+        yield f"{where} trains in turns: buffer.max_staleness is {staleness}, set 0 (fully synchronous) or 1"
     if engine.is_remote:
         yield f"{where} shares the learner's device with the run's own engine: set generate.engine.kind = 'vllm'"
     if isinstance(engine, VLLMEngineConfig) and not (engine.sleep and engine.device != "cpu"):
-        yield f"{where} needs an engine that sleeps: set generate.engine.sleep = true and run on a GPU"
+        yield f"{where} needs an engine that can sleep: set generate.engine.sleep = true and run on a GPU"
     if engine.has_model and places.engine_gpus != (frozenset() if places.learner_gpu is None else {places.learner_gpu}):
         devices = f"learner.device is {device!r}, generate.engine.device {engine.device_name!r}"
         yield f"{where} is for one device: {devices}: set both to the same"
@@ -286,7 +286,7 @@ def _shared_weights(config: RunConfig) -> Iterator[str]:
     if dtype != learner.dtype:
         yield f"{where}: generate.engine.dtype is {dtype!r}, learner.dtype {learner.dtype!r}; set both to the same"
     if learner.lora is not None:
-        yield f"{where}, and adapters lie beside them: leave out learner.lora, or take colocated"
+        yield f"{where}, but adapters are separate from them: leave out learner.lora, or set colocated"
     if not isinstance(broadcast.medium, SharedStorageMedium | AutoMedium):
         yield f'{where}: broadcast.medium.kind is {broadcast.medium.kind!r}, set "shared_storage" (or "auto")'
     if broadcast.delta is not None or broadcast.dtype != "model":
@@ -299,13 +299,13 @@ def _joining(config: RunConfig) -> Iterator[str]:
     where, instead = f"placement.kind {placement.kind!r}", "set placement.kind = 'disaggregated'"
     if placement.takes_turns and placement.most_joining_generators:
         others = "set placement.most_joining_generators = 0, or placement.kind = 'async_hybrid' or 'disaggregated'"
-        yield f"{where} takes turns on one device, and a generator elsewhere has no turn: {others}"
+        yield f"{where} takes turns on one device, so a generator elsewhere has no turn: {others}"
     if placement.kind != "async_hybrid":
         return
     if engine.is_remote:
-        yield f"{where} shares the learner's device, and a vLLM server is elsewhere: {instead}"
+        yield f"{where} shares the learner's device, but a vLLM server is elsewhere: {instead}"
     elif config.learner.kind == "builtin" and engine.has_model and places.learner_gpu not in (places.engine_gpus or {None}):
-        on = f"generate.engine.device {engine.device_name!r} takes {shown(places.engine_gpus)}"
+        on = f"generate.engine.device {engine.device_name!r} uses {shown(places.engine_gpus)}"
         yield f"{where} is for one device: {on}, learner.device is {device!r}: make them the same, or {instead}"
 
 
@@ -317,20 +317,20 @@ def _launch(config: RunConfig) -> Iterator[str]:
         yield f"generate.num_workers ({workers}) must lie between launch.elastic.{bounds}"
     if elastic is not None and engine.is_remote and len(engine.urls) < elastic.max_generators:
         most = f"launch.elastic.max_generators is {elastic.max_generators}: name as many"
-        yield f"generate.engine.url names {len(engine.urls)} servers, one a generator, and {most}"
+        yield f"generate.engine.url names {len(engine.urls)} servers, one per generator, but {most}"
     if not isinstance(launch, RayLaunch):
         return
     if config.transport.kind == "tcp" and is_every_interface(config.transport.host):
-        instead = "set an address of the controller's machine, or leave it out"
+        instead = "set an address of the controller's machine, or remove it"
         yield f"transport.host {config.transport.host!r} is told to every process, and names no machine: {instead}"
     if launch.address.startswith("ray://"):
         instead = "run on a node of the cluster (`ray job submit`), with launch.address = 'auto' or HOST:PORT"
-        yield f"launch.address {launch.address!r} is Ray's client, which cannot own a run: {instead}"
+        yield f"launch.address {launch.address!r} is for Ray's client, which cannot start a run: {instead}"
     apart = "launch.kind 'ray' gives each process its own device"
     if config.placement.kind != "disaggregated":
-        yield f"placement.kind {config.placement.kind!r} shares one, and {apart}: take placement.kind = 'disaggregated'"
+        yield f"placement.kind {config.placement.kind!r} shares one, but {apart}: set placement.kind = 'disaggregated'"
     if isinstance(config.broadcast.medium, CUDAIPCMedium):
-        yield f"broadcast.medium.kind 'cuda_ipc' shares one, and {apart}: take 'auto', 'nccl' or 'zeromq'"
+        yield f"broadcast.medium.kind 'cuda_ipc' shares one, but {apart}: set 'auto', 'nccl' or 'zeromq'"
     devices: dict[ProcessKind, tuple[str, str]] = {
         "learner": ("learner.device", config.learner.device), "inference": ("inference.device", config.inference.device),
         "generator": ("generate.engine.device", engine.device_name),
@@ -338,9 +338,9 @@ def _launch(config: RunConfig) -> Iterator[str]:
     for kind, (field, device) in devices.items():
         name, _, number = device.partition(":")
         if name == "cuda" and number not in {"", "0"}:
-            yield f"{field} {device!r} with launch.kind 'ray': Ray numbers a process's own GPUs from 0"
+            yield f"{field} {device!r} with launch.kind 'ray': set 'cuda' (Ray numbers each process's GPUs from 0)"
         if name == "cuda" and not needs_of(config, kind).num_gpus:
-            yield f"{field} {device!r} needs a GPU and launch.{kind}.num_gpus is 0"
+            yield f"{field} {device!r} needs a GPU, but launch.{kind}.num_gpus is 0: raise it"
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

@@ -127,7 +127,7 @@ def _routes(control: RunApi, read_timeout_s: float) -> list[web.RouteDef]:
         return response
 
     def streams(file: str, number: str, place: str, first: int) -> Handler:
-        """Return the handler of a stream of a file's rows; a field of the query gives the number of the first row, or of the one before."""
+        """Return the handler of a stream of a file's rows; the query has the number of the first row, or of the row before it."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             return await write_lines(request, control.rows_of(file, number, int(request.query.get(place, "0")) - first))

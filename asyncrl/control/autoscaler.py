@@ -1,11 +1,11 @@
 """Decides how many generators a run needs: measures the load, requests more or fewer, and ends those that leave.
 
-Invariants of the rule: the number stays within its bounds; it changes only after `patience` windows in a row with the same result;
-it grows by the amount that the learner's idle share indicates, at most to twice the number, and shrinks by one; between the two
-thresholds nothing changes; nothing is decided until all generators requested before are there.
+Invariants of the rule: the number stays within its bounds; it changes only after `patience` windows in a row with the same
+result; it grows by the amount that the learner's idle share indicates, at most to twice the number, and shrinks by one; between
+the two thresholds nothing changes; nothing is decided until all generators requested before are there.
 
-A generator that leaves gets no more work. It is told to end when it holds nothing, or after `drain_timeout_s` (its groups are then
-handed out again). Only the lifecycle starts processes. Generators that joined from outside are not counted.
+A generator that leaves gets no more work. It is told to end when it holds nothing, or after `drain_timeout_s` (its groups are
+then handed out again). Only the lifecycle starts processes. Generators that joined from outside are not counted.
 """
 
 from __future__ import annotations
@@ -158,6 +158,6 @@ class Autoscaler:
             self.scaler.handle(Told(number), now)
 
     def leaves(self, name: str, now: float) -> None:
-        """Give a generator no new work, and tell it to end when it holds nothing; groups that wait for its window are still sent."""
+        """Give a generator no new work, and tell it to end when it holds nothing; groups waiting for its window are sent."""
         self.dispatcher.tell(GeneratorLeaving(name))
         self.leaving[name] = now

@@ -295,7 +295,7 @@ class Dispatcher:
         return fault
 
     def _note_guest(self, generator: str, fault: str, group_id: int = -1, num_failed: int = 1) -> None:
-        """Count a joined generator's failures in a row; a group that fails because of it does not count as a failure of the run."""
+        """Count a joined generator's failures in a row; a group that fails because of it is no failure of the run."""
         if not generator.startswith(JOINED_PREFIX):
             return
         if not fault:

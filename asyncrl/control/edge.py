@@ -1,11 +1,11 @@
-"""The controller's edge: what a peer may say, and what is done where it says something else.
+"""The controller's edge: which messages a peer may send, and what happens with other messages.
 
-A peer is believed only about itself. Each role has its list of messages; the sender is the connection, never a field; every field
-is checked against what the controller knows: the groups, who was given them, the versions that were published, the steps that
-were sent. Numbers are finite and bounded, since they reach the ledger, the metrics and the clock of a resume. What fails is
-refused with a reason and counted by sender and kind; the third refusal in a minute ends that connection.
+A peer may report only about itself. Each role has a list of allowed messages; the sender is known from the connection, never from
+a field. Every field is checked against what the controller knows: groups, the generators that got them, published versions, sent
+steps. Numbers must be finite and bounded, since they reach the ledger, the metrics and the clock of a resume. A wrong message is
+refused with a reason and counted by sender and kind; the third refusal in a minute ends the connection.
 
-What is checked where it is stored (samples' arrays, a score's parts) is in buffer/validate.py. Nothing here changes the run.
+buffer/validate.py checks what the buffer stores (arrays of samples, parts of scores). Nothing here changes the run.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ MAY_SEND: dict[msg.ProcessKind, frozenset[type]] = {
     "inference": EVERYBODY | {InferResult, msg.ModelsReady, msg.PhaseReached},
     "learner": EVERYBODY | {msg.LearnerReady, StepDone, WeightsAvailable, msg.CheckpointDone, msg.PhaseReached},
 }
-"""What each role may say to the controller; everybody else nothing."""
+"""Messages that each role may send to the controller; other roles may send none."""
 MOST_REFUSALS = 3
-"""Within `REFUSAL_WINDOW_S`: then the connection is ended."""
+"""After this many refusals within `REFUSAL_WINDOW_S` the connection is ended."""
 REFUSAL_WINDOW_S = 60.0
 MOST_SLOTS = 1 << 20
 MOST_NUMBER = 1 << 60
-"""Of bytes, seconds or anything else: more than clocks and memories show, less than breaks arithmetic."""
+"""Largest number of bytes, seconds or anything else: more than any real value, and safe for arithmetic."""
 MOST_VALUES = 4096
-"""Of metrics or gauges in one message."""
+"""Maximum number of metrics or gauges in one message."""
 MOST_WORDS = 1000
-"""Characters of what a process waits for."""
+"""Maximum length of the text that says what a process waits for, in characters."""
 MOST_TEXT = 1 << 20
-"""Characters of a reason."""
+"""Maximum length of a reason, in characters."""
 MOST_NAME = 256
-"""Characters of the name of one."""
+"""Maximum length of a metric's name, in characters."""
 CHECKED_ELSEWHERE = frozenset({"reward", "parts", "rewards", "metrics"})
-"""Fields whose values are checked where they are stored. Those of `metrics` may be anything: those of a step that failed are."""
+"""Fields whose values are checked where they are stored. Values of `metrics` may be anything, as after a failed step."""
 
 
 class Edge:
-    """What the controller lets in, and how much it has refused."""
+    """Checks the controller's incoming messages, and counts refusals."""
 
     def __init__(self, run_folder: Path, dispatcher: Dispatcher, feeder: BatchFeeder) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
-        """By sender and kind of message."""
+        """Number of refusals, by sender and kind of message."""
         self._checkpoints = run_folder / "checkpoints"
         self._dispatcher = dispatcher
         self._buffer = dispatcher.buffer
         self._feeder = feeder
         self._prompts: dict[int, bytes] = {}
-        """Token ids of the first sample of a group that none had come of before, among those that come together."""
+        """By group, the prompt ids of its first sample, for groups whose first samples are among these messages."""
 
     def count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
-        """Count a refusal; return why the connection is to be ended where it is one too many, else nothing."""
+        """Count a refusal; return why the connection must be ended if there were too many, else nothing."""
         self.refused[peer.name, type(message).__name__] += 1
         peer.refused_s = [*peer.refused_s, now][-MOST_REFUSALS:]
         if len(peer.refused_s) < MOST_REFUSALS or now - peer.refused_s[0] > REFUSAL_WINDOW_S:
@@ -74,7 +74,7 @@ class Edge:
         return f"its messages were refused, the last, a {type(message).__name__}: {refusal}"
 
     def refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
-        """Return why each of these messages, which came together, is not taken, or nothing."""
+        """Return, for each of these messages, why it is refused, or nothing."""
         self._prompts.clear()
         refusals, may_send = list[str](), MAY_SEND.get(peer.kind, frozenset())
         kind: type[Message]
@@ -92,7 +92,7 @@ class Edge:
         return refusals
 
     def _refusal(self, peer: Peer, message: Message) -> str:
-        """Return why this message cannot be true by what the controller knows."""
+        """Return why this message contradicts what the controller knows, or nothing."""
         newest, feeder, refusal = self._buffer.newest_version, self._feeder, ""
         match message:
             case Samples() | SampleFailure():
@@ -133,7 +133,7 @@ class Edge:
         return "" if Path(folder).parent == self._checkpoints else f"{folder[:200]!r} is not in {self._checkpoints}"
 
     def _member_refusal(self, peer: Peer, message: Samples | SampleFailure) -> str:
-        """Return why this peer cannot speak of those members; of a group that is over it may, and that changes nothing."""
+        """Return why this peer may not report about these members. For a group that is over it may; that changes nothing."""
         if isinstance(message, Samples):
             indices, refusal = message.indices, shape_fault(message)
         else:
@@ -169,7 +169,7 @@ def _beyond(name: str, value: int, least: int, most: int) -> str:
 
 
 def odd_value(message: msgspec.Struct) -> str:
-    """Return what is wrong with a message's numbers, tables and texts, or nothing; structs in tuples are looked at likewise."""
+    """Return what is wrong with a message's numbers, tables and texts, or nothing; structs in tuples are checked too."""
     for name in message.__struct_fields__:
         value = getattr(message, name)
         if isinstance(value, (float, int)):

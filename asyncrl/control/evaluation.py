@@ -1,11 +1,10 @@
-"""Sampled accuracy and reward on held-out prompts: which prompt goes where, what came back, when it is done.
+"""Sampled accuracy and reward on held-out prompts: which generator gets a prompt, the results so far, and when all is done.
 
-Evaluation samples take the same road as training samples (generator, reward worker) but never enter the ledger or the buffer;
-their group ids are negative, so that nothing confuses them. Invariant: every prompt is pending, out at one generator, being
-scored, or judged; a generator that dies gives its prompts back, and what fails at a joined generator goes to one of the run's
-own. The seeds do not depend on the version, so that two evaluations differ by the weights alone. A sample is right where the
-rules that judge it, without penalties and reward models, come to RIGHT_FROM or more; where no rule judges there is no accuracy.
-Pure.
+Evaluation samples use the same path as training samples (generator, reward worker) but never enter the ledger or the buffer;
+their group ids are negative, so that they cannot be confused. Invariant: every prompt is pending, at one generator, being scored,
+or scored. If a generator dies, its prompts become pending again; a sample that fails at a joined generator is given to one of the
+run's own. Seeds do not depend on the version, so that two evaluations differ only by the weights. A sample is right if its rule
+rewards, without penalties and reward models, sum to RIGHT_FROM or more; without rules there is no accuracy. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Evaluation:
     """One pass over the held-out prompts under one version.
 
     Args:
-        config: For the number of prompts, samples per prompt and sampling.
+        config: Gives the number of prompts, samples per prompt and sampling.
         prompts: The task's held-out prompts; the first `eval.num_prompts` are used.
         version: Generators must have at least this version live to take part.
         now: Clock seconds.
@@ -35,19 +34,19 @@ class Evaluation:
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], version: int, now: float) -> None:
         self.version = version
         self.holders: dict[int, str] = {}
-        """The generator that is at work on a prompt, by group id."""
+        """The generator that works on a prompt, by group id."""
         self._started_s = now
         self._by_group = {-1 - index: prompt for index, prompt in enumerate(prompts[: config.eval.num_prompts])}
         self._pending = deque(self._by_group)
         self._failed_at_guest: dict[int, set[int]] = {}
-        """Of each group: members that failed at a joined generator, which the run's own generators are given."""
+        """By group, members that failed at a joined generator; the run's own generators get them next."""
         self._unsampled = {group_id: set(range(config.eval.samples_per_prompt)) for group_id in self._by_group}
         self._unjudged = {group_id: set(members) for group_id, members in self._unsampled.items()}
         functions = zip(reward_names(config.reward), config.reward.functions, strict=True)
         self._verdict_weights = {
             name: each.weight for name, each in functions if each.weight > 0 and not isinstance(each, OverlongPenalty)
         }
-        """By name, of the functions that judge an answer: all but penalties."""
+        """Weights by name of the functions that judge an answer: all except penalties."""
         self._rewards: list[float] = []
         self._num_right = 0
         self._seed = derive_seed(config.seed, "evaluation")
@@ -55,7 +54,7 @@ class Evaluation:
 
     @property
     def done(self) -> bool:
-        """Return whether every sample has been judged or has failed."""
+        """Return whether every sample is scored or failed."""
         return not any(self._unjudged.values())
 
     def next_work(self, generator: str) -> GroupWork | None:
@@ -70,7 +69,7 @@ class Evaluation:
         return GroupWork(group_id, 1, self._by_group[group_id], members, self._sampling, self._seed, purpose="eval")
 
     def generator_lost(self, name: str) -> None:
-        """Hand its prompts out again."""
+        """Make a lost generator's prompts pending again."""
         lost = [group_id for group_id, holder in self.holders.items() if holder == name]
         self._pending.extend(group_id for group_id in lost if self._unsampled[group_id])
         for group_id in lost:
@@ -81,13 +80,13 @@ class Evaluation:
         return self._unsampled.get(samples.group_id, set()).issuperset(samples.indices)
 
     def take_samples(self, samples: Sequence[Sample]) -> ScoreRequest:
-        """Turn finished samples of one prompt, which are awaited, into a request for their rewards."""
+        """Return a request for the rewards of finished, awaited samples of one prompt."""
         group_id = samples[0].group_id
         self._unsampled[group_id].difference_update(sample.index for sample in samples)
         return ScoreRequest.of(self._by_group[group_id], samples)
 
     def take_scores(self, group_id: int, scores: Sequence[Score]) -> None:
-        """Count rewards, those with an error as wrong answers."""
+        """Count rewards; a reward with an error counts as a wrong answer."""
         for score in scores:
             if score.index in self._unjudged.get(group_id, ()):
                 self._rewards.append(0.0 if score.error else score.reward)
@@ -98,7 +97,7 @@ class Evaluation:
         self._settle(group_id)
 
     def take_failure(self, group_id: int, index: int, generator: str) -> None:
-        """Count a sample that failed as a wrong answer; one at a joined generator counts for nothing."""
+        """Count a failed sample as a wrong answer; a failure at a joined generator is not counted."""
         if not generator.startswith(JOINED_PREFIX):
             self.take_scores(group_id, [Score(index, 0.0, error="it was not generated")])
         elif index in self._unjudged.get(group_id, ()):
@@ -106,7 +105,7 @@ class Evaluation:
             self._settle(group_id)
 
     def _settle(self, group_id: int) -> None:
-        """Take a prompt back from its generator where nothing of it is under way; hand out again what failed at a joined one."""
+        """Free a prompt's generator once nothing of it is in progress; hand out again members that failed at a joined one."""
         unjudged = self._unjudged.get(group_id, set())
         if unjudged == self._failed_at_guest.get(group_id, set()) or not unjudged:
             self.holders.pop(group_id, None)
@@ -114,7 +113,7 @@ class Evaluation:
                 self._pending.append(group_id)
 
     def report(self, now: float) -> EvalReport:
-        """Return the result; without rules that judge, no accuracy."""
+        """Return the result; it has no accuracy if no rule judges."""
         count = max(len(self._rewards), 1)
         return EvalReport(
             version=self.version,
@@ -127,7 +126,7 @@ class Evaluation:
 
 
 def sampling_of(config: RunConfig, temperature: float | None = None) -> SamplingParams:
-    """Return the run's sampling, at another temperature where one is given."""
+    """Return the run's sampling, with the temperature replaced if one is given."""
     sampling = config.generate.sampling
     asked = sampling.temperature if temperature is None else temperature
     return SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=asked, top_p=sampling.top_p, top_k=sampling.top_k)

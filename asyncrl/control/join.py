@@ -1,18 +1,18 @@
-"""Generators that join a live run which did not start them: which processes a run lets in, and how `asyncrl join` gets in.
+"""Generators that join a live run from outside: which processes a run accepts, and how `asyncrl join` connects.
 
     asyncrl join RUN                       the run's folder: on its machine, or where the folder is shared
     asyncrl join --address A --keys FILE   anywhere: RUN/endpoint and RUN/keys/client.key, brought over by the user
 
-A joining generator connects like any generator and is first told what the run is (JoinTerms). It takes the run's config, except
-for its own engine's settings. Where a medium or a folder does not reach its machine it ends at once and says what to change. The
-run gives it work like any generator and never restarts it. Its end is no death: the lifecycle does not know it.
+A joining generator connects like any generator and first gets the run's config and place (JoinTerms). It uses the run's config,
+except for its own engine's settings. If a medium or a folder does not reach its machine, it ends at once and says what to change.
+The run gives it work like any generator and never restarts it. Its end does not count as a death: the lifecycle does not know it.
 
 Invariants:
-- A name has one incarnation at a time; it is free again once its connection is over.
-- At most `most_joined` joined generators are here at once. The place is taken before the connection is accepted.
-- One that was let in is let in again (its link broke) while it holds its place.
-- No key is ever logged or put on a command line. The private folder with keys goes with the process, or, where it was killed,
-  when the next one starts.
+- A name has one incarnation at a time; it is free again once its connection has ended.
+- At most `most_joined` joined generators are connected at once. The place is taken before the connection is accepted.
+- An accepted generator whose link broke is accepted again while it holds its place.
+- No key is ever logged or put on a command line. The private folder with keys is removed when the process ends, or, if it was
+  killed, when the next one starts.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from asyncrl.transport.zmq_client import open_connection
 log = logging.getLogger(__name__)
 
 JOINED_PREFIX = "joined-"
-"""How the name of every joined generator begins, and no other's."""
+"""Prefix of the names of joined generators, and of no other process."""
 _JOINED_NAME = re.compile(JOINED_PREFIX + "[A-Za-z0-9-]{1,80}")
 WELCOME_S = 30.0
-"""For the run to answer."""
+"""How long the run has to answer."""
 FLUSH_S = 5.0
-"""For finished samples to reach the ledger before a joined generator leaves."""
+"""How long finished samples have to reach the ledger before a joined generator leaves."""
 LEAVE_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level=")
 """What a joining generator may set for itself."""
@@ -67,7 +67,7 @@ OWN_SETTINGS = ("generate.engine.", "generate.model_folder=", "observe.log_level
 
 
 class Membership:
-    """The processes that a run lets in: those it starts itself, and joined generators.
+    """The processes that a run accepts: those it starts itself, and joined generators.
 
     Example:
         >>> membership = Membership([ProcessPlan("generator-0", "generator")], most_joined=1)
@@ -80,27 +80,27 @@ class Membership:
     def __init__(
         self, planned: Iterable[ProcessPlan] = (), most_joined: int = 0, config: SupervisionConfig | None = None
     ) -> None:
-        """Know the planned processes; nobody is here yet.
+        """Start with the planned processes, and no joined generators.
 
         Args:
-            planned: What the run starts itself.
-            most_joined: Joined generators at once.
-            config: How long one may be silent.
+            planned: The processes that the run starts itself.
+            most_joined: Maximum number of joined generators at once.
+            config: Gives the time after which a silent generator counts as lost.
         """
         self.most_joined = most_joined
         self.joined: dict[str, Hello] = {}
         self.num_came = self.num_left = self.num_lost = 0
         self.planned = {item.name: item.kind for item in planned}
-        """What the run starts itself, by name; also what it is about to start."""
+        """Kinds of the processes that the run starts itself, by name, including those it is about to start."""
         self.heartbeats = Heartbeats(config or SupervisionConfig())
-        """Of joined generators alone."""
+        """Heartbeats of joined generators only."""
 
     def refusal(self, hello: Hello, is_own: bool = True) -> str:
-        """Return why a peer may not come in; empty lets it in, and gives a joining generator its place.
+        """Return why a peer is refused; if empty, it is accepted, and a joining generator gets its place.
 
         Args:
-            hello: What it says of itself.
-            is_own: It has the key of the run's own processes; who has a guest's joins under a name of its own, or not at all.
+            hello: The peer's hello.
+            is_own: Whether it has the key of the run's own processes; with the other key it can only join under its own name.
         """
         if self.planned.get(hello.name) == hello.kind:
             return "" if is_own else f"{hello.name!r} is a process of the run, and client.key is for generators that join"
@@ -120,14 +120,14 @@ class Membership:
         return ""
 
     def gone(self, name: str, *, said_goodbye: bool) -> None:
-        """Give its place back."""
+        """Free the place of a generator that has left."""
         if self.joined.pop(name, None) is not None:
             self.heartbeats.forget(name)
             self.num_left += said_goodbye
             self.num_lost += not said_goodbye
 
     def counts(self) -> dict[str, int]:
-        """Return how many joined generators are here, may be, came, left in good order and were lost; empty where none may."""
+        """Return how many joined generators are here, may be here, came, left normally and were lost; empty if none may join."""
         if not self.most_joined:
             return {}
         over = {"came": self.num_came, "left": self.num_left, "lost": self.num_lost}
@@ -138,13 +138,13 @@ class Membership:
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for. It travels on a command line, so it holds paths and no secrets."""
+    """The user's request. It is passed on a command line, so it contains paths but no secrets."""
 
     run_folder: str = ""
-    """Of the run; empty: `address` and `keys` say where it is."""
+    """The run's folder; empty: `address` and `keys` are used."""
     address: str = ""
     keys: str = ""
-    """File: the run's keys/client.key; empty: the run speaks in plain text."""
+    """The run's keys/client.key; empty: the run does not use encryption."""
     overrides: tuple[str, ...] = ()
     """`generate.engine.A=VALUE` or `generate.model_folder=FOLDER`, for this generator alone."""
 
@@ -158,7 +158,7 @@ class Joined:
     config: RunConfig
     """The run's, with the generator's own engine settings."""
     run_folder: Path
-    """The run's where this machine has it, else the private one: keys, and what media need."""
+    """The run's folder if this machine has it, else a private folder with keys and files of media."""
     is_on_same_machine: bool
 
 
@@ -166,7 +166,7 @@ def exec_join(run_folder: str, address: str, keys: str, overrides: tuple[str, ..
     """Replace this process by one that joins a run, with the environment of the run's own generators; see JoinRequest.
 
     Raises:
-        ConfigError: The settings are not a generator's to make, or keys come without an address.
+        ConfigError: A generator may not set these fields, or keys are given without an address.
     """
     for override in overrides:
         if not override.startswith(OWN_SETTINGS):
@@ -175,7 +175,7 @@ def exec_join(run_folder: str, address: str, keys: str, overrides: tuple[str, ..
                 "generate.model_folder and observe.log_level for itself"
             )
     if keys and not address:
-        raise ConfigError("--keys goes with --address; a run folder has its keys in itself")
+        raise ConfigError("--keys is for --address; a run folder contains its keys")
     request = JoinRequest(run_folder=run_folder, address=address, keys=keys, overrides=overrides)
     command = (sys.executable, "-P", "-m", "asyncrl.pipeline", "join", msgspec.json.encode(request).decode())
     spec = ProcessSpec("join", "generator", 1, command, Path())
@@ -188,13 +188,13 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
     """Join a run, and stay connected while the context is open.
 
     Args:
-        request: Where, and with what.
-        pid: Of this process.
-        endpoint_file: Name of the file in a run folder that holds its address.
+        request: The run, and this generator's settings.
+        pid: Pid of this process.
+        endpoint_file: Name of the file in a run folder that holds the run's address.
 
     Raises:
-        ConfigError: There is no such run, it cannot reach this machine with its weights, or it lets nobody join here.
-        TransportError: Nobody answered, or the run refused us; the message says why.
+        ConfigError: There is no such run, its weights cannot reach this machine, or it accepts no connection from here.
+        TransportError: The run did not answer, or refused this generator; the message says why.
     """
     host = platform.node()
     with OwnedFolder("asyncrl-join-") as owned:
@@ -229,7 +229,7 @@ async def joined(request: JoinRequest, pid: int, endpoint_file: str) -> AsyncIte
 
 
 async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
-    """Do the work until it ends or a signal of LEAVE_ON comes, and return its exit code; 0 where a signal ended it."""
+    """Run the work until it ends or a signal of LEAVE_ON arrives; return its exit code, or 0 if a signal ended it."""
     loop = asyncio.get_running_loop()
     working = loop.create_task(work, name="joined")
     for number in LEAVE_ON:
@@ -245,10 +245,10 @@ async def serve_until_told(work: Coroutine[Any, Any, int]) -> int:
 
 
 def own_config(terms: JoinTerms, overrides: tuple[str, ...], *, is_here: bool) -> RunConfig:
-    """Return the run's config with this generator's own settings laid over it; `is_here`: the run is on this machine.
+    """Return the run's config with this generator's own settings; `is_here`: whether the run is on this machine.
 
     Raises:
-        ConfigError: The settings are wrong, or this generator's samples would not be the run's.
+        ConfigError: The settings are wrong, or this generator would sample differently from the run.
     """
     run = resolve_config(tomllib.loads(terms.config_toml))
     # What the run has of generators is not this one's to bring: servers for all of them, say.
@@ -271,7 +271,7 @@ def own_config(terms: JoinTerms, overrides: tuple[str, ...], *, is_here: bool) -
 
 
 def _find_run(request: JoinRequest, private: Path, endpoint_file: str) -> tuple[str, Path]:
-    """Return the run's address and the folder with the keys that it takes."""
+    """Return the run's address and the folder with its keys."""
     if request.run_folder:
         folder = Path(request.run_folder).resolve()
         if not (folder / "api.json").exists() or not (folder / endpoint_file).exists():

@@ -1,4 +1,4 @@
-"""Who is connected: the one table of the run's open connections, and what each peer has said of itself.
+"""The run's open connections, and what each peer has reported about itself.
 
 Invariant: a name has at most one connection, the newest.
 """
@@ -24,26 +24,26 @@ class Peer:
     connection: Connection
     heartbeat: Heartbeat | None = None
     num_slots: int = 0
-    """Generators: from EngineReady, then EngineRoom; 0: not ready."""
+    """For generators, from EngineReady and later EngineRoom; 0: not ready."""
     live_version: int = -1
-    """Generators: from VersionLive."""
+    """For generators, from VersionLive."""
     is_ready: bool = False
-    """The learner: from LearnerReady."""
+    """For the learner, from LearnerReady."""
     told_weights: WeightsAvailable | None = None
-    """Generators: the version they were told of last."""
+    """For generators, the version announced to them last."""
     refused_s: list[float] = field(default_factory=list)
-    """When its newest messages that were refused came."""
+    """Times of its last refused messages."""
     _untold: deque[Message] = field(default_factory=deque)
 
     def offer(self, message: Message, lane: Lane = Lane.DATA) -> bool:
-        """Send a message if the window has room and the peer is still there; return whether it went out."""
+        """Send a message if the window has room and the peer is still connected; return whether it was sent."""
         try:
             return self.connection.try_send(message, lane)
         except ConnectionClosed:
             return False
 
     def tell(self, *messages: Message) -> None:
-        """Give orders, oldest first. Where the window is full they go out with a later call, which may be without messages."""
+        """Send orders, oldest first. If the window is full, they are sent with a later call, which may have no messages."""
         self._untold.extend(messages)
         while self._untold and self.offer(self._untold[0], Lane.CONTROL):
             self._untold.popleft()
@@ -55,10 +55,10 @@ class Peers(dict[str, Peer]):
     def __init__(self) -> None:
         super().__init__()
         self._by_kind: dict[ProcessKind, list[Peer]] = {}
-        """Made anew when somebody comes or goes, because every message asks for one kind's."""
+        """Peers by kind, rebuilt at each connect and disconnect, because every message looks up one kind."""
 
     def add(self, connection: Connection) -> Peer:
-        """Register a connection under the name it gave at hello, in place of an older one."""
+        """Register a connection under the name in its hello; it replaces an older connection."""
         hello = connection.peer
         peer = self[hello.name] = Peer(hello.name, hello.kind, connection)
         self._by_kind.clear()

@@ -1,14 +1,14 @@
-"""Samples' scores: asked of rules (reward workers) and models (inference workers) at once, complete when both have answered.
+"""Scores of samples: requested from rules (reward workers) and models (inference workers) at once, complete when both answered.
 
-Owns what is asked and not yet answered. Invariants:
-- A member has at most one score outstanding; asking again for it changes nothing, and neither does an answer that comes twice.
-- A request is waiting for a worker with room, out at one, or answered, for all its members at once. What a dead worker held is
-  asked again, first of all, and given up (the samples fail) once `MOST_LOSSES` workers died with it.
-- A score's reward is the rules' sum plus weight x each reward model's score. An error of either half fails the sample with both
+Owns the open requests. Invariants:
+- A member has at most one open score; a second request for it changes nothing, and neither does a repeated answer.
+- A request waits for a worker with room, is at a worker, or is answered, for all its members together. The requests of a dead
+  worker are sent again before all others, and fail their samples once `MOST_LOSSES` workers died with them.
+- A score's reward is the rules' sum plus weight x score of each reward model. An error in either half fails the sample, with both
   reasons.
 
-A half that has answered lives in memory only: the ledger lists the member as unscored until both have, and a resume asks both
-again. Nothing here waits.
+A half that has been answered is kept in memory only: in the ledger the member is unscored until both halves are answered, and a
+resume requests both again. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ JUDGES: tuple[JudgeKind, JudgeKind] = ("reward", "inference")
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """What a worker is asked and has not answered."""
+    """An open request to a worker."""
 
     request: ScoreRequest | InferRequest
     members: list[Member]
     asked_s: float
     worker: str = ""
-    """Who has it; empty: it waits."""
+    """The worker that has it; empty: it waits for one."""
     lost: tuple[str, ...] = ()
-    """Workers that were taken for dead while they held it."""
+    """Workers that died, or were thought dead, while they held it."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """The program that judges in place of reward workers (`kind = "caller"`), one at a time."""
+    """The program that scores instead of reward workers (`kind = "caller"`), one at a time."""
 
     patience_s: float
-    """A program that is silent for this long is lost, and another may take over."""
+    """A program that sends nothing for this long counts as lost, and another may take over."""
     heard_s: float
-    """When it asked last; before there was one: since when it is waited for."""
+    """Time of its last request; before the first program: since when the run waits for one."""
     name: str = ""
 
     def is_lost(self, now: float) -> bool:
-        """Return whether nobody judges."""
+        """Return whether no program scores now."""
         return not self.name or now - self.heard_s > self.patience_s
 
     def heard(self, name: str, now: float) -> None:
-        """Note that a program has asked.
+        """Note a request of a program.
 
         Raises:
-            RunError: Another one judges.
+            RunError: Another program scores already.
         """
         if name != self.name and not self.is_lost(now):
             raise RunError("another program judges for this run; one may take over when that is silent (heartbeat_timeout_s)")
@@ -69,20 +69,20 @@ class Caller:
 
 
 class ScoreDispatcher:
-    """Scores asked for and not complete.
+    """Scores that are requested and not complete.
 
     Args:
-        weights: Of each reward model, by name.
+        weights: Weight of each reward model, by name.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self.open: dict[JudgeKind, dict[Member, _Asked]] = {kind: {} for kind in JUDGES}
-        """What the workers of a kind have not judged, in the order it was asked for."""
+        """Open requests of each kind, in the order of the requests."""
         self._answered: dict[Member, Scores] = {}
-        """Of one member each, whose other half is open."""
+        """By member, the answered half of a score whose other half is open."""
         self._waiting: dict[JudgeKind, deque[_Asked]] = {kind: deque() for kind in JUDGES}
-        """In the order they are sent; what was answered meanwhile is passed over."""
+        """Requests in the order of sending; those answered meanwhile are skipped."""
 
     def __len__(self) -> int:
         """Return how many scores are not complete."""
@@ -90,7 +90,7 @@ class ScoreDispatcher:
         return len(rules.keys() | models.keys() if models else rules)
 
     def ask(self, *requests: ScoreRequest | InferRequest, now: float) -> None:
-        """Ask for samples' scores, of the rules, of the models, or of both; `dispatch` sends the requests."""
+        """Request scores of samples from rules, models, or both; `dispatch` sends the requests."""
         asked = [(_judge(request), _Asked(request, members_of(request), now)) for request in requests]
         asked = [(kind, each) for kind, each in asked if each.members[0] not in self.open[kind]]
         for kind, each in asked:
@@ -98,7 +98,7 @@ class ScoreDispatcher:
             self._waiting[kind].append(each)
 
     def dispatch(self, peers: Peers) -> None:
-        """Send waiting requests, oldest first, to the worker with the least to do, while one has room."""
+        """Send waiting requests, oldest first, to the least loaded worker, while one has room."""
         for kind, waiting in self._waiting.items():
             by_load = [(peer.connection.unacknowledged(), place, peer) for place, peer in enumerate(peers.of(kind))]
             heapq.heapify(by_load)
@@ -114,7 +114,7 @@ class ScoreDispatcher:
                 waiting.popleft()
 
     def hand_out(self, caller: str, held: Container[Member], most: int) -> list[ScoreRequest]:
-        """Give a program that judges in place of reward workers the oldest requests that it does not hold."""
+        """Return to a scoring program the oldest requests that it does not hold."""
         self._waiting["reward"].clear()
         given = list[ScoreRequest]()
         for asked in dict.fromkeys(self.open["reward"].values()):
@@ -125,7 +125,7 @@ class ScoreDispatcher:
         return given
 
     def refusal(self, answer: Scores | InferResult, worker: str) -> str:
-        """Return why this answer of this worker cannot be taken, or nothing; a repeated answer can, and changes nothing."""
+        """Return why this worker's answer is refused, or nothing; a repeated answer is accepted and changes nothing."""
         members = members_of(answer)
         requests = {asked for member in members if (asked := self.open[_judge(answer)].get(member)) is not None}
         if not members or any(asked.members != members for asked in requests):
@@ -140,7 +140,7 @@ class ScoreDispatcher:
         return ""
 
     def take(self, answer: Scores | InferResult) -> Scores | None:
-        """Take one half in; return the scores that are complete now, None where there is none or the answer is not awaited."""
+        """Enter one half; return the scores that are complete now, or None if there are none or the answer is not awaited."""
         members, is_rules = members_of(answer), isinstance(answer, Scores)
         own, other = (self.open[kind] for kind in (JUDGES if is_rules else JUDGES[::-1]))
         if members[0] not in own:
@@ -174,7 +174,7 @@ class ScoreDispatcher:
         )
 
     def worker_lost(self, name: str) -> list[Scores]:
-        """Ask again what a dead worker had not answered; return the scores that are complete because a half is given up."""
+        """Request again what a dead worker had not answered; return scores that are complete because a half is given up."""
         reason = f"{MOST_LOSSES} workers died while they held this sample, the last was {name}"
         complete = []
         for kind, requests in self.open.items():
@@ -201,7 +201,7 @@ def _judge(message: ScoreRequest | InferRequest | Scores | InferResult) -> Judge
 
 
 def _merge(rules: Score, models: Score) -> Score:
-    """Return the score of a sample: sums and parts added, reasons joined."""
+    """Return the score of a sample from its two halves: rewards and parts are added, reasons joined."""
     return msgspec.structs.replace(
         rules,
         reward=rules.reward + models.reward,

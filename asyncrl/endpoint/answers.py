@@ -1,7 +1,7 @@
-"""What becomes of the answers of an endpoint: rewarded and trained, or released with a reason.
+"""The answers of an endpoint: each is rewarded and trained, or released with a reason.
 
-Invariant: an answer is held, was given to a step, or is over; only what its client was sent whole and somebody has rewarded is
-given to a step, and what is not trained then gives its place back.
+Invariant: an answer is held, was given to a step, or is over. Only an answer that was sent whole and has rewards is given to a
+step; if the step does not train it, its place is free again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from asyncrl.schema.status import ENDED
 from asyncrl.session import Session
 
 MOST_FORGOTTEN = 4096
-"""Answers that can no more be rewarded, of which the reason is remembered."""
+"""Number of answers that can no longer be rewarded and whose reason is remembered."""
 LOOK_AGAIN_S = 0.2
 LOOKS_A_STATUS = 10
-"""Every so many looks in vain the run is asked whether it goes on."""
+"""After this many waits without a batch, the run's status is read."""
 log = logging.getLogger(__name__)
 
 
@@ -36,19 +36,19 @@ class _Answer:
 
     group: ScoredGroup
     since_s: float
-    """Clock seconds, when its group was there."""
+    """Clock seconds at which its group was ready."""
     is_sent: bool = False
-    """Its client was sent all of it."""
+    """Whether all of it was sent to the client."""
     rewards: list[float] | None = None
-    """None: nobody has said."""
+    """None: not rewarded yet."""
 
 
 class Answers:
     """The answers of one endpoint.
 
     Args:
-        session: That trains them.
-        unrewarded_s: As `Endpoint` takes it.
+        session: The session that trains them.
+        unrewarded_s: See `Endpoint`.
     """
 
     def __init__(self, session: Session, unrewarded_s: float) -> None:
@@ -57,30 +57,30 @@ class Answers:
         self._session, self._unrewarded_s, self._clock = session, unrewarded_s, SystemClock()
         self._held: dict[str, _Answer] = {}
         self._over: deque[tuple[str, str]] = deque(maxlen=MOST_FORGOTTEN)
-        """Id of an answer that cannot be rewarded any more, and why."""
+        """Ids of answers that can no longer be rewarded, with the reason."""
         self._rewarded = asyncio.Event()
 
     def hold(self, answer_id: str, group: ScoredGroup) -> None:
-        """Hold an answer that is about to be sent; it may be rewarded."""
+        """Hold an answer that is about to be sent; from now on it can be rewarded."""
         self._held[answer_id] = _Answer(group, self._clock.now())
 
     def sent(self, answer_id: str) -> None:
-        """Note that the client was sent all of it; it may be trained."""
+        """Note that the answer was sent whole; it may be trained."""
         if (answer := self._held.get(answer_id)) is not None:
             answer.is_sent = True
             self._rewarded.set()
 
     def drop(self, answer_id: str) -> None:
-        """Forget an answer that was not sent whole; its group is the caller's to release."""
+        """Forget an answer that was not sent whole; the caller must release its group."""
         if self._held.pop(answer_id, None) is not None:
             self._over.append((answer_id, "was not read by its client"))
 
     def why_over(self, answer_id: str) -> str:
-        """Return why an answer cannot be rewarded any more; empty where nobody knows it."""
+        """Return why an answer can no longer be rewarded; empty if the id is unknown."""
         return next((why for one, why in reversed(self._over) if one == answer_id), "")
 
     def reward(self, answer_id: str, rewards: Sequence[float]) -> None:
-        """Note what the choices of an answer were worth; arguments and errors are those of `Endpoint.reward`."""
+        """Note the rewards of an answer's choices; arguments and errors are those of `Endpoint.reward`."""
         if (answer := self._held.get(answer_id)) is None:
             why = self.why_over(answer_id)
             raise RunError(f"answer {answer_id} {why}" if why else f"there is no answer {answer_id}")
@@ -91,7 +91,7 @@ class Answers:
         self._rewarded.set()
 
     async def batches(self) -> AsyncIterator[list[ScoredGroup]]:
-        """Yield the groups of each step, as `Endpoint.batches`."""
+        """Yield the groups of each step; see `Endpoint.batches`."""
         size, looks = self._session.config.algorithm.groups_per_step, 0
         while self._session.version < self._session.config.num_steps:
             await self._forget_too_old()
@@ -110,12 +110,12 @@ class Answers:
             groups = [one.group for one in answers]
             try:
                 yield with_rewards(groups, [one.rewards or [] for one in answers])
-            finally:  # what was not trained gives its place back
+            finally:  # groups that were not trained give their places back
                 with contextlib.suppress(RunError):
                     await self._session.release(groups)
 
     async def forget(self) -> None:
-        """Release, again and again, what is too old, and as many that nobody rewards as there are groups without a place."""
+        """Release, in a loop, answers that are too old, and one unrewarded answer for each group that waits for a place."""
 
         def late() -> list[str]:
             before_s = self._clock.now() - self._unrewarded_s
@@ -124,7 +124,7 @@ class Answers:
         why = f"was not rewarded within {self._unrewarded_s:g} s, and others needed its place"
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            with contextlib.suppress(RunError):  # the run is over, and all groups with it
+            with contextlib.suppress(RunError):  # the run is over, and so are all groups
                 await self._forget_too_old()
                 num = (await self._session.run.status()).without_place if late() else 0
                 await self._release(late()[:num], why)  # oldest first

@@ -1,9 +1,9 @@
-"""One request's group: what is told of it while it is generated, and when it is whole. Tokens into text, texts into tool calls.
+"""The answer to one request, streamed or whole: the tokens of its group become text, and text becomes tool calls.
 
-Invariants: the tokens that were told are those of the sample that is trained, or the request ends with an error: a generator that
-was lost leaves its group to another, which may sample other tokens. The parts of a text that were given, put together, are the
-text of all tokens: what may still change is held back. Where a tokenizer reads bytes of a character that was cut off otherwise
-than it read those before it, they end with what was whole.
+Invariants: the streamed tokens are those of the trained sample, or the request ends with an error (if a generator is lost,
+another one continues its group and may sample other tokens). The streamed parts of a text, joined, are the text of all tokens:
+text that may still change is held back. If a tokenizer decodes the bytes of an incomplete last character differently from
+before, the parts end with the last complete character.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from asyncrl.groups import GroupStream
 from asyncrl.schema.samples import ScoredGroup, ids_from_bytes, logprobs_from_bytes
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-"""Round a tool call, of JSON with `name` and `arguments` (or `parameters`): the form of Hermes and Qwen templates."""
+"""Markers around a tool call, which is JSON with `name` and `arguments` (or `parameters`): the form of Hermes and Qwen."""
 _CALL = re.compile(rf"{OPENING}\s*(.*?)\s*(?:{CLOSING}|$)", re.DOTALL)
 UNFINISHED = "\ufffd"
-"""What a tokenizer gives for bytes that are no whole character yet."""
+"""The text that a tokenizer returns for the bytes of an incomplete character."""
 _OTHER_TOKENS = "a generator or the newest weights were lost, and other tokens were sampled; ask again"
 
 
 class Following:
-    """A request's group, and how it is written."""
+    """A request's group, and the writer of its answer."""
 
     def __init__(self, writer: AnswerWriter, stream: GroupStream, tokenizer: Any, has_tools: bool) -> None:  # noqa: ANN401
         self.writer, self.stream = writer, stream
         self._tokenizer, self._has_tools = tokenizer, has_tools
         self._decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._texts: dict[int, TextStream] = {}
-        """By member, of which tokens were told."""
+        """By member: the streamed token ids."""
 
     def choices(self, group: ScoredGroup) -> list[Choice]:
-        """Return the choices of an answer that is told at once."""
+        """Return the choices of an answer that is not streamed."""
         choices = []
         for number, member in enumerate(group.members):
             sample = member.sample
@@ -50,10 +50,10 @@ class Following:
         return choices
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream until the group can be had.
+        """Yield the events of a stream until the group is ready.
 
         Raises:
-            RunError: Generation began anew and sampled other tokens.
+            RunError: Generation restarted and sampled other tokens.
         """
         async with contextlib.aclosing(self.stream.progress()) as pieces:
             async for piece in pieces:
@@ -62,7 +62,7 @@ class Following:
                 known = text.token_ids[piece.start : piece.start + len(ids)]
                 if piece.start > len(text.token_ids) or known != ids[: len(known)]:
                     raise RunError(_OTHER_TOKENS)
-                if new := ids[len(known) :]:  # else what was told is said again, after a beginning anew
+                if new := ids[len(known) :]:  # otherwise a restarted generation repeats the streamed tokens
                     tokens = self._tokens(new, piece.logprobs[4 * len(known) :])
                     yield self.writer.chunk(Choice(index=piece.index, text=text.add(new), tokens=tokens, is_first=is_first))
 
@@ -70,7 +70,7 @@ class Following:
         """Yield the last event of each choice.
 
         Raises:
-            RunError: A sample is not what was told of it.
+            RunError: A sample differs from its streamed tokens.
         """
         for number, member in enumerate(group.members):
             sample = member.sample
@@ -95,24 +95,24 @@ def versions_of(group: ScoredGroup) -> str:
 
 
 class TextStream:
-    """The text of one sample whose tokens come one after the other.
+    """The text of one sample whose tokens arrive in parts.
 
     Args:
-        decode: Returns the text of tokens, as the sample's text is made.
-        has_tools: Whether what begins a tool call is held back, for `tool_calls`.
+        decode: Returns the text of tokens, by the method for the sample's text.
+        has_tools: Whether the beginning of a tool call is held back, for `tool_calls`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, has_tools: bool) -> None:
         self.token_ids: list[int] = []
         self.told = ""
-        """What was given so far."""
+        """The text returned so far."""
         self._decode, self._has_tools = decode, has_tools
         self._known, self._whole, self._context = "", 0, 0
         """The text so far; how many tokens are in it; from which of them on a decoder is given them, so that it knows what is
         before."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Take further tokens; return the text that can be told by now."""
+        """Add tokens; return the new text that can be streamed."""
         self.token_ids += token_ids
         before = self._decode(self.token_ids[self._context : self._whole])
         text = self._decode(self.token_ids[self._context :])
@@ -122,13 +122,13 @@ class TextStream:
         known = self._known
         if self._has_tools:
             known, opening, _ = known.partition(OPENING)
-            if not opening:  # what may be the beginning of one is held back
+            if not opening:  # a possible beginning of a tool call is held back
                 sizes = range(min(len(OPENING) - 1, len(known)), 0, -1)
                 known = known[: len(known) - next((size for size in sizes if OPENING.startswith(known[-size:])), 0)]
         return self._tell(known)
 
     def end(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return what remains to be told of the whole text, and its tool calls, where they are wanted."""
+        """Return the rest of the whole text, and its tool calls if they are wanted."""
         if not text.startswith(self.told):
             return "", []
         plain, calls = tool_calls(text) if self._has_tools else (text, [])
@@ -141,7 +141,7 @@ class TextStream:
 
 
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return what of a text is before its first tool call, and its tool calls; all of it and none where one is not understood."""
+    """Return the text before the first tool call, and the tool calls; if one cannot be parsed, the whole text and no calls."""
     calls: list[dict[str, Any]] = []
     for found in _CALL.finditer(text):
         try:

@@ -1,7 +1,7 @@
-"""OpenAI's requests and answers, as far as the endpoint speaks them. Pure.
+"""The part of OpenAI's requests and answers that the endpoint supports. Pure.
 
-What a client may ask for and what not: docs/endpoint.md. A field that would change what is sampled is refused, never ignored in
-silence: the logprobs that are trained on are those of the run's own sampling.
+docs/endpoint.md lists what a client may request. A field that would change the sampling is refused, never silently ignored: the
+logprobs for training are those of the run's own sampling.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.schema.samples import FinishReason
 
 MOST_CHOICES = 128
-"""Of one request."""
+"""Maximum number of choices of one request."""
 ROLES = {"developer": "system", "function": "tool"}
 """Older and newer names of roles."""
 SAMPLING = (
     "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "logit_bias", "stop", "seed", "parallel_tool_calls",
 )  # fmt: skip
-"""What the run's config says, or what the engines do not do."""
+"""Sampling fields that the run's config determines or the engines do not support."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "stop": ("", []), "parallel_tool_calls": (True,),
 }  # fmt: skip
 """Values that change nothing."""
 MOST_REWARD = 1e9
 MOST_NAME = 256
-"""Characters of a model's name, which every part of an answer repeats."""
+"""Maximum number of characters of a model's name, since every part of an answer repeats it."""
 
 
 class RefusedError(AsyncRLError):
-    """A request that is answered by an error of OpenAI's form."""
+    """A request that gets an error in OpenAI's form."""
 
     def __init__(self, status: int, text: str, code: str, param: str | None = None) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class RefusedError(AsyncRLError):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Of a request that is streamed."""
+    """Options of a streamed request."""
 
     include_usage: bool = False
 
@@ -54,7 +54,7 @@ class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Not OpenAI's, but vLLM's: each choice has `token_ids`, and the answer `prompt_token_ids`."""
+    """A field of vLLM, not of OpenAI: each choice has `token_ids`, and the answer `prompt_token_ids`."""
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -105,16 +105,16 @@ class Rewarded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored: Collection[str]) -> Any:  # noqa: ANN401
-    """Return a request.
+    """Parse a request.
 
     Args:
         body: JSON.
-        kind: Of the request.
-        sampling: The run's own, by name: these values may be asked for.
-        ignored: Names of SAMPLING that are not looked at.
+        kind: The type of the request.
+        sampling: The run's own sampling values by name; a request may contain these values.
+        ignored: Names in SAMPLING that are not checked.
 
     Raises:
-        RefusedError: It is none, or asks for what is not done here.
+        RefusedError: The body is not a request, or it requests something unsupported.
     """
     asked = decoded(body, kind)
     if asked.n is not None and not 1 <= asked.n <= MOST_CHOICES:
@@ -136,7 +136,7 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
         }
     else:
         wrong = {"echo": asked.echo, "best_of": asked.best_of not in {None, asked.n or 1}, "suffix": bool(asked.suffix)}
-        wrong["logprobs"] = bool(asked.logprobs)  # so many other tokens; 0 is the sampled one alone
+        wrong["logprobs"] = bool(asked.logprobs)  # the number of alternative tokens; 0: the sampled token alone
     if name := next((name for name, is_wrong in wrong.items() if is_wrong), ""):
         advice = "0 gives those of the sampled tokens" if name == "logprobs" else "leave it out"
         raise RefusedError(400, f"{name} = {getattr(asked, name)!r} is not supported; {advice}", "unsupported_value", name)
@@ -144,7 +144,7 @@ def parsed(body: bytes, kind: type[Any], sampling: Mapping[str, float], ignored:
 
 
 def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
-    """Return what a body says. Raises RefusedError where it is nothing of that kind."""
+    """Decode a body. Raises RefusedError if it does not have this type."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -152,10 +152,10 @@ def decoded(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: contents are texts, and arguments of tool calls are what their JSON says.
+    """Return messages in the form for chat templates: contents are text, and arguments of tool calls are decoded JSON.
 
     Raises:
-        RefusedError: There are none, or one is not understood.
+        RefusedError: There are no messages, or one is invalid.
     """
     if not messages:
         raise RefusedError(400, "there are no messages", "invalid_value", "messages")
@@ -179,7 +179,7 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         try:
             for call in calls:
                 name, arguments = str(call["function"]["name"]), call["function"].get("arguments") or "{}"
-                with contextlib.suppress(TypeError, ValueError, RecursionError):  # else as the model wrote it
+                with contextlib.suppress(TypeError, ValueError, RecursionError):  # otherwise keep the model's text
                     arguments = json.loads(arguments)
                 called = {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
                 turn.setdefault("tool_calls", []).append(called)
@@ -190,7 +190,7 @@ def turns_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One choice, or a further part of it, before it has a client's form."""
+    """One choice, or a part of it, before it is written for a client."""
 
     index: int
     text: str = ""
@@ -198,12 +198,12 @@ class Choice(msgspec.Struct, kw_only=True):
     tokens: list[tuple[int, str, float]] = []
     """Id, text and logprob of each."""
     is_first: bool = True
-    """Of a stream: nothing of this choice was told before."""
+    """In a stream: this is the first part of the choice."""
     finish_reason: FinishReason | None = None
 
 
 class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's answer is written."""
+    """Writes the answer to one request."""
 
     id: str
     model: str
@@ -217,15 +217,15 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
         """Return the whole answer.
 
         Args:
-            choices: Each of them whole.
-            versions: Those that sampled it, for `system_fingerprint`.
+            choices: The complete choices.
+            versions: The versions that sampled it, for `system_fingerprint`.
         """
         written = [self._choice(choice, "message") for choice in choices]
         num_tokens = sum(len(choice.tokens) for choice in choices)
         return self._head("chat.completion", is_first=True) | {"choices": written} | self._end(num_tokens, versions)
 
     def chunk(self, choice: Choice) -> dict[str, Any]:
-        """Return an event of a stream: a further part of a choice."""
+        """Return an event of a stream: the next part of a choice."""
         head = self._head("chat.completion.chunk", is_first=choice.is_first)
         return head | {"choices": [self._choice(choice, "delta")]}
 
@@ -267,6 +267,6 @@ class AnswerWriter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the form that OpenAI's clients read."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

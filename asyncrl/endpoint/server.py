@@ -1,9 +1,9 @@
-"""Any OpenAI client asks the policy of a session, says later what the answers were worth, and the session trains on them.
+"""An OpenAI-compatible server: clients query the policy of a session, reward the answers later, and the session trains on them.
 
-Each request is one group: `n` choices of one prompt, which hold a place under the staleness bound until they are trained. Tokens
-are those that the engine sampled, from the stream to the gradient: a prompt is made into tokens once, answers are never. What is
-rewarded is trained, and nothing else: an answer whose client has gone, that is too old, or whose place another needs before
-anybody has rewarded it is released, and rewarding it later is refused.
+Each request is one group: `n` choices of one prompt, which hold a place under the staleness bound until they are trained. The
+trained tokens are those that the engine sampled: a prompt is tokenized once, an answer never. Only rewarded answers are trained.
+An answer is released if its client disconnects, if it is too old, or if another request needs its place before it has a reward;
+a later reward for it is refused.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from asyncrl.session import Session
 
 MOST_BODY_BYTES = 4 << 20
 UNREAD_S = 60.0
-"""A client that reads nothing for so long has gone."""
+"""A client that reads nothing for this time counts as disconnected."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """OpenAI's HTTP API over a session; use as an async context manager, inside the session's.
+    """OpenAI's HTTP API over a session; use it as an async context manager inside the session's.
 
     Args:
-        session: An open session. Its config says how tokens are sampled; its rewards are not used, so give `reward`.
-        host: Address to listen at; for anything but this machine put a proxy with TLS before it.
-        port: 0: a free one.
-        api_key: That clients have to give; None: a new one.
-        unrewarded_s: So long an answer waits for its rewards where other requests need its place; where none does, it waits until
+        session: An open session. Its config determines the sampling. Its reward functions are not used: call `reward`.
+        host: Address to listen on; for clients on other machines put a TLS proxy in front of it.
+        port: Port to listen on; 0: a free port.
+        api_key: The key that clients must send; None: a new key.
+        unrewarded_s: Seconds that an answer waits for its rewards if other requests need its place; if none does, it waits until
             it is too old.
-        ignored: Of the fields about sampling, those that clients may set in vain, `{"temperature"}`: they are sampled as the run
-            samples. Others are refused where they differ.
+        ignored: Sampling fields, for example `{"temperature"}`, that clients may set without effect: the run's own values apply.
+            Other sampling fields are refused if they differ from the run's.
 
     Raises:
-        ConfigError: A name in `ignored` is none of those, `api_key`, `port` or `unrewarded_s` cannot be, or the algorithm drops
-            groups by their rewards or lengths (`dynamic_sampling`, DPO, `mask_truncated`) or needs a greedy sample (`remax`).
+        ConfigError: A name in `ignored` is unknown, `api_key`, `port` or `unrewarded_s` is invalid, or the algorithm drops groups
+            by their rewards or lengths (`dynamic_sampling`, DPO, `mask_truncated`) or needs a greedy sample (`remax`).
 
     Example:
         >>> async with asyncrl.Endpoint(session) as endpoint:  # doctest: +SKIP
@@ -88,7 +88,7 @@ class Endpoint:
             raise ConfigError("api_key must be printable ASCII characters, one or more")
         screen = Screen.of(session.config.algorithm)
         if screen.drop_equal or screen.preference is not None:
-            why = "drop groups by their rewards, and those of an endpoint come later"
+            why = "drop groups by their rewards, but rewards of an endpoint arrive later"
             raise ConfigError(f"algorithm.dynamic_sampling and kind = 'dpo' {why}: take neither")
         if screen.mask_truncated:
             raise ConfigError("algorithm.mask_truncated drops a request whose choices are all cut off: set it to false")
@@ -98,12 +98,12 @@ class Endpoint:
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port must be 0 to 65535, got {port}")
         self.base_url = ""
-        """For clients, `http://HOST:PORT/v1`, while it is open."""
+        """The URL for clients while it is open, `http://HOST:PORT/v1`."""
         self.api_key = api_key or secrets.token_urlsafe(32)
         self._session, self._host, self._port, self._ignored = session, host, port, frozenset(ignored)
         self._answers, self._clock = Answers(session, unrewarded_s), SystemClock()
         self._thread = ThreadPoolExecutor(1, "asyncrl-endpoint")
-        """Makes the tokens of prompts, since a long one takes seconds."""
+        """Tokenizes prompts, since a long prompt takes seconds."""
         self._runner: web.AppRunner | None = None
         self._forgetting: asyncio.Task[None] | None = None
 
@@ -124,7 +124,7 @@ class Endpoint:
             await web.TCPSite(runner, self._host, self._port).start()
 
         try:
-            await to_its_end(listen())  # a start that is cut short would leave a socket that nobody knows of
+            await to_its_end(listen())  # an interrupted start would leave an open socket without an owner
         except BaseException as error:
             await runner.cleanup()
             if not isinstance(error, OSError):
@@ -151,28 +151,28 @@ class Endpoint:
             await self._answers.close()
 
     def reward(self, answer_id: str, rewards: Sequence[float]) -> None:
-        """Say what the choices of an answer were worth; it is trained by one of the next steps.
+        """Set the rewards of an answer's choices; one of the next steps trains it.
 
         Args:
-            answer_id: Of the answer, its `id`.
-            rewards: One a choice, in their order. Said again before it is trained, it replaces what was said.
+            answer_id: The `id` of the answer.
+            rewards: One per choice, in order. A second call before training replaces the first.
 
         Raises:
-            RunError: There is no such answer, or it cannot be trained any more; the message says why.
-            LearnerError: They are not as many as choices, or no numbers of -1e9 to 1e9.
+            RunError: The id is unknown, or the answer can no longer be trained; the message says why.
+            LearnerError: There is not one reward per choice, or a reward is not a number from -1e9 to 1e9.
         """
         self._answers.reward(answer_id, rewards)
 
     def batches(self) -> AsyncIterator[list[ScoredGroup]]:
         """Yield the groups of each step as soon as enough answers are rewarded, oldest first; train them before asking for more.
 
-        Those that are not trained by then give their places back. It ends once the session's `num_steps` are trained.
+        Groups that are not trained by the next request give their places back. It ends after the session's `num_steps` steps.
         """
         return self._answers.batches()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who gives the key, and say an error as OpenAI's clients read it."""
+        """Require the key, and return errors in the form that OpenAI's clients read."""
         try:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
@@ -231,7 +231,7 @@ class Endpoint:
         return await self._answer(request, asked, prompt, ids, most, has_logprobs=bool(asked.logprobs), has_tools=bool(tools))
 
     async def _tokenized(self, work: Callable[[Any], list[int]], param: str) -> list[int]:
-        """Have a prompt's tokens made beside the event loop."""
+        """Tokenize a prompt outside the event loop."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._session.tokenizer)
         except AsyncRLError:
@@ -256,7 +256,7 @@ class Endpoint:
         has_logprobs: bool,
         has_tools: bool = False,
     ) -> web.StreamResponse:
-        """Have a group generated, and answer with it."""
+        """Request a group, and answer with it."""
         config, where = self._session.config, "messages" if isinstance(asked, ChatAsked) else "prompt"
         most = min(most_tokens or config.generate.sampling.max_new_tokens, config.generate.sampling.max_new_tokens)
         room = config.generate.engine.max_sequence_tokens - len(prompt_ids)
@@ -285,14 +285,14 @@ class Endpoint:
             await _unless_unread(request, response.prepare(request))
             await _unless_unread(request, response.write_eof())
             self._answers.sent(name)
-        except BaseException:  # its client is gone, too: the group of an answer that was not sent whole is released
+        except BaseException:  # also a disconnected client: release the group of an answer that was not sent whole
             self._answers.drop(name)
             await stream.close()
             raise
         return response
 
     async def _given(self, following: Following, num_choices: int) -> ScoredGroup:
-        """Wait for a group; from now on it can be rewarded."""
+        """Wait for a group; then it can be rewarded."""
         (group,) = await following.stream.all()
         if len(group.members) < num_choices:
             raise RunError(f"{num_choices - len(group.members)} of {num_choices} choices have failed; the run's log says why")
@@ -300,7 +300,7 @@ class Endpoint:
         return group
 
     async def _streamed(self, request: web.Request, following: Following, num_choices: int, *, usage: bool) -> web.StreamResponse:
-        """Answer with a stream of events; an error in the midst of it is an event, too."""
+        """Answer with a stream of events; an error during the stream is an event too."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
 
@@ -342,7 +342,7 @@ def _templated(tokenizer: Any, turns: list[dict[str, Any]], tools: list[dict[str
 
 
 async def _unless_unread(request: web.Request, writing: Awaitable[Any]) -> None:
-    """Write, and end the connection of a client that does not read."""
+    """Write; close the connection if the client does not read."""
     try:
         async with asyncio.timeout(UNREAD_S):
             await writing
@@ -358,6 +358,6 @@ def _as_refusal(error: Exception) -> RefusedError:
     if not isinstance(error, AsyncRLError):
         log.error("a request could not be answered", exc_info=error)
         return RefusedError(500, "the endpoint failed; its log says why", "failed")
-    log.warning("a request is not answered: %s", str(error).partition("\n")[0])
-    said = "the run is lost" if isinstance(error, RunLostError) else str(error)  # whose words name files
+    log.warning("a request was refused or failed: %s", str(error).partition("\n")[0])
+    said = "the run is lost" if isinstance(error, RunLostError) else str(error)  # its message names files
     return RefusedError(503, said, "not_generated")

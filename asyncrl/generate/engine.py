@@ -1,4 +1,4 @@
-"""The engine contract: what turns token ids into token ids, logprobs and versions.
+"""The engine contract: an engine turns prompt token ids into sampled token ids, logprobs and versions.
 
 Invariants, for every implementation (tests/contract/engines/test_engine.py runs over all of them):
 - A token's logprob is that of the distribution it was sampled from: after temperature, top-k and top-p.
@@ -7,11 +7,11 @@ Invariants, for every implementation (tests/contract/engines/test_engine.py runs
 - `load_weights` never loses a request: those in flight go on with the new weights, with the KV cache kept (`keep`) or computed
   anew from prompt and tokens so far (`recompute`: later logprobs equal those of a fresh forward under the new weights).
 - Nothing is ever sampled from a mixture of two versions.
-- An engine that can serve nothing any more says so by EngineDied, from every stream and every later call.
+- An engine that can no longer serve raises EngineDied, from every stream and every later call.
 - After `abort` the request's stream ends with reason `abort`; tokens streamed before stay valid.
 
-Beside the contract stands what engines share: a request's stream, the limits of requests and weights, how many requests the KV
-cache has room for, and random numbers by seed and position. No torch.
+This module also has what engines share: a request's stream, the limits of requests and weights, the number of requests that fit
+the KV cache, and random numbers by seed and position. No torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineRequest:
     group_key: str = ""
     """Requests with the same non-empty key have the same prompt and may share its prefill."""
     answer_ids: tuple[int, ...] = ()
-    """What an engine that replays gives back; others do not look at it."""
+    """The answer that a replay engine returns; other engines ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +60,42 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What arrived of one request of vLLM, before its versions are known: all tokens since the last piece."""
+    """A piece of one vLLM request, before its versions are known: all tokens since the last piece."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None = None
     spans: Sequence[tuple[str, int]] | None = None
-    """With the last piece, from vLLM 0.32 on: (label of the weights, number of tokens), over the whole completion."""
+    """In the last piece, from vLLM 0.32 on: (label of the weights, number of tokens), for the whole completion."""
 
 
 class Engine(Protocol):
     """A generator of tokens with versioned weights."""
 
     version: int
-    """Of the weights that sample now; -1 before the first `load_weights`."""
+    """The version of the current weights; -1 before the first `load_weights`."""
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are whole ones: not after `sleep`, nor after a `load_weights` that broke off, until one succeeds."""
+        """Whether the weights are complete: false after `sleep` or a broken `load_weights`, until a load succeeds."""
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once, by the memory there is now: it may change. More may be submitted and wait inside."""
+        """Maximum number of requests that run at once with the free memory; it may change. More requests wait in the engine."""
 
     @property
     def num_running(self) -> int:
-        """Requests submitted and not finished."""
+        """Number of submitted and unfinished requests."""
 
     async def start(self) -> None:
         """Load the model; ready to submit on return. Raises GenerationError; nothing is left to close then, or if cancelled."""
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
-        """Start a request and return its stream. Who takes no more of it closes it, which aborts the request.
+        """Start a request and return its stream. To abort the request, close the stream.
 
         Args:
             request: What to generate.
-            news: Set whenever something came for this stream: one event may serve many. None: it has its own.
+            news: Set when something arrives for this stream; one event may serve many streams. None: the stream has its own.
 
         Raises:
             GenerationError: Prompt empty, token id outside the vocabulary, or prompt plus `max_new_tokens` beyond the limit.
@@ -114,33 +114,33 @@ class Engine(Protocol):
         """Replace the weights in place at a token boundary.
 
         Args:
-            version: The version the tensors are.
+            version: The version of the tensors.
             tensors: Name to CPU tensor, named as the model's parameters; tied ones may be absent. Shapes must match.
-                `MappedTensors` (weights/tensors.py) may be loaded from where they lie, by another process too.
+                `MappedTensors` (weights/tensors.py) may be loaded from their place, also by another process.
             kv: What happens to requests in flight.
 
         Returns:
             Milliseconds during which no token was generated.
 
         Raises:
-            GenerationError: A name or shape does not fit; the old weights are still whole.
-            BroadcastError: The bytes did not come, and the old weights are whole; or they were overwritten while they were read
-                (`MappedTensors.check`): `has_weights` is false then, and nothing is sampled until a later one succeeds.
+            GenerationError: A name or shape does not fit; the old weights are complete.
+            BroadcastError: The bytes did not arrive, and the old weights are complete. Or the bytes were overwritten during the
+                read (`MappedTensors.check`): then `has_weights` is false, and nothing is sampled until a later load succeeds.
         """
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:
-        """Give the memory of weights and KV cache back at a token boundary; requests in flight wait.
+        """Free the memory of weights and KV cache at a token boundary; requests in flight wait.
 
         Args:
-            kv: `recompute`: keys and values of requests in flight are computed anew after `wake`. `keep`: they are in host memory
-                meanwhile, in an engine that can do that, and come back; others compute them anew.
+            kv: `recompute`: keys and values of requests in flight are computed again after `wake`. `keep`: an engine that can
+                do so keeps them in host memory; other engines compute them again.
 
-        Requests may be submitted, aborted and paused meanwhile; `load_weights` and `score` raise GenerationError until `wake`.
-        After it nothing is sampled until `load_weights`. Asleep already: nothing changes.
+        During sleep, requests may be submitted, aborted and paused; `load_weights` and `score` raise GenerationError. After
+        `wake` nothing is sampled until `load_weights`. If already asleep, nothing changes.
         """
 
     async def wake(self) -> None:
-        """Take device memory again after `sleep`; awake already: nothing happens. Raises GenerationError when it is not there."""
+        """Allocate device memory after `sleep`; if awake, nothing happens. Raises GenerationError without enough memory."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprob of each token after the first under the current weights, temperature 1 (the probe)."""
@@ -150,10 +150,10 @@ class Engine(Protocol):
 
 
 class TokenStream:
-    """What `Engine.submit` returns: taken from chunk by chunk, or iterated over. Closing it early aborts the request.
+    """The stream of chunks of one request: call `take` or iterate. Closing it early aborts the request.
 
-    Chunks are put in by an engine and taken out by one consumer, on one event loop. What nobody took yet is at most the request's
-    own `max_new_tokens`.
+    An engine adds chunks and one consumer takes them, on one event loop. Waiting tokens are at most the request's
+    `max_new_tokens`.
     """
 
     def __init__(self, on_early_close: Callable[[], None], news: asyncio.Event | None = None) -> None:
@@ -161,10 +161,10 @@ class TokenStream:
         self._news = asyncio.Event() if news is None else news
         self._ready: deque[TokenChunk | GenerationError] = deque()
         self._is_complete = False
-        """Nothing follows what is ready."""
+        """No further chunk follows."""
 
     def put(self, news: TokenChunk | GenerationError) -> None:
-        """Hand the consumer a chunk, or the error that the stream ends with."""
+        """Add a chunk, or the error that ends the stream."""
         if self._is_complete:
             return
         self._is_complete = isinstance(news, GenerationError) or news.finish_reason is not None
@@ -172,7 +172,7 @@ class TokenStream:
         self._news.set()
 
     def take(self) -> TokenChunk | None:
-        """Return the next chunk that is here; None where none is.
+        """Return the next chunk; None if none is ready.
 
         Raises:
             GenerationError: The engine could not finish the request.
@@ -189,7 +189,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        """Return the next chunk, of a stream whose event is its own. Raises GenerationError as `take`."""
+        """Wait for the next chunk; the stream must have its own event. Raises GenerationError as `take`."""
         while (chunk := self.take()) is None:
             if self._is_complete:
                 raise StopAsyncIteration
@@ -198,7 +198,7 @@ class TokenStream:
         return chunk
 
     def close(self) -> None:
-        """Abort the request unless it is complete; nothing more comes out."""
+        """Abort the request unless it is complete; no chunk follows."""
         self._ready.clear()
         if not self._is_complete:
             self._is_complete = True
@@ -213,10 +213,10 @@ class RequestRules:
     vocabulary_size: int
     max_sequence_tokens: int
     end_ids: frozenset[int] = frozenset()
-    """Of the model: each ends a completion."""
+    """The model's end tokens: each ends a completion."""
 
     def check(self, request: EngineRequest, running: Container[str]) -> None:
-        """Raise GenerationError, with the numbers, where the request cannot be served beside those `running`."""
+        """Raise GenerationError, with the numbers, if the request cannot be served beside those `running`."""
         what, ids = f"request {request.request_id}", request.prompt_ids
         if not ids:
             raise GenerationError(f"{what}: there are no prompt tokens; give at least one (a beginning-of-sequence token, say)")
@@ -244,7 +244,7 @@ class RequestRules:
 
 
 def check_awake(what: str, *, is_asleep: bool) -> None:
-    """Raise GenerationError where an engine that must be awake is not."""
+    """Raise GenerationError if the engine is asleep."""
     if is_asleep:
         raise GenerationError(f"cannot {what}: the engine is asleep; wake it first")
 
@@ -252,12 +252,12 @@ def check_awake(what: str, *, is_asleep: bool) -> None:
 def check_weights(
     shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], needed: Sequence[Sequence[str]]
 ) -> None:
-    """Refuse weights that are not the whole of a model.
+    """Check that new weights have all tensors of a model.
 
     Args:
-        shapes: Of the new tensors, by name.
-        own: Of all that the model takes.
-        needed: What has to come: of each row of names, which are one tensor, at least one.
+        shapes: The shapes of the new tensors, by name.
+        own: The shapes of all tensors of the model, by name.
+        needed: The required tensors; each item lists the names of one tensor, and at least one of them must be there.
 
     Raises:
         GenerationError: A name is unknown or missing, or a shape differs.
@@ -277,23 +277,23 @@ def check_weights(
 
 
 _MEAN_OVER = 256
-"""Finished sequences over which the mean length is taken, roughly: older ones count less and less."""
+"""Approximate number of finished sequences in the moving average of the length."""
 _NOTICEABLE = 8
-"""A change of less than one in so many is no news."""
+"""A smaller relative change than 1 / this is not reported."""
 
 
 @dataclass(slots=True)
 class KVRoom:
-    """How many requests an engine with paged KV could run now, by the blocks that are free: what admission is told.
+    """The number of requests that an engine with a paged KV cache can run with its free blocks; admission uses it.
 
-    `1 <= num_slots <= most`. It moves only when the answer has moved by at least an eighth, or to `most`. Too low a number
-    leaves the batch with gaps, too high a one makes groups wait inside the engine while their weights grow old. Neither is ever
-    wrong, since the staleness rule does not depend on it.
+    `1 <= num_slots <= most`. It changes only if the result changes by at least an eighth, or reaches `most`. If the number is too
+    low, the batch has gaps; if it is too high, groups wait in the engine while their weights become stale. Both are safe, since
+    the staleness rule does not depend on it.
 
     Args:
-        most: Never more than this (config's num_slots).
-        block_tokens: Tokens of a KV block.
-        expected_tokens: Prompt and response of a sequence, until some have finished: the longest allowed is the careful guess.
+        most: The maximum (num_slots of the config).
+        block_tokens: Tokens per KV block.
+        expected_tokens: Length of prompt and response until some sequences have finished; the maximum length is a safe choice.
 
     Example:
         >>> room = KVRoom(most=256, block_tokens=16, expected_tokens=160)
@@ -308,7 +308,7 @@ class KVRoom:
     block_tokens: int
     expected_tokens: int
     num_slots: int = field(init=False)
-    """As of the last `update`; `most` before the first."""
+    """The result of the last `update`; `most` before the first."""
     _mean_tokens: float = field(init=False)
     _num_finished: int = field(init=False, default=0)
 
@@ -316,20 +316,19 @@ class KVRoom:
         self.num_slots, self._mean_tokens = self.most, float(self.expected_tokens)
 
     def note_finished(self, num_tokens: int) -> None:
-        """Take a finished sequence's length (prompt and response) into the mean."""
+        """Add a finished sequence's length (prompt and response) to the mean."""
         self._num_finished += 1
         self._mean_tokens += (num_tokens - self._mean_tokens) / min(self._num_finished, _MEAN_OVER)
 
     def update(self, free_blocks: int, running: int) -> int:
-        """Return the number of slots: requests that run, and as many more as find room for a whole sequence.
+        """Return the number of slots: the running requests plus those for which a whole sequence fits.
 
-        Every running request is given one block first: it will ask for one within the next block's worth of tokens, and who
-        gets none is thrown out and computed again. What running requests will need beyond that is taken to be what others give
-        back by ending.
+        One block is reserved for every running request: it will need one within the next block of tokens, and without it the
+        request would be preempted and computed again. Further blocks are assumed to come from requests that finish.
 
         Args:
-            free_blocks: KV blocks that nobody holds; blocks of cached prefixes count as free.
-            running: Requests in the batch; those that wait inside the engine are not among them.
+            free_blocks: Unused KV blocks; blocks of cached prefixes count as free.
+            running: Requests in the batch, without those that wait in the engine.
         """
         fits = running + int((free_blocks - running) / math.ceil(self._mean_tokens / self.block_tokens))
         now = min(self.most, max(1, fits))
@@ -350,8 +349,8 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def uniforms(seeds: NDArray[np.uint64] | np.uint64, positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return uniform doubles in [0, 1), one for each (seed, position), that depend on nothing else.
 
-    A request draws its i-th token with `uniforms(seed, i)`, so neither the batch it sits in, nor a pause, nor the order of
-    requests can change what it draws. There is no state, and nothing to save or restore.
+    A request draws its i-th token with `uniforms(seed, i)`, so its draws do not depend on its batch, on pauses or on the order of
+    requests. There is no state to save or restore.
 
     Args:
         seeds: Any shape that broadcasts with `positions`.

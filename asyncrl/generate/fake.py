@@ -1,11 +1,11 @@
 """An engine without a model: deterministic tokens, scripted lengths and latencies, any number of requests.
 
-What a request will generate follows from its seed; when, from an engine time that stands still while paused. So there
-is nothing to do per token: one task sleeps until the next request is due, and chunks end where versions change.
+A request's tokens follow from its seed. Their times follow from an engine time that stops while paused. So there is no work per
+token: one task sleeps until the next request is due, and chunks end where versions change.
 
-With engine kind `replay` it gives back given answers: how a file of preferences is trained by the pipeline of online runs.
-Nothing is drawn then, so behaviour logprobs are 0 (no loss on preferences reads them), and every token carries the version live
-when it was given back: staleness says how long a pair lay in the buffer. Nothing is given back before the first version.
+With engine kind `replay` it returns given answers: so the pipeline of online runs trains on a file of preferences. Nothing is
+drawn then, so behaviour logprobs are 0 (no preference loss reads them). Every token has the version that was current when it was
+returned: staleness measures how long a pair was in the buffer. Nothing is returned before the first version.
 
 Invariants: those of generate/engine.py, with a made-up distribution; no torch anywhere.
 """
@@ -30,14 +30,14 @@ from asyncrl.schema.samples import FinishReason
 
 _BLOCK_TOKENS = 16
 _ANY_TOKEN = 1 << 31
-"""Vocabulary of answers that are given back: ids are int32."""
+"""Vocabulary size for replayed answers: ids are int32."""
 _LENGTH_SALT = 1 << 40
-"""Positions from here on of a seed's random stream decide its length; those before, its tokens and logprobs."""
+"""From this position on, a seed's random stream determines the length; earlier positions determine tokens and logprobs."""
 
 
 @dataclass(slots=True, eq=False)
 class _Scripted:
-    """One request: all it will say, and how far it got."""
+    """One request: its whole completion, and its progress."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -74,12 +74,12 @@ class FakeEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether a version was stamped since it slept last."""
+        """Whether a version was loaded since the last sleep."""
         return "no weights" not in self._holds
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once: config's, or fewer where `kv_blocks` are given and do not last."""
+        """Maximum number of requests that run at once: the config's, or fewer if `kv_blocks` is set and too small."""
         if not self._config.kv_blocks:
             return self._config.num_slots
         running = [scripted for scripted in self._by_id.values() if scripted.started_s >= 0]
@@ -88,16 +88,16 @@ class FakeEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests submitted and not finished."""
+        """Number of submitted and unfinished requests."""
         return len(self._by_id)
 
     async def start(self) -> None:
-        """Start the clockwork."""
+        """Start the task that finishes requests."""
         self._running_since_s = None if self._holds else self._clock.now()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="fake-engine")
 
     def submit(self, request: EngineRequest, news: asyncio.Event | None = None) -> TokenStream:
-        """Script the whole completion and let time tell it; see `Engine.submit`."""
+        """Compute the whole completion; its tokens come out over time. See `Engine.submit`."""
         if self._task is not None and self._task.done():
             raise GenerationError("the engine is closed")
         self._rules.check(request, self._by_id)
@@ -144,7 +144,7 @@ class FakeEngine:
         self._let_go("pause")
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:
-        """Stop engine time until it is awake and has new weights; see `Engine.sleep`."""
+        """Stop engine time until the engine is awake and has new weights; see `Engine.sleep`."""
         del kv
         self._hold("sleep")
         self._hold("no weights")
@@ -154,7 +154,7 @@ class FakeEngine:
         self._let_go("sleep")
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any], kv: KVPolicy) -> float:
-        """Stamp later tokens with `version`; the tensors are not looked at."""
+        """Give later tokens this version; the tensors are ignored."""
         del tensors, kv
         check_awake("load weights", is_asleep="sleep" in self._holds)
         before_s = self._clock.now()
@@ -170,7 +170,7 @@ class FakeEngine:
         return [-math.log(self._config.vocabulary_size)] * (len(token_ids) - 1)
 
     async def close(self) -> None:
-        """Abort everything and end the clockwork."""
+        """Abort all requests and end the task."""
         for request_id in list(self._by_id):
             self.abort(request_id)
         if self._task is not None:
@@ -204,7 +204,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
 
     def _now_s(self) -> float:
-        """Return engine time: seconds in which nothing held it."""
+        """Return engine time: seconds without pause or sleep."""
         since_s = self._running_since_s
         return self._engine_s + (self._clock.now() - since_s if since_s is not None else 0.0)
 
@@ -228,7 +228,7 @@ class FakeEngine:
         return min(len(scripted.token_ids) - 1, int(steps))
 
     def _tell(self, scripted: _Scripted, num_done: int, finish_reason: FinishReason | None) -> None:
-        """Hand on the tokens that came since the last chunk; a request with a reason to finish is gone then."""
+        """Send the tokens since the last chunk; with a finish reason the request then ends."""
         start, scripted.num_told = scripted.num_told, num_done
         if num_done > start or finish_reason is not None:
             ids, logprobs = scripted.token_ids[start:num_done], scripted.logprobs[start:num_done]

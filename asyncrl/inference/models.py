@@ -1,16 +1,16 @@
-"""The models of an inference worker, forward only: the frozen reference policy, and reward models; how requests share a forward.
+"""The models of an inference worker, forward only: the frozen reference policy and reward models; batching of requests.
 
-Requests are taken in the order they came, as many as `tokens_per_batch` allows; a prompt that several of them begin with (the
-members of a group) is stored once, because a causal model's hidden states of it are the same for all.
+Requests are taken in order of arrival, as many as `tokens_per_batch` allows. A prompt common to several of them (the members of a
+group) is stored once, because a causal model's hidden states of it are the same for all.
 
 A reward model is any sequence-classification checkpoint with one output. A decoder with a linear `score` over its last token
-runs packed, like the policy. Whether a model is of that sort is not guessed from its name: when it is opened, its own forward and
-the packed one score the same sequences. Where they differ (an encoder that reads both ways, a head of another form, attention
-with soft caps) its own forward is used, one sequence at a time.
+runs packed, like the policy. Whether a model can do so is tested, not guessed from its name: when opened, its own forward and the
+packed one score the same sequences. If the results differ (a bidirectional encoder, another kind of head, attention with soft
+caps), its own forward is used, one sequence at a time.
 
-Invariants: packed attention and chunked logits as in the learner (asyncrl/models), so that both give the same numbers; a score is
-read at the last token, known by the sequence's length and never from a padding id, which in many models is the end of turn; no
-gradient, dropout off; every request is in exactly one batch, and one longer than the budget is a batch of its own.
+Invariants: packed attention and chunked logits are as in the learner (asyncrl/models), so both give the same numbers; a score is
+read at the last token, found by the sequence's length and never by a padding id, which in many models is the end of turn; no
+gradient, dropout off; every request is in exactly one batch, and a request longer than the budget has its own batch.
 
 Legend: N tokens of the batch, S sequences, P prompt and T response tokens of a sequence, D hidden.
 """
@@ -40,19 +40,19 @@ log = logging.getLogger(__name__)
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Largest difference of a packed score from the model's own, relative to max(1, |score|)."""
+"""Largest allowed difference of a packed score from the model's own score, relative to max(1, |score|)."""
 PROBE_LENGTHS = (3, 7, 12)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Whole sequences end to end, common prompts once: int64 [N]."""
+    """Whole sequences, concatenated, with common prompts once: int64 [N]."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     layout: SequenceLayout
     sequences: tuple[NDArray[np.int64], ...]
-    """S arrays [P + T]: where the tokens of each sequence lie."""
+    """S arrays [P + T]: the positions of each sequence's tokens."""
 
 
 def num_tokens(request: InferRequest) -> int:
@@ -61,11 +61,11 @@ def num_tokens(request: InferRequest) -> int:
 
 
 def take_batch(waiting: deque[InferRequest], tokens_per_batch: int) -> list[InferRequest]:
-    """Take the requests of the next forward pass off the queue, oldest first.
+    """Remove the requests of the next forward pass from the queue, oldest first.
 
     Args:
-        waiting: At least one request; shortened here.
-        tokens_per_batch: Most distinct tokens of the pass, unless the first request alone has more.
+        waiting: At least one request; the taken ones are removed.
+        tokens_per_batch: Maximum number of distinct tokens, unless the first request alone has more.
     """
     taken: list[InferRequest] = []
     prompts: set[bytes] = set()
@@ -81,10 +81,10 @@ def take_batch(waiting: deque[InferRequest], tokens_per_batch: int) -> list[Infe
 
 
 def pack(requests: Sequence[InferRequest]) -> PackedSequences:
-    """Lay the sequences of these requests end to end.
+    """Concatenate the sequences of these requests.
 
     Args:
-        requests: Each of at least one token.
+        requests: Each has at least one token.
     """
     prompts: dict[bytes, NDArray[np.int64]] = {}
     tokens: list[NDArray[np.int32]] = []
@@ -117,14 +117,14 @@ class ReferenceModel:
         """Open a Hugging Face folder.
 
         Args:
-            folder: With config and safetensors.
-            dtype: Of the weights.
-            device: Where it runs.
-            fp32_head: Its output layer runs in float32, as the policy's does (`model.fp32_head`).
+            folder: A folder with config and safetensors.
+            dtype: Dtype of the weights.
+            device: Device on which it runs.
+            fp32_head: Whether its output layer runs in float32, like the policy's (`model.fp32_head`).
             trust_remote_code: Whether code in the folder may run.
 
         Raises:
-            ConfigError: The folder is missing something, a weight say, or the model cannot run on packed rows.
+            ConfigError: The folder is incomplete (for example, a weight is missing), or the model cannot run on packed rows.
         """
         model = open_folder(
             "algorithm.reference.path", folder, AutoModelForCausalLM, dtype,
@@ -143,8 +143,8 @@ class ReferenceModel:
 
         Args:
             batch: S sequences.
-            responses: T of each sequence, at most its length minus 1; 0: none is wanted of it.
-            temperatures: That of each sequence's sampling; divides the logits.
+            responses: T of each sequence, at most its length minus 1; 0: no log-probabilities for this sequence.
+            temperatures: Sampling temperature of each sequence; divides the logits.
 
         Returns:
             S arrays float32 [T].
@@ -178,15 +178,15 @@ class RewardScorer:
         """Open a Hugging Face folder.
 
         Raises:
-            ConfigError: The folder is missing something, or the model is no reward model: several outputs, or a head whose
-                weights are not in the folder.
+            ConfigError: The folder is incomplete, or the model is not a reward model: it has several outputs, or the folder has
+                no weights for its head.
         """
         folder, field = Path(config.path), f"inference.reward_models {config.name!r}"
         model = open_folder(field, folder, AutoModelForSequenceClassification, config.dtype)
         if model.config.num_labels != 1:
             raise ConfigError(f"{field}: {folder} has {model.config.num_labels} outputs; a reward model has 1 (num_labels)")
         model = model.to(device).eval().requires_grad_(False)
-        # Without a padding id transformers reads the last token, not the last one that is not the padding id.
+        # Without a padding id transformers reads the last token, not the last token that differs from the padding id.
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = None
         self.name, self.model, self.is_packed = config.name, model, _can_run_packed(model, TOLERANCE[config.dtype])
         if not self.is_packed:
@@ -196,8 +196,8 @@ class RewardScorer:
         """Return why a sequence cannot be scored, or an empty string.
 
         Args:
-            length: Its tokens.
-            largest_id: The largest of its token ids.
+            length: Number of its tokens.
+            largest_id: Largest of its token ids.
         """
         text_config = self.model.config.get_text_config()
         if largest_id >= text_config.vocab_size:
@@ -218,7 +218,7 @@ class RewardScorer:
 
 @torch.inference_mode()
 def _can_run_packed(model: PreTrainedModel, tolerance: float) -> bool:
-    """Compare both ways of scoring on short sequences; leave the model's attention as the better way needs it."""
+    """Compare both ways of scoring on short sequences, and set the model's attention for the chosen way."""
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         return False
     vocabulary = model.config.get_text_config().vocab_size
@@ -259,7 +259,7 @@ def _packed_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float
 
 
 def _own_scores(model: PreTrainedModel, batch: PackedSequences) -> list[float]:
-    """Run the model's own forward over one sequence after the other."""
+    """Run the model's own forward on each sequence separately."""
     return [
         float(model(input_ids=batch.input_ids[torch.from_numpy(tokens)].unsqueeze(0).to(model.device)).logits.float().item())
         for tokens in batch.sequences

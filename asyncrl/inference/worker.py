@@ -2,19 +2,19 @@
 
 Owns the models from LoadModel to Shutdown, one thread on which its models run, and four loops over one connection:
 - orders (CONTROL): load the models, take a shared device or give it back, shut down;
-- requests (DATA): put what arrives into the queue, which the channel's window bounds;
-- batches: while the device is its own, take what shares a forward pass off the queue, run it on the thread, send the results,
-  acknowledge their requests;
-- heartbeat: what it does or waits for, and its gauges.
+- requests (DATA): put requests into the queue, which the channel's window bounds;
+- batches: while the worker has the device, take the requests of one forward pass off the queue, run them on the thread, send the
+  results, acknowledge the requests;
+- heartbeat: what the worker does or waits for, and its gauges.
 
-On a shared device every model is a component, `reference` or `reward NAME`: there in phase `inference`, away in the others. Each
-worker has an equal part of the device's budget; that all fit beside each other is checked before anything is started
+On a shared device every model is a component, `reference` or `reward NAME`: it is on the device in phase `inference`, and off it
+in the others. Each worker has an equal part of the device's budget; whether all fit is checked before anything is started
 (control/placement/memory.py).
 
-Invariants: every request ends in one InferResult, with values or with the reason why there are none; it is acknowledged once its
-result is handed over, so that the controller's window is the only queue there is; nothing is scored while others have a shared
-device; an order is answered when the memory is given back, or taken and filled, and every switch is a line of the memory
-timeline; only a model that cannot be opened or run ends the process.
+Invariants: every request gets one InferResult, with values or with the reason why there are none; it is acknowledged after its
+result is sent, so that the controller's window bounds the queue; nothing is scored while other processes use a shared device; an
+order is answered after the memory is given back, or taken and filled, and every switch is a line of the memory timeline; only a
+model that cannot be opened or run ends the process.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class InferenceWorker:
     """One worker's state and loops.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run; `memory/` and `swap/` in it are written where the device is shared.
+        config: Config of the run.
+        run_folder: Folder of the run; `memory/` and `swap/` in it are written if the device is shared.
         connection: To the controller.
         clock: Times batches and heartbeats.
-        name: This process's name, as it said at hello.
+        name: This process's name, as in its hello message.
     """
 
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str) -> None:
@@ -68,22 +68,22 @@ class InferenceWorker:
         self._thread = ThreadPoolExecutor(1, "asyncrl-inference", torch.set_num_threads, (threads,))
         self._scorer: Scorer | None = None
         self._offload: ResidencyManager | None = None
-        """Where the device is shared by turns: who moves the models."""
+        """Moves the models, if processes use the device in turn; else None."""
         self._has_device = False
         self._queue: deque[InferRequest] = deque()
         self._deliveries: dict[int, Delivery] = {}
-        """By the identity of their requests, which the queue and the batch in hand keep alive."""
+        """By the identity of their requests, which the queue and the present batch keep alive."""
         self._news = asyncio.Event()
-        """A request has come, or the device."""
+        """Set when a request arrives or the worker gets the device."""
         self._num_scored = 0
         self._num_failed = 0
         self._num_tokens = 0
 
     async def run(self) -> None:
-        """Serve until Shutdown arrives or the connection closes; then wait for the batch in hand, and end the thread.
+        """Serve until Shutdown arrives or the connection closes; then wait for the present batch, and end the thread.
 
         Raises:
-            ConfigError: A model cannot be opened, or is not of the sort its place needs.
+            ConfigError: A model cannot be opened, or is not of the kind that its config field needs.
         """
 
         def end() -> None:
@@ -94,20 +94,20 @@ class InferenceWorker:
         try:
             await self._stage.run(self._obey, self._receive(), self._serve())
         finally:
-            # Shielded: a cancelled future that no thread has begun yet is never run.
+            # Shielded, because a cancelled future that has not started would never run.
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end))
 
     # -- loops -----------------------------------------------------------------------------------------------------------
 
     async def _obey(self, order: Message) -> None:
         if isinstance(order, LoadModel):
-            if self._scorer is None:  # else a learner came back, and only hears that the models are there
+            if self._scorer is None:  # else a learner restarted, and only needs the answer
                 await self._on_thread(partial(self._open, Path(order.model_folder)))
             assert self._scorer is not None
             await self._stage.tell(ModelsReady(self._name, self._scorer.names, self._scorer.num_bytes))
             if self._offload is None:
                 self._take_device(True)
-        elif isinstance(order, SetPhase):  # take a shared device or, after the batch in hand, give it back, and say so
+        elif isinstance(order, SetPhase):  # take a shared device, or give it back after the present batch
             assert self._offload is not None, f"told to {order.phase} before the models were loaded"
             if order.phase != "inference":
                 self._take_device(False)
@@ -161,7 +161,7 @@ class InferenceWorker:
             waiting_for = "its models to load"
         elif self._stage.idle.is_idle:
             is_away = self._queue and not self._has_device
-            waiting_for = "the device, which others use" if is_away else "a sample to score"
+            waiting_for = "the device, in use by others" if is_away else "a sample to score"
         _, busy_s = self._stage.idle.totals_s()
         return waiting_for, {
             "process/samples_scored": float(self._num_scored - self._num_failed),
@@ -178,12 +178,12 @@ class InferenceWorker:
 
 
 class Scorer:
-    """Every model of a worker, and the running figures of their scores: a batch of requests in, one answer each.
+    """All models of a worker, and the running statistics of their scores: takes a batch of requests, gives one answer each.
 
-    The scores of a reward model are shifted and scaled by fixed figures, then by running ones, then clipped. Invariants: a bad
-    sample (tokens outside a vocabulary, too long, without a prompt) fails alone; evaluation samples are scored by the reward
-    models only and do not change the running figures; the scores of one batch are all counted before any of them is normalised,
-    so that members of a group scored together are compared on one scale.
+    The scores of a reward model are shifted and scaled by fixed numbers, then by running statistics, then clipped. Invariants: an
+    invalid sample (tokens outside a vocabulary, too long, without a prompt) fails alone; evaluation samples are scored by the
+    reward models only and do not change the running statistics; all scores of a batch are counted before any is normalised, so
+    that group members scored together have the same scale.
     """
 
     def __init__(self, config: RunConfig, model_folder: Path) -> None:
@@ -191,10 +191,10 @@ class Scorer:
 
         Args:
             config: `inference`, `algorithm` and `model` are read.
-            model_folder: The run's own initial model, the reference where no other is named.
+            model_folder: The run's initial model, which is the reference if no other is configured.
 
         Raises:
-            ConfigError: One of them cannot be opened.
+            ConfigError: A model cannot be opened.
         """
         self.reference: ReferenceModel | None = None
         algorithm, inference = config.algorithm, config.inference
@@ -216,12 +216,12 @@ class Scorer:
         """Every model, as `reference` or `reward NAME`."""
         tensors = (tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers()))
         self.num_bytes = sum(tensor.nbytes for tensor in tensors)
-        """Of all weights and buffers, tied ones once; wherever they are."""
+        """Bytes of all weights and buffers in any place, tied ones once."""
         mib, seconds = self.num_bytes / 2**20, time.perf_counter() - started_s
         log.info("loaded %s: %.1f MiB in %.1f s", ", ".join(self.names), mib, seconds)
 
     def score(self, requests: Sequence[InferRequest]) -> list[InferResult]:
-        """Return an answer for each request of a batch, in order; by whom and when is left open."""
+        """Return an answer for each request of a batch, in order, without worker name and times."""
         errors, logprobs = [self._refusal(request) for request in requests], [b""] * len(requests)
         rewards: list[dict[str, float]] = [{} for _ in requests]
         if sound := [at for at, error in enumerate(errors) if not error]:
@@ -265,7 +265,7 @@ class Scorer:
 
 
 class ScoreNormaliser:
-    """Normalises the scores of one reward model; what `running` has seen is forgotten with the process.
+    """Normalises the scores of one reward model; the running statistics are lost when the process ends.
 
     Source: Welford 1962, Note on a method for calculating corrected sums of squares and products.
     """
@@ -273,18 +273,18 @@ class ScoreNormaliser:
     def __init__(self, config: RewardModel) -> None:
         self._config = config
         self.count, self._mean, self._squares = 0, 0.0, 0.0
-        """Of the scores that counted: how many, their mean, and the sum of squared distances from it."""
+        """Number of counted scores, their mean, and the sum of squared distances from the mean."""
 
     def normalise(self, scores: Sequence[float], counts: Sequence[bool]) -> list[float]:
         """Return the reward of each score.
 
         Args:
             scores: Finite, of one batch.
-            counts: Which of them enter the running figures (those of training samples).
+            counts: Which scores count for the running statistics (those of training samples).
 
         Returns:
-            clip((score - mean) / std), and with `running` minus the running mean over the running (unbiased) deviation before the
-            clip (a deviation of 0, as of a first score, divides by 1).
+            clip((score - mean) / std); with `running`, before the clip, minus the running mean and divided by the running
+            (unbiased) standard deviation (by 1 if that is 0, as for a first score).
         """
         config = self._config
         fixed = [(score - config.mean) / config.std for score in scores]

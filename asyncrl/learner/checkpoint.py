@@ -1,17 +1,17 @@
-"""What the learner writes of its weights, and what it begins with.
+"""Checkpoints of the learner, and its initial state.
 
-It writes checkpoints, and of a recorded run the fingerprint of every version. It begins with the newest checkpoint, the run's
-initial model, or nothing yet. What is made here once (random weights, warm start) is made once a run: `RUN/model` is written
-whole or not at all, and a restart before the first checkpoint starts from it.
+The learner writes checkpoints and, if the run is recorded, the fingerprint of every version. It starts from the newest
+checkpoint, from the run's initial model, or makes that model. The model (random weights, warm start) is made once per run:
+`RUN/model` is written atomically, and a restart before the first checkpoint starts from it.
 
-A checkpoint is a Hugging Face folder, with what training needs to go on beside it:
+A checkpoint is a Hugging Face folder that also has the state needed to continue training:
 
     checkpoints/step-000050/          AutoModelForCausalLM.from_pretrained opens it
         config.json model.safetensors tokenizer.json ...
         trainer/optimizer.safetensors moments, update counts, master weights
-        trainer/critic.safetensors    the critic's parameters, and critic_optimizer.safetensors, where there is one
-        trainer/rng.safetensors       torch's random state, one tensor a device
-        trainer/state.json            version, what steps remember, the controller's own part
+        trainer/critic.safetensors    the critic's parameters, and critic_optimizer.safetensors, if there is a critic
+        trainer/rng.safetensors       torch's random state, one tensor per device
+        trainer/state.json            version, state that steps pass on, the controller's own state
         trainer/manifest.json         size and xxh3 of every other file; written last
 
 checkpoint_folder.py writes, finds and removes them. RUN/record/versions.jsonl has the fingerprints. Invariant: no pickle.
@@ -80,7 +80,7 @@ from asyncrl.models.layout import bytes_of
 log = logging.getLogger(__name__)
 
 Examples = Callable[[], Sequence[tuple[str, str]]]
-"""Makes the task's worked examples, (prompt, completion) each; called only where there is a warm start to do."""
+"""Makes the task's worked examples, (prompt, completion) each; called only for a warm start."""
 SHARD_BYTES = 4 << 30
 VERSIONS_FILE = "versions.jsonl"
 OPTIMIZER, CRITIC, CRITIC_OPTIMIZER = "optimizer.safetensors", "critic.safetensors", "critic_optimizer.safetensors"
@@ -123,7 +123,7 @@ def save_checkpoint(
 
 
 def contribute_checkpoint(state: TrainState) -> None:
-    """Help rank 0 to gather what it saves: every tensor that `save_checkpoint` makes whole, in the same order."""
+    """Do another rank's part of `save_checkpoint`: gather the same tensors in the same order as rank 0."""
     parts: list[Iterable[tuple[str, torch.Tensor]]] = [publishable_tensors(state.model).items(), state.optimizer.named_state()]
     if state.critic is not None and state.critic_optimizer is not None:
         parts += [state.critic.named_parameters(), state.critic_optimizer.named_state()]
@@ -132,10 +132,10 @@ def contribute_checkpoint(state: TrainState) -> None:
 
 
 def load_trainer(checkpoint: Path, train_state: TrainState) -> TrainerState:
-    """Take over optimizer, critic, memory and random state of a whole checkpoint whose model is loaded already.
+    """Load optimizer, critic, memory and random state of an undamaged checkpoint whose model is already loaded.
 
     Raises:
-        LearnerError: The checkpoint is of another model, or has no critic and the state has one.
+        LearnerError: The checkpoint belongs to another model, or it has no critic but the state does.
     """
     trainer, state = checkpoint / "trainer", read_state(checkpoint)
     train_state.optimizer.load(trainer / OPTIMIZER)
@@ -152,15 +152,13 @@ def load_trainer(checkpoint: Path, train_state: TrainState) -> TrainerState:
 
 
 def load_critic(critic: Critic, path: Path) -> None:
-    """Take over the parameters in a safetensors file.
+    """Load the critic's parameters from a safetensors file.
 
     Raises:
-        LearnerError: The file is not there or belongs to another critic.
+        LearnerError: The file is missing or belongs to another critic.
     """
     if not path.is_file():
-        raise LearnerError(
-            f"{path.parent.parent} was written without a critic: go on without [algorithm.critic], or start a new run"
-        )
+        raise LearnerError(f"{path.parent.parent} was written without a critic: remove [algorithm.critic], or start a new run")
     stored, own = load_file(path), dict(critic.named_parameters())
     if {name: tensor.shape for name, tensor in stored.items()} != {name: parameter.shape for name, parameter in own.items()}:
         raise LearnerError(f"{path} is of another critic: algorithm.critic.kind and path must stay those of the run")
@@ -172,13 +170,13 @@ def load_critic(critic: Critic, path: Path) -> None:
 def save_shards(
     named: Iterable[tuple[str, torch.Tensor]], like: Mapping[str, torch.Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write safetensors shards as Hugging Face lays them out; each is in memory only until its last tensor has come.
+    """Write safetensors shards in Hugging Face's layout; each is in memory only until its last tensor has arrived.
 
     Args:
-        named: Tensors in the order in which they become whole.
-        like: Shape and dtype of each of them.
-        folder: Has no weights yet.
-        shard_bytes: Most bytes of a shard, unless one tensor has more.
+        named: Tensors in the order in which they are gathered.
+        like: Shape and dtype of each tensor.
+        folder: A folder without weights.
+        shard_bytes: Maximum bytes of a shard, unless one tensor is larger.
     """
     sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in like.items()}
     layout = split_torch_state_dict_into_shards(sizes, max_shard_size=shard_bytes)
@@ -195,14 +193,14 @@ def save_shards(
 
 
 class VersionRecord(msgspec.Struct, frozen=True):
-    """One version; a learner that repeats a step makes another line of it."""
+    """The record of one version; a learner that repeats a step writes another line for the version."""
 
     version: int
     fingerprint: str
 
 
 def record_of(version: int, model: PreTrainedModel) -> VersionRecord:
-    """Return a version's record: xxh3-128 over names and bytes of everything that is trained."""
+    """Return a version's record: xxh3-128 over names and bytes of all published tensors."""
     whole = xxhash.xxh3_128()
     with torch.no_grad():
         for name, tensor in publishable_tensors(model).items():
@@ -221,11 +219,11 @@ class InitialState:
     model_folder: Path
     """`RUN/model`."""
     checkpoint: Path | None = None
-    """The checkpoint it comes from; None at version 0."""
+    """The checkpoint from which it was loaded; None at version 0."""
     saved: TrainerState = field(default_factory=lambda: TrainerState(version=0))
-    """What that checkpoint's `state.json` says."""
+    """Content of that checkpoint's `state.json`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the warm start, where there was one just now."""
+    """Metrics of the warm start, if this call did one."""
 
 
 def load_or_make(
@@ -240,16 +238,16 @@ def load_or_make(
 
     Args:
         config: `model`, `learner`, `seed` and `num_steps` are read.
-        run_folder: The run; `model/` is written into it the first time.
+        run_folder: Folder of the run; `model/` is written into it the first time.
         examples: For the warm start of a scratch model.
         alphabet: For the tokenizer of a scratch model.
-        launcher: The other ranks, which wait for the model on disk; None: there are none.
-        stopped: Asked now and then during the warm start.
+        launcher: Launcher of the other ranks, which wait for the model on disk; None: there are none.
+        stopped: Called before every step of the warm start.
 
     Raises:
-        ConfigError: A name or path of the algorithm leads to no function, the model's folder is not usable, or the warm start
-            has no examples.
-        LearnerError: No checkpoint of the run is whole.
+        ConfigError: A function of the algorithm cannot be imported, the model's folder is not usable, or the warm start has no
+            examples.
+        LearnerError: All checkpoints of the run are damaged.
         StartAbandoned: `stopped` returned true.
     """
     resolve_functions(config.algorithm)
@@ -271,10 +269,10 @@ def load_or_make(
 
 
 def resolve_functions(algorithm: AlgorithmConfig) -> None:
-    """Import what the algorithm names, before anything slow is begun for it.
+    """Import the algorithm's functions, before anything slow starts.
 
     Raises:
-        ConfigError: A name or path leads to no function.
+        ConfigError: A function cannot be imported.
     """
     if algorithm.kind == "dpo":
         return
@@ -288,13 +286,13 @@ def resolve_functions(algorithm: AlgorithmConfig) -> None:
 def build_train_state(
     config: RunConfig, model_folder: Path, checkpoint: Path | None = None, ranks: Ranks | None = None
 ) -> TrainState:
-    """Open the policy, and what the algorithm needs beside it, divided over the ranks where there are several.
+    """Open the policy and the algorithm's other models, divided over the ranks if there are several.
 
     Args:
-        config: `algorithm`, `learner`, `model` and `num_steps` are read.
+        config: `algorithm`, `learner`, `model`, `seed` and `num_steps` are read.
         model_folder: `RUN/model`, the policy at version 0.
-        checkpoint: Where the policy's weights come from; None: from `model_folder`.
-        ranks: All call; None: there is one.
+        checkpoint: Source of the policy's weights; None: `model_folder`.
+        ranks: All ranks, which must all call this; None: there is one.
 
     Raises:
         ConfigError: A folder cannot be opened.
@@ -302,7 +300,7 @@ def build_train_state(
     ranks = ranks or Ranks()
     algorithm, learner = config.algorithm, config.learner
     divider = Divider(learner.device, ranks.size)
-    # Divided models are opened in host memory; a unit at a time then goes to the device.
+    # Divided models are opened in host memory and moved to the device unit by unit.
     opened = learner if ranks.size == 1 else msgspec.structs.replace(learner, device="cpu")
     model = divider.policy(open_policy(msgspec.structs.replace(config, learner=opened), model_folder, checkpoint))
     state = TrainState(model, PolicyOptimizer(model.named_parameters(), learner, config.num_steps), ranks=ranks)
@@ -344,7 +342,7 @@ def _make_model_folder(
     if config.model.warm_start is not None:
         made_ready(model, LearnerConfig(device=config.learner.device))
         worked, started_s, num_threads = tokenise(examples(), tokenizer), time.perf_counter(), torch.get_num_threads()
-        # All cores: before version 0 every other process only waits.
+        # Use all cores: before version 0 all other processes wait.
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         try:
             metrics = warm_start(model, worked, config.model.warm_start, config.learner, config.seed, stopped)

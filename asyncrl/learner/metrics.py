@@ -1,10 +1,10 @@
-"""What a step's tokens, samples and pairs say about it: recorded row by row, computed once at the end.
+"""Metrics of a step from its tokens and sequences: recorded row by row, computed once at the end.
 
-Figures are computed over the tokens of all rows and ranks together, so they do not depend on how samples share rows and ranks
-(sums are in float64). Names are those of observe/metrics.py. `NAME_by_staleness/BUCKET` is the figure NAME over the tokens of a
-staleness bucket, or over the sequences whose oldest trained token is in it. Figures of the policy before the step come from the
-first pass over the batch (`first`); figures of what the updates did come from every pass (`every`). An unknown figure is NaN and
-is left out. Records stay on the device until the end and leave it in one copy.
+Metrics are computed over the tokens of all rows and ranks together, so they do not depend on how samples are divided into rows
+and ranks (sums are in float64). Names are those of observe/metrics.py. `NAME_by_staleness/BUCKET` is the metric NAME over the
+tokens of a staleness bucket, or over the sequences whose oldest trained token is in it. Metrics of the policy before the step
+come from the first pass over the batch (`first`); metrics of the updates come from every pass (`every`). An unknown metric is NaN
+and is left out. Records stay on the device until the end and are then copied at once.
 
 Legend: M tokens of a row, N trained tokens of all ranks, C columns.
 """
@@ -37,11 +37,11 @@ from asyncrl.schema.samples import StepBatch
 
 Places = NDArray[np.int64]
 Columns = dict[str, FloatArray]
-"""Some trained tokens of a step, none of them masked: [N] each, by the names that `StepTokens.add` gives."""
+"""Unmasked trained tokens of a step: [N] each, by the column names of `StepTokens.add`."""
 
 
 class StepTokens:
-    """Collects what the rows of a step computed, token by token.
+    """Collects the values that the rows of a step computed, token by token.
 
     Example:
         tokens = StepTokens(len(rows), state.ranks, corrections=algorithm.corrections, keeps_tokens=False)
@@ -53,17 +53,17 @@ class StepTokens:
         """Begin a step.
 
         Args:
-            rows: Records of one pass over this rank's part of the batch; figures of the policy before the step come from the
-                first pass.
-            ranks: All ranks' tokens are measured together.
-            corrections: Of the step; over their cap a ratio counts as high (over 2 without one, or with one of 1).
-            keeps_tokens: Whether `first` is wanted.
+            rows: Number of rows in one pass over this rank's part of the batch; metrics of the policy before the step come from
+                the first pass.
+            ranks: The ranks whose tokens are measured together.
+            corrections: Corrections of the step. A ratio over their cap counts as high (over 2 if there is no cap over 1).
+            keeps_tokens: Whether to fill `first`.
         """
         self.first: Columns = {}
-        """After `metrics`, where tokens are kept: the first pass over the batch."""
+        """After `metrics`, if tokens are kept: the first pass over the batch."""
         self._keeps_tokens, self._rows, self._corrections, self._ranks = keeps_tokens, rows, corrections, ranks
         self._tables: list[torch.Tensor] = []
-        """float32 (float64 of a float64 model) [C, M] a row; ids and versions are exact up to 2^24."""
+        """float32 (float64 for a float64 model) [C, M] per row; ids and versions are exact up to 2^24."""
         self._names: tuple[str, ...] = ()
         """The C columns."""
         self._num_sequences = 0
@@ -78,15 +78,15 @@ class StepTokens:
         is_first_update: bool,
         places: tuple[Places, Places],
     ) -> None:
-        """Add one row of one update; in a step that trains the policy every rank adds at least one, if of no token.
+        """Add one row of one update; in a step that trains the policy every rank adds at least one row, even without tokens.
 
         Args:
-            inputs: What the loss was given.
-            outputs: What it returned.
-            proximal_is_learner: Whether the proximal policy is the learner before the step. Where it is not, the current policy
-                stands in, which is the learner before the step only in the first update.
-            is_first_update: Whether the weights are still those from before the step.
-            places: [M] each, the sample of each token in the batch, and its place in the response.
+            inputs: Inputs of the loss.
+            outputs: Its results.
+            proximal_is_learner: Whether the proximal policy is the learner before the step. If not, the current policy is used
+                instead, which is the learner before the step only in the first update.
+            is_first_update: Whether the weights are still those before the step.
+            places: [M] each, the index of each token's sample in the batch, and the token's position in the response.
         """
         current, mask = inputs.logprobs.detach(), inputs.mask
         versions = torch.full_like(inputs.sequence_ids, -1) if inputs.versions is None else inputs.versions
@@ -121,7 +121,7 @@ class StepTokens:
         self._num_sequences += inputs.num_sequences
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's figures, the same on every rank; a collective call. Empty where the policy was not trained."""
+        """Return the step's metrics, the same on every rank; a collective call. Empty if the policy was not trained."""
         if not self._tables:
             return {}
         own = torch.cat(self._tables, dim=1)
@@ -141,11 +141,11 @@ def _where(columns: Columns, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]])
 
 
 def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
-    """Return what the learner saw of the samples that are kept, without texts; see `kept_members`.
+    """Return the learner's values for the tokens of the kept samples, without texts; see `kept_members`.
 
     Args:
-        batch: Of the step.
-        first: `StepTokens.first`; empty where the policy was not trained.
+        batch: The step's batch.
+        first: `StepTokens.first`; empty if the policy was not trained.
         most: `observe.samples`.
     """
     if not (most and first):
@@ -156,7 +156,7 @@ def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
     places = list(dict.fromkeys([*chosen, *extremes]))
     ends = np.cumsum([batch.samples[place].response_tokens for place in places])
     begins = np.full(len(batch.samples), -1)
-    begins[places] = np.concatenate([[0], ends[:-1]])  # where a kept sample's tokens begin among those of all
+    begins[places] = np.concatenate([[0], ends[:-1]])  # position of each kept sample's first token among all tokens
     begin_of_token = begins[first["samples"].astype(int)]
     own = begin_of_token >= 0
     at = (begin_of_token + first["offsets"].astype(int))[own]
@@ -183,7 +183,7 @@ def token_rows(batch: StepBatch, first: Columns, most: int) -> list[TokenRow]:
 
 
 def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionConfig, ...]) -> dict[str, float]:
-    """Return all figures; both token sets have at least one token, and `first` is part of `every`."""
+    """Return all metrics; both token sets have at least one token, and `first` is part of `every`."""
     learner, behaviour, proximal = first["learner"], first["behaviour"], first["proximal"]
     sequence_ids = first["sequence_ids"].astype(np.int64)
     truncation = next((item for item in corrections if isinstance(item, Truncated)), None)
@@ -199,7 +199,7 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
         log_ratios = of_S[sequence_ids]
     ratios = bounded_exp(log_ratios)
     first["capped"] = ((ratios >= cap) & (truncation is not None)).astype(np.float64)
-    if is_of_sequences:  # the same all over a sequence: one for each that has a token
+    if is_of_sequences:  # equal within a sequence: keep one per sequence that has a token
         ratios = ratios[np.unique(sequence_ids, return_index=True)[1]]
     figures = token_figures(learner, behaviour)
     figures |= sequence_figures(learner, behaviour, sequence_ids)
@@ -212,7 +212,7 @@ def step_figures(every: Columns, first: Columns, corrections: tuple[CorrectionCo
     figures["policy/dual_clip_fraction"] = float(every["dual_clipped"].mean())
     figures["policy/kept_fraction"] = float(every["kept"].mean())
     figures["ratio/capped_fraction"] = float(first["capped"].mean())
-    # What differs although engine and trainer hold the same weights: tokens of version gap 0.
+    # Tokens of staleness 0: engine and trainer have the same weights, so any difference is mismatch.
     fresh = (first["staleness"] == 0) & (first["is_exact"] > 0)
     figures["mismatch/tokens"] = float(fresh.sum())
     if fresh.any():

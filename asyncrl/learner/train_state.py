@@ -1,16 +1,16 @@
-"""Everything that one optimizer step reads and changes, together; and what of it is on the device, where that changes.
+"""The state that one optimizer step reads and changes, and which parts of it are on the device.
 
-It changes where learner and generators share a device, or where a device is too small for all of it at once:
+These parts change if learner and generators share a device, or if a device is too small for all of them at once:
 
     phase       on the device                                          leaves
-    rollout     nothing (hybrid: the policy, which engines read too)   everything else: generation wants the room
+    rollout     nothing (hybrid: the policy, which engines read too)   everything else: generation needs the memory
     inference   the reference, while a step reads it                   what does not fit beside it, the optimizer first
     train       policy, critic, their optimizers                       all else, where the device's memory is known
 
-Each rank moves its own shards, and a phase is reached when all ranks have reached it. `rollout` and `train` are the controller's
-(SetPhase); its `inference`, in which inference workers have the device, is `rollout` here. The learner's own `inference` is
-within a step, and only where the reference is here. A checkpoint in `rollout` is read from host memory or disk, without a byte
-on the device. Used on the learner's thread.
+Each rank moves its own shards, and a phase is reached when all ranks have reached it. The controller orders `rollout` and `train`
+(SetPhase); its `inference`, in which inference workers use the device, is `rollout` here. The learner's own `inference` is part
+of a step, and exists only if the reference is on the learner. A checkpoint in `rollout` is read from host memory or disk and
+needs no device memory. Used on the learner's thread.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_OPTIMIZER, CRITIC_OPTIMIZER = "policy optimizer", "critic optimizer"
 PROCESS = "learner"
 _SUM_BYTES = 4
-"""Of gradients, a parameter."""
+"""Bytes of gradient per parameter."""
 
 
 @dataclass(slots=True)
 class TrainState:
-    """A policy in training, and what is trained with it."""
+    """A policy in training, with its optimizer, reference and critic."""
 
     model: PreTrainedModel
     optimizer: PolicyOptimizer
@@ -60,17 +60,17 @@ class TrainState:
     """None: everything stays on the device."""
 
     def follow(self, config: RunConfig) -> None:
-        """Train by this config from the next step on."""
+        """Use this config from the next step on."""
         self.optimizer.follow(config.learner, config.num_steps)
         if self.critic_optimizer is not None and config.algorithm.critic is not None:
             rate = config.algorithm.critic.learning_rate
             self.critic_optimizer.follow(replace(config.learner, learning_rate=rate), config.num_steps)
 
     def bring(self, phase: Phase) -> None:
-        """Have on the device what a phase of a step needs: `inference` the reference, `train` what is trained.
+        """Bring to the device what a phase of a step needs: for `inference` the reference, for `train` the trained components.
 
         Raises:
-            ResidencyError: It does not fit.
+            ResidencyError: The components do not fit.
         """
         has_own = phase == "train" or (self.reference is not None and self.reference.is_own_model)
         if self.offload is not None and has_own:
@@ -78,7 +78,7 @@ class TrainState:
 
 
 class Offload:
-    """What the learner moves, and when.
+    """Moves the learner's components between device, host memory and disk.
 
     Example:
         offload = open_offload(state, config, run_folder, clock)
@@ -90,13 +90,13 @@ class Offload:
         self.manager, self.device, self._state = manager, device, state
 
     def reach(self, phase: Phase, number: int) -> PhaseReached:
-        """Do what the controller asks.
+        """Reach a phase that the controller orders.
 
         Returns:
-            This rank's answer, once every rank has reached the phase.
+            This rank's answer, after every rank has reached the phase.
 
         Raises:
-            ResidencyError: It cannot be done, here or on another rank.
+            ResidencyError: The phase was not reached, on this rank or another.
         """
         try:
             reached = self.manager.switch("train" if phase == "train" else "rollout", number)
@@ -113,9 +113,9 @@ class Offload:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count activations on a simulated device; a GPU counts by itself, and without a budget there is nothing to run out of.
+        """Count activations on a simulated device with a budget; a GPU counts its memory itself.
 
-        With several ranks activations are not counted: FSDP empties and fills the storages of gathered weights again and again.
+        With several ranks activations are not counted, because FSDP repeatedly frees and refills the storage of gathered weights.
         """
         device, is_alone = self.device, self._state.ranks.size == 1
         if not isinstance(device, SimulatedDevice) or device.budget_bytes is None or not is_alone:
@@ -132,19 +132,19 @@ class Offload:
 
 
 def needs_offload(config: RunConfig) -> bool:
-    """Return whether the learner's device is shared by turns, or has a budget."""
+    """Return whether processes use the learner's device in turn, or it has a budget."""
     return config.placement.takes_turns or config.placement.device_memory_gib > 0
 
 
 def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: Clock) -> Offload:
-    """Put a state's components under a manager.
+    """Let a manager move a state's components.
 
-    That every phase has room was checked before the start (control/placement/memory.py).
+    Whether every phase fits was checked before the start (control/placement/memory.py).
 
     Args:
         state: On the device.
         config: `placement`, `learner` and `algorithm` are read.
-        run_folder: `memory/learner.jsonl` is written there, and `swap/` where components go to disk; by another rank than 0
+        run_folder: `memory/learner.jsonl` is written there, and `swap/` if components go to disk; ranks other than 0 write
             `memory/learner-RANK.jsonl` and `swap/learner-RANK/`.
         clock: Times moves.
     """
@@ -154,7 +154,7 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
     swap = run_folder / SWAP_FOLDER / (process if rank else "")
     components = [TensorComponent.of_module(POLICY, state.model, device, swap)]
     modules: list[torch.nn.Module] = [state.model]
-    # An optimizer that is kept in host memory anyway is no component.
+    # An optimizer that is always in host memory is not a component.
     if not config.learner.offload_optimizer:
         components.append(TensorComponent(POLICY_OPTIMIZER, device, state.optimizer.state_tensors, swap))
     if state.critic is not None and state.critic_optimizer is not None:
@@ -176,7 +176,7 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
     phases = [
         PhaseNeeds("rollout", now=stays, soon=trained, gives_back=config.placement.takes_turns),
         PhaseNeeds("inference", now=(*stays, REFERENCE), soon=trained, working_bytes=forward),
-        # A backward fills what the budget leaves, and the optimizer makes its moments in the first step.
+        # A backward uses all remaining memory of the budget, and the optimizer makes its moments in the first step.
         PhaseNeeds("train", now=trained, working_bytes=gradients, gives_back=device.budget_bytes is not None),
     ]
     manager = ResidencyManager(config.placement, run_folder, process, components, phases, device, clock)
@@ -185,7 +185,7 @@ def open_offload(state: TrainState, config: RunConfig, run_folder: Path, clock: 
 
 
 def open_device(config: RunConfig, rank: int = 0) -> Device:
-    """Return a rank's device with its part of the budget: all of it, but beside generation that goes on."""
+    """Return a rank's device with its part of the budget: all of it, unless generation uses the device at the same time."""
     placement = config.placement
     is_shared = placement.kind == "async_hybrid" and isinstance(config.launch, LocalLaunch)
     share = 1 - placement.generation_share if is_shared else 1.0

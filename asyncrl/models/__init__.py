@@ -1,1 +1,1 @@
-"""Models alike in learner, inference and engine: packed attention, log-probabilities, output layer, adapters, folders."""
+"""Model code common to learner, inference and engine: packed attention, log-probabilities, output layer, adapters, folders."""

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA) in a causal model, by peft: put in place alike in learner and engine, switched off for the reference.
+"""Low-rank adapters (LoRA) in a causal model, by peft: added in learner and engine, switched off for the reference.
 
 Invariants: the model keeps its class; its own parameters are frozen and never change, so they need not be sent or saved again;
-two processes that add adapters with the same config and seed hold the same adapters, on any device.
-The only place that imports peft.
+two processes that add adapters with the same config and seed have the same adapters, on any device.
+The only file that imports peft.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import ConfigError
 
 ADAPTER = "default"
-"""peft's name of the one adapter there is; parameters are called `...lora_A.default.weight`."""
+"""peft's name of the only adapter; parameters are called `...lora_A.default.weight`."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Freeze the model and put trainable adapters into it, in place; as they start they change nothing it computes.
+    """Freeze the model and add trainable adapters in place; at first they do not change its results.
 
     Args:
         model: Without adapters.
-        config: Rank, alpha and which layers.
-        seed: Of the initial values.
+        config: Rank, alpha and layers.
+        seed: Seed of the initial values.
 
     Raises:
-        ConfigError: A name in `target_modules` is that of no linear layer of this model.
+        ConfigError: The model has no linear layer of a name in `target_modules`.
 
     Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1: B starts at 0, A random (peft's Kaiming uniform).
     """
@@ -71,7 +71,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 
 @contextlib.contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model its base for a while: the reference, without a second copy."""
+    """Switch the adapters off within the context; the model is then the reference, without a second copy."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,19 +1,18 @@
-"""Attention over packed rows: linear layers see one row without padding, attention sees whole samples and nothing across them.
+"""Attention over packed rows: linear layers run on one row without padding; attention stays within each sample.
 
-A row's distinct tokens (N) are stored once, samples' common prefixes included; a `SequenceLayout` says which tokens make up
-each sample's sequence. Sequences of similar length are gathered into right-padded buckets and run through torch's fused
-causal kernel: no [N, N] mask exists, and padding costs attention only. Causality makes a mask unnecessary: no token sees the
+A row's distinct tokens (N) are stored once, including common prefixes of samples; a `SequenceLayout` lists the tokens of each
+sample's sequence. Sequences of similar length are gathered into right-padded buckets and run through torch's fused causal kernel:
+there is no [N, N] mask, and only attention computes padding. Causal attention needs no mask, because no token attends to the
 padding to its right.
 
 On a GPU in 16 bits nothing is padded: flash.py.
 
-On a CPU, where most of the slots would be copies of shared prefixes, a prefix's attention is computed once too. The sequences
-are a tree then: what all begin with, what a group's members begin with, and remainders. Each run of it attends to itself, what
-follows a run attends to it as well, and the parts are joined by their log-sum-exp.
+On a CPU, if most slots would be copies of shared prefixes, the attention of a prefix is also computed only once. The sequences
+then form a tree of runs: the tokens with which all begin, those with which a group's members begin, and the remainders. Each run
+attends to itself and to the runs before it on its path; the parts are joined by their log-sum-exp.
 
-Invariants: the output at a token depends on the tokens of its own sample up to it, and on nothing else; padding and second
-copies of a shared prefix have gradient 0 at their queries, and the gradients of their keys and values are added up in the one
-stored token.
+Invariants: the output at a token depends only on the tokens of its own sample up to it; padding and second copies of a shared
+prefix have gradient 0 at their queries, and the gradients of their keys and values are added up in the one stored token.
 
 Registered with transformers under `PACKED_ATTENTION`; causal.py asks for it by that name; a forward passes `packed_layout`.
 
@@ -39,11 +38,11 @@ T = TypeVar("T")
 
 PACKED_ATTENTION = "asyncrl_packed"
 BUCKET_GROWTH = 1.25
-"""A bucket holds lengths up to this factor apart; attention grows with the square, so its padding costs at most 1.56."""
+"""Largest ratio of lengths in a bucket; attention grows with the square, so padding costs at most a factor of 1.56."""
 SMALLEST_BUCKET = 16
-"""Lengths up to this share a bucket: calling the kernel costs more than their padding."""
+"""Lengths up to this are in one bucket: a call of the kernel costs more than their padding."""
 LEAST_COPIES = 0.6
-"""Share of the slots that must be copies of shared prefixes for two kernels to be quicker than one."""
+"""Least share of slots that are copies of shared prefixes at which two kernels are faster than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +54,31 @@ class Bucket:
     keys: torch.Tensor
     """int64 [n, K]."""
     real: torch.Tensor
-    """int64, the slots of `queries` that are no padding."""
+    """int64, the slots of `queries` that are not padding."""
     is_causal: bool
-    """True: a run attends to itself, `keys` are `queries`. False: to a run before them, all of it."""
+    """True: a run attends to itself, `keys` are `queries`. False: it attends to a complete earlier run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Where the tokens of a row lie in the buckets."""
+    """Positions of a row's tokens in the buckets."""
 
     slots: torch.Tensor
     """int64 [M], the token in each slot; padding repeats a token of its own sequence."""
     owner_slots: torch.Tensor
-    """int64 [N], the slot whose output is the token's."""
+    """int64 [N], the slot that gives each token's output."""
     copies: torch.Tensor
     """int64 [C], slots that hold a token another slot owns (shared prefixes)."""
     shapes: tuple[tuple[int, int], ...]
-    """(n, T) of each bucket; their slots follow each other."""
+    """(n, T) of each bucket; the slots of all buckets are consecutive."""
     shared: tuple[Bucket, ...] = ()
-    """The same attention with each shared prefix computed once; empty where that saves too little."""
+    """The same attention with each shared prefix computed once; empty if that saves too little."""
     runs: Runs | None = None
-    """The same without buckets; None where tokens lie in another order."""
+    """The same without buckets, for flash attention; None if the order of tokens does not allow it."""
 
 
 def on_device(value: T, device: torch.device) -> T:
-    """Return a tensor, or a dataclass or tuple with all tensors in it, on a device (itself where it is there already)."""
+    """Return a tensor, or a dataclass or tuple with all its tensors, on a device (unchanged if they are there already)."""
     moved: Any = value
     if isinstance(value, torch.Tensor):
         moved = value.to(device)
@@ -91,11 +90,11 @@ def on_device(value: T, device: torch.device) -> T:
 
 
 def build_layout(sequences: list[NDArray[np.int64]], num_tokens: int) -> SequenceLayout:
-    """Lay sequences out in buckets.
+    """Arrange sequences in buckets.
 
     Args:
-        sequences: For each sample the indices of its tokens, in order; a token may be part of several as long as everything
-            before it is common to them too. Every token is part of at least one.
+        sequences: For each sample the indices of its tokens, in order; several sequences may contain a token if all tokens
+            before it are common to them too. Every token is in at least one.
         num_tokens: N.
 
     Returns:
@@ -129,7 +128,7 @@ def _padded(runs: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _shared_buckets(sequences: list[NDArray[np.int64]], num_tokens: int) -> tuple[Bucket, ...]:
-    """Return the runs of a tree of prefixes, each attending to itself, and then what follows each run attending to it."""
+    """Return buckets of the prefix tree's runs, each attending to itself, then of the tokens after each run, attending to it."""
     num_uses = np.bincount(np.concatenate(sequences), minlength=num_tokens)
     runs: dict[int, NDArray[np.int64]] = {}
     followers: dict[int, dict[int, list[NDArray[np.int64]]]] = {}
@@ -149,7 +148,7 @@ def _shared_buckets(sequences: list[NDArray[np.int64]], num_tokens: int) -> tupl
         buckets.append((slots, slots, is_real, True))
     for of_depth in followers.values():  # a token follows at most one run of each depth
         queries = {first: np.concatenate(parts) for first, parts in of_depth.items()}
-        # Equal numbers of keys, because nothing would hide the padding of keys.
+        # Only equal numbers of keys, because there is no mask for padded keys.
         for num_keys in sorted({len(runs[first]) for first in queries}):
             firsts = [first for first in queries if len(runs[first]) == num_keys]
             for members in _bucket([len(queries[first]) for first in firsts]):
@@ -171,7 +170,7 @@ def packed_attention(
     packed_layout: SequenceLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **options: Any,  # noqa: ANN401 - transformers hands over whatever the model knows
+    **options: Any,  # noqa: ANN401 - transformers passes all options of the model
 ) -> tuple[torch.Tensor, None]:
     """Attend within sequences; the signature is that of transformers' attention functions.
 
@@ -183,14 +182,14 @@ def packed_attention(
         attention_mask: Must be None.
         packed_layout: The row's layout; None: the row is one sequence.
         scaling: Multiplies the scores; None: 1 / sqrt(D).
-        sliding_window: A token sees this many tokens, itself included; None: all before it.
-        options: Dropout and flags that mean nothing here; a soft cap or attention sinks are refused.
+        sliding_window: A token attends to this many tokens, itself included; None: to all before it.
+        options: Dropout and flags, which are ignored; a soft cap or attention sinks are refused.
 
     Returns:
         float [1, N, H, D], and None in place of the attention weights.
 
     Raises:
-        LearnerError: The model needs a form of attention that packed rows do not have.
+        LearnerError: The model needs a form of attention that packed rows do not support.
     """
     del module
     refused = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
@@ -250,13 +249,13 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
     if window is not None and shape[1] > window:
         mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=query.device).tril().triu(1 - window)
     repeats = query.shape[1] // key.shape[1]
-    # Flash attention reads a shared head in place. torch's kernel for all else refuses that, and without a kernel it would hold
-    # all scores, [n, H, T, T].
+    # Flash attention reads a shared head in place. torch's other fused kernel does not support that, and without a kernel torch
+    # would store all scores, [n, H, T, T].
     is_grouped = repeats > 1 and mask is None and can_flash(query, key, value)
     if repeats > 1 and not is_grouped:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if query.device.type == "cpu" and query.dtype == torch.float32 and mask is None and shape[1] <= SMALLEST_BUCKET:
-        # So short a sequence is little more than the kernel's overhead for each head.
+        # For so short a sequence the kernel's overhead per head is most of the cost.
         scale, future = query.shape[-1] ** -0.5 if scaling is None else scaling, query.new_full((shape[1], shape[1]), -torch.inf)
         queries, keys, values = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (query, key, value))
         weights = torch.baddbmm(future.triu(1), queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
@@ -268,7 +267,7 @@ def _attend(bucket: Sequence[torch.Tensor], shape: tuple[int, int], scaling: flo
 
 
 class _ToSlots(torch.autograd.Function):
-    """[N, H, D] to [M, H, D]. Backward adds up a token's slots; those of padding carry no gradient and are left out."""
+    """[N, H, D] to [M, H, D]. Backward adds up a token's slots; padding slots have no gradient and are left out."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:  # noqa: ANN401
@@ -303,8 +302,8 @@ class _FromSlots(torch.autograd.Function):
 class _SharedAttention(torch.autograd.Function):
     """Query [N, H, D], key and value [N, H or fewer, D] to [N, H, D], by `layout.shared`.
 
-    A token's scores may be split over several buckets. Softmax over all follows from each one's output and log-sum-exp; backward
-    runs each bucket's own kernel on the joined output and log-sum-exp, which makes its probabilities those over all.
+    A token's scores may be split over several buckets. The softmax over all of them follows from each bucket's output and
+    log-sum-exp; backward runs each bucket's kernel on the joined output and log-sum-exp, so its probabilities are over all.
 
     Source: the merge of J. Juravsky et al., Hydragen (2024), section 3.2; backward as in ring attention (H. Liu et al., 2023).
     """
@@ -383,7 +382,7 @@ def _slots_of(tensor: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of(key: torch.Tensor, value: torch.Tensor, tokens: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
-    """Return both as the kernel wants them: with a head for each of the query's."""
+    """Return both as the kernel needs them: with one head per head of the query."""
     return [_slots_of(tensor, tokens).repeat_interleave(num_heads // tensor.shape[1], dim=1) for tensor in (key, value)]
 
 

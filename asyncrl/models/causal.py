@@ -1,7 +1,7 @@
-"""Causal language models with packed attention: what a folder must hold, and what of a model's forward can be relied on.
+"""Causal language models with packed attention: required contents of a folder, and checks of a model's forward.
 
-Invariants: nothing is ever fetched from a network; a model that does more to its logits than its output layer does is refused,
-because logprobs.py runs the output layer by itself.
+Invariants: nothing is downloaded; a model that changes its logits after the output layer is refused, because logprobs.py runs the
+output layer separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 HEAD_TOLERANCE = 1e-3
 INSIDE = "asyncrl_run_inside"
-"""Attribute of a divided model: runs a pass with its weights gathered."""
+"""Attribute of a divided model: a function that runs a pass with gathered weights."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder that is not a Hugging Face causal language model.
 
     Raises:
-        ConfigError: Names the folder and what is missing.
+        ConfigError: A file is missing; the message names the folder and the file.
     """
     advice = "`asyncrl model import` makes such a folder from a GGUF or a Hugging Face checkout"
     if not folder.is_dir():
@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Return which of config and weights a folder does not have."""
+    """Return which of config and weights are missing in a folder."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -55,18 +55,18 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def open_folder(field: str, folder: Path, way: Any, dtype: str, *, needs_head: bool = True, **options: object) -> Any:  # noqa: ANN401
-    """Return a folder's model, by transformers' class for such.
+    """Open a folder's model with a class of transformers.
 
     Args:
-        field: Of the config, named in errors.
-        folder: With config and safetensors.
+        field: Field of the config, for errors.
+        folder: A folder with config and safetensors.
         way: The class.
-        dtype: Of the weights.
-        needs_head: Whether more is used of it than `base_model`; the folder may lack the weights of what is not.
+        dtype: Dtype of the weights.
+        needs_head: Whether more than `base_model` is used; if not, the folder needs only the weights of `base_model`.
         options: Further arguments of its `from_pretrained`.
 
     Raises:
-        ConfigError: The folder is missing something, a weight say, or is not of that class.
+        ConfigError: The folder is incomplete (for example, a weight is missing), or the class cannot open it.
     """
     if missing := missing_weights(folder):
         raise ConfigError(f"{field}: {folder} has no {', no '.join(missing)}")
@@ -87,17 +87,17 @@ def open_folder(field: str, folder: Path, way: Any, dtype: str, *, needs_head: b
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model to packed attention; without it a packed row would be read as one text."""
+    """Switch a model to packed attention; else a packed row would be read as one text."""
     if model.config._attn_implementation != PACKED_ATTENTION:  # noqa: SLF001 - transformers has no public reader
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
 def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
-    """Return what `work` returns, which runs parts of `model`, one by one, and calls no more of it afterwards.
+    """Return the result of `work`, which runs parts of `model` one by one.
 
     Args:
-        model: A model that is divided over ranks (learner/ranks/fsdp.py) has all its weights for as long as `work` runs.
-        work: A pass over it; its result is a tensor or a tuple of them.
+        model: If the model is divided over ranks (learner/ranks/fsdp.py), its weights are gathered only while `work` runs.
+        work: A pass over the model; its result is a tensor or a tuple of tensors.
     """
     run: Callable[[Callable[[], T]], T] | None = getattr(model, INSIDE, None)
     return work() if run is None else run(work)
@@ -105,12 +105,12 @@ def run_inside(model: torch.nn.Module, work: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Refuse models that do more to their logits than the output layer does (soft caps, scales).
+    """Refuse models that change their logits after the output layer (soft caps, scales).
 
-    Both sides compute the same products of the same shapes, so that rounding of a 16-bit model is no difference.
+    Both sides compute the same products of the same shapes, so rounding in a 16-bit model makes no difference.
 
     Raises:
-        ConfigError: Says how far the logits are from those of the output layer.
+        ConfigError: The logits differ from those of the output layer; the message says by how much.
     """
     token_ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
     body, head = model.base_model, model.get_output_embeddings()
@@ -119,6 +119,6 @@ def check_head(model: PreTrainedModel) -> None:
     error = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
     if error > HEAD_TOLERANCE:
         raise ConfigError(
-            f"{json.dumps(model.config.model_type)} cannot be trained or judged: its logits are not those of its output layer "
+            f"{json.dumps(model.config.model_type)} cannot be trained or scored: its logits are not those of its output layer "
             f"(largest difference {error:.2g}, allowed {HEAD_TOLERANCE:g}); it probably scales or caps them"
         )

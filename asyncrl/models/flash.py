@@ -1,7 +1,7 @@
 """Attention over packed rows by flash attention, on a GPU in 16 bits: sequences of any length in one call, nothing padded.
 
-Queries are the tokens that a sequence does not share with an earlier one, keys all its tokens. So the queries of a shared prefix
-are computed once. Both ways are operators of their own, so that torch.compile makes one graph of a block.
+The queries of a sequence are the tokens that it does not share with an earlier one; its keys are all its tokens. So the queries
+of a shared prefix are computed once. Forward and backward are custom operators, so that torch.compile makes one graph of a block.
 
 Legend: N tokens, K keys of all sequences, S sequences, H heads, D head size.
 """
@@ -16,29 +16,29 @@ import torch
 from numpy.typing import NDArray
 
 HALF = (torch.bfloat16, torch.float16)
-"""What flash attention computes in."""
+"""Dtypes that flash attention supports."""
 HEAD_SIZES = frozenset(range(8, 129, 8))
-"""Larger ones have no backward on some GPUs."""
+"""Larger head sizes have no backward on some GPUs."""
 CAPABILITY = (8, 0)
-"""Of the first GPU that has it: Ampere."""
+"""Least compute capability with flash attention: Ampere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A row in which each sequence's own tokens (those it shares with no earlier one) follow those of the sequence before."""
+    """A row in which the own tokens of each sequence (not shared with an earlier one) follow those of the previous sequence."""
 
     keys: torch.Tensor
-    """int64 [K], the tokens of every whole sequence, one after the other."""
+    """int64 [K], the tokens of all sequences, concatenated."""
     query_ends: torch.Tensor
-    """int32 [S + 1], where each sequence's own tokens begin and end among the N."""
+    """int32 [S + 1], bounds of each sequence's own tokens in the N tokens."""
     key_ends: torch.Tensor
-    """int32 [S + 1], the same among the K."""
+    """int32 [S + 1], bounds of each sequence's tokens in the K keys."""
     longest: tuple[int, int]
-    """Most own tokens, and most tokens, of a sequence."""
+    """Largest number of own tokens, and of all tokens, of a sequence."""
 
 
 def runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
-    """Return the runs of a row (arguments: `build_layout`); None where a sequence's own tokens lie in another order."""
+    """Return the runs of a row (arguments: `build_layout`); None if the tokens are in another order."""
     keys, lengths = np.concatenate(sequences), np.array([len(sequence) for sequence in sequences])
     ends = np.concatenate([[0], np.cumsum(lengths)])
     is_own = keys > np.concatenate([[-1], np.maximum.accumulate(keys)[:-1]])
@@ -57,7 +57,7 @@ def runs_of(sequences: list[NDArray[np.int64]], num_tokens: int) -> Runs | None:
 
 
 def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether this GPU has flash attention for these."""
+    """Return whether this GPU has flash attention for these tensors."""
     if not query.is_cuda or not _has_flash(query.device.index):
         return False
     dtypes, head_sizes = {query.dtype, key.dtype, value.dtype}, {query.shape[-1], value.shape[-1]}
@@ -80,16 +80,16 @@ def flash_runs(
     numbers: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend within sequences. A sequence's own queries are its last tokens, and the kernel lets the last query see the last key.
+    """Attend within sequences. A sequence's own queries are its last tokens; the kernel aligns the last query with the last key.
 
     Args:
         query: [N, H, D], 16 bits.
         key: [N, H or fewer, D].
         value: As `key`.
         keys: As in `Runs`.
-        query_ends: The same.
-        key_ends: The same.
-        numbers: Most queries and most keys of a sequence; how many tokens one sees before itself, -1: all.
+        query_ends: As in `Runs`.
+        key_ends: As in `Runs`.
+        numbers: Largest number of queries and of keys of a sequence; how many earlier tokens a token attends to, -1: all.
         scale: Multiplies the scores.
 
     Returns:
@@ -106,13 +106,13 @@ def flash_runs(
 def flash_runs_gradients(
     grad: torch.Tensor, kept: list[torch.Tensor], numbers: list[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value; what a token's copies get is added up in float32.
+    """Return the gradients of query, key and value; gradients of a token's copies are added up in float32.
 
     Args:
-        grad: Of the output.
-        kept: `flash_runs`' tensors, its output and log-sum-exp after the third.
-        numbers: As there.
-        scale: The same.
+        grad: Gradient of the output.
+        kept: The tensors of `flash_runs`, with its output and log-sum-exp after the third.
+        numbers: As in `flash_runs`.
+        scale: As in `flash_runs`.
     """
     query, key, value, output, log_sum, keys, *ends = kept
     given = (grad.contiguous(), query.contiguous(), key.index_select(0, keys), value.index_select(0, keys), output, log_sum)

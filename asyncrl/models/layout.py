@@ -1,13 +1,13 @@
-"""The flat layout of a version: named tensors as one run of bytes, and back without a copy.
+"""The flat layout of a version: named tensors as one block of bytes, and views of them without a copy.
 
 Invariants:
 - Every tensor starts at a multiple of 64 bytes; the gaps are zero, so equal tensors have equal bytes and equal fingerprints.
 - Tensors that share their memory (tied embeddings) are in the layout once, under the first of their names.
-- The layout follows from names, shapes, order and dtypes alone: every version of a run has the same one.
-- Buckets are runs of whole tensors: what is hashed, sent and applied at once.
+- The layout depends only on names, shapes, order and dtypes: every version of a run has the same layout.
+- A bucket is a sequence of complete tensors that are hashed, sent and applied together.
 
-torch copies element by element through the caches; numpy calls memcpy, which writes past them once a copy is large enough (when,
-the C library decides): half the time for the same bytes. So bytes of equal kind are copied by numpy.
+torch copies element by element through the caches; numpy calls memcpy, which bypasses them for large copies (the C library sets
+the limit) and takes half the time. So tensors of equal dtype are copied by numpy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64
 COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
-"""More do not copy faster: two to four keep the memory of one processor busy."""
+"""More threads do not copy faster: two to four use the full memory bandwidth of one processor."""
 LEAST_BYTES_FOR_THREADS = 8 << 20
-"""Fewer are copied before the threads would have begun."""
+"""Smaller copies finish before threads would start."""
 
 SendDType = Literal["model", "float32", "bfloat16"]
 
@@ -46,18 +46,18 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_NAME.items()}
 def make_manifest(
     tensors: Mapping[str, torch.Tensor], dtype: SendDType = "model", bucket_bytes: int = 64 << 20
 ) -> WeightsManifest:
-    """Lay out `tensors` in their order, tied ones once.
+    """Make the layout of `tensors` in their order, with tied tensors once.
 
     Args:
         tensors: Name to tensor, any device and strides, as in the model's state dict.
-        dtype: What floating-point tensors are sent as; `model`: as they are. Others keep their own dtype.
+        dtype: Dtype in which floating-point tensors are sent; `model`: unchanged. Other tensors keep their dtype.
         bucket_bytes: See `WeightsManifest`.
 
     Returns:
         The manifest.
 
     Raises:
-        BroadcastError: There is no tensor, or one has a dtype that has no name in safetensors.
+        BroadcastError: There is no tensor, or a tensor's dtype has no name in safetensors.
     """
     entries: list[TensorEntry] = []
     seen: set[tuple[object, ...]] = set()
@@ -85,7 +85,7 @@ def make_manifest(
 def bucket_ends(manifest: WeightsManifest) -> tuple[int, ...]:
     """Return the end offset of each bucket, gaps included; the last is `total_bytes`.
 
-    A bucket ends with the first tensor that brings it to `bucket_bytes`; a larger tensor is in a bucket with few others.
+    A bucket ends with the first tensor that makes it reach `bucket_bytes`, so a bucket may be larger.
     """
     ends: list[int] = []
     start = 0
@@ -98,7 +98,7 @@ def bucket_ends(manifest: WeightsManifest) -> tuple[int, ...]:
 
 
 def view_tensors(flat: torch.Tensor, manifest: WeightsManifest) -> dict[str, torch.Tensor]:
-    """Return the tensors that lie in `flat`, sharing its memory.
+    """Return the tensors in `flat`, as views of its memory.
 
     Args:
         flat: uint8 [manifest.total_bytes], contiguous.
@@ -117,10 +117,10 @@ def view_tensors(flat: torch.Tensor, manifest: WeightsManifest) -> dict[str, tor
 
 
 def check_manifest(manifest: WeightsManifest) -> None:
-    """Refuse a manifest from outside whose entries overlap, leave the buffer or contradict themselves.
+    """Refuse a received manifest whose entries overlap, exceed the buffer or contradict themselves.
 
     Raises:
-        BroadcastError: Naming the first such entry.
+        BroadcastError: The message names the first such entry.
     """
     if not manifest.entries:
         raise BroadcastError("the manifest names no tensor")
@@ -132,8 +132,8 @@ def check_manifest(manifest: WeightsManifest) -> None:
         fits = min(entry.shape, default=0) >= 0 and entry.num_bytes == prod(entry.shape) * dtype.itemsize
         if not fits or entry.offset % ALIGNMENT_BYTES or entry.offset < end:
             raise BroadcastError(
-                f"tensor {entry.name!r} (shape {entry.shape}, {entry.dtype}, {entry.num_bytes} bytes at {entry.offset}) does not "
-                f"fit its own numbers or overlaps what ends at {end}"
+                f"tensor {entry.name!r} (shape {entry.shape}, {entry.dtype}, {entry.num_bytes} bytes at {entry.offset}) has "
+                f"inconsistent numbers, or overlaps the tensor that ends at {end}"
             )
         end = entry.offset + entry.num_bytes
     if end > manifest.total_bytes:
@@ -157,28 +157,28 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], manifest: WeightsManifest
 
 
 def copy_out(tensors: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> None:
-    """Copy `tensors` into the views of a flat buffer, casting on the way; several at once into host memory.
+    """Copy `tensors` into the views of a flat buffer and cast them; several at once into host memory.
 
     Args:
-        tensors: Those that `check_tensors` accepted.
-        views: What `view_tensors` returned for the buffer, in the order of the layout.
+        tensors: Tensors that `check_tensors` accepted.
+        views: The buffer's `view_tensors`, in the order of the layout.
     """
     is_on_host = all(view.device.type == "cpu" for view in views.values())
     if not any(map(is_divided, tensors.values())):
         if is_on_host:
             copy_tensors((tensors[name], view) for name, view in views.items())
-        else:  # one call: a GPU copies small tensors faster than Python asks for each
+        else:  # one call: for small tensors, a Python call each would take longer than the copy
             with torch.no_grad():
                 torch._foreach_copy_(list(views.values()), [tensors[name] for name in views])
         return
     with torch.no_grad():
-        for name, view in views.items():  # in order, on the caller's stream; one gathered tensor at a time is in memory
+        for name, view in views.items():  # in order, on the caller's stream; only one gathered tensor is in memory
             source = tensors[name]
             copy_tensor(source.full_tensor() if is_divided(source) else source, view)
 
 
 def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `source` into `target`, of the same shape, casting and changing device where they differ; keeps no graph."""
+    """Copy `source` into `target`, of the same shape, changing dtype and device if they differ; keeps no graph."""
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
     if alike and source.device.type == target.device.type == "cpu":
         np.copyto(bytes_of(target), bytes_of(source))
@@ -188,7 +188,7 @@ def copy_tensor(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each (source, target), several at once where that is worth a thread; targets must not overlap."""
+    """Copy each (source, target), several at once if they are large enough; targets must not overlap."""
     pairs = sorted(pairs, key=lambda pair: -pair[1].nbytes)
     if sum(target.nbytes for _, target in pairs) < LEAST_BYTES_FOR_THREADS:
         for source, target in pairs:
@@ -208,8 +208,8 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
 def is_divided(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether the tensor is divided over ranks.
 
-    Where nobody has imported DTensor there is none, and importing it, sympy with it, is half as much work again as torch.
+    If DTensor was not imported there are none; importing it (and sympy) would take half as long again as importing torch.
     """
-    # Another thread may be importing it: then the module is there, and not yet what is in it.
+    # While another thread imports the module, it exists without its contents.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)

@@ -1,12 +1,12 @@
-"""Hidden states to log-probabilities: the output layer, chunks of logits; on CUDA one kernel for each pass over them.
+"""Hidden states to log-probabilities: the output layer, in chunks of logits; on CUDA one kernel per pass over a chunk.
 
-The output layer runs in float32 where it is asked for: the same module in learner, inference and engine. Its weights stay the
-model's own parameter, in the model's dtype and tied as they were, so names, checkpoints and published weights do not change; a
-float32 or float64 model gives the very same numbers with and without.
+The output layer can run in float32, with the same module in learner, inference and engine. Its weights stay the model's own
+parameter, in the model's dtype and tied as before, so names, checkpoints and published weights do not change; for a float32 or
+float64 model the numbers do not change either.
 
-`token_logprobs` needs no [T, V] tensor for all tokens. The head runs over chunks of tokens; where there is more than one chunk, a
-chunk's logits are thrown away after the forward and computed again in the backward. At most one chunk of logits, its
-log-probabilities and its gradient exist at any time. Arithmetic after the head is float32 (float64 where the model is).
+`token_logprobs` needs no [M, V] tensor for all tokens. The head runs over chunks of tokens; if there are several, a chunk's
+logits are dropped after the forward and computed again in the backward. At most one chunk of logits, its log-probabilities and
+its gradient exist at any time. Arithmetic after the head is float32 (float64 for a float64 model).
 
 C chunk tokens, D hidden, M positions, V vocabulary.
 """
@@ -30,10 +30,10 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Float32Head(torch.nn.Module):
-    """A linear output layer whose product is taken in float32 (float64 where the weights are), whatever the weights' dtype.
+    """A linear output layer that multiplies in float32 (float64 if the weights are), for any dtype of the weights.
 
     Source: MiniMax-M1 (arXiv 2506.13585), section 3.2: the correlation of training and sampling probabilities rises from .987
-    to .997. One side alone is worse than none.
+    to .997. With the float32 head on one side only it is worse than without.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -47,9 +47,9 @@ class Float32Head(torch.nn.Module):
         return self.cast()(hidden)
 
     def cast(self) -> Head:
-        """Return the layer over one float32 copy of its weights, for several calls.
+        """Return the layer with one float32 copy of its weights, for several calls.
 
-        Their gradients then add up in float32 before they become the weights' dtype.
+        The gradients of these calls add up in float32 before they are cast to the weights' dtype.
         """
         weight, bias = _promoted(self.weight), None if self.bias is None else _promoted(self.bias)
         return lambda hidden: linear(_promoted(hidden), weight, bias)
@@ -92,13 +92,13 @@ def token_logprobs(
         hidden: float [M, D].
         target_ids: int64 [M].
         head: The model's output layer.
-        temperature: Divides the logits, as it did when the tokens were sampled.
-        chunk_tokens: Most positions whose logits exist at once.
-        entropy_gradient: Whether the entropy is differentiated (it is detached where not, and costs less).
-        fused: One kernel for each pass over a chunk of logits; for CUDA.
+        temperature: Divides the logits; the sampling temperature of the tokens.
+        chunk_tokens: Maximum number of positions whose logits exist at once.
+        entropy_gradient: Whether the entropy is differentiated (if not, it is detached and costs less).
+        fused: Use one kernel per pass over a chunk of logits; for CUDA.
 
     Returns:
-        float32 [M] each (float64 of a float64 model).
+        float32 [M] each (float64 for a float64 model).
     """
     head = head.cast() if isinstance(head, Float32Head) else head
 

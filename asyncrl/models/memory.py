@@ -1,8 +1,8 @@
-"""What a model takes: its parameters, what training holds, what a pass over one row holds, what its cache holds. Bytes, no torch.
+"""Memory of a model in bytes: its parameters, training state, a pass over one row, and its KV cache. No torch.
 
-One model of memory for all who ask: a run's dry run and its refusals at start (from its config), and the planner (from a name
-and a number of GPUs). First-order sums. Formulas and sources: docs/planning.md; `asyncrl plan --validate` compares them with
-real steps.
+The same estimates are used in a run's dry run and checks at start (from its config), and in the planner (from a name and a number
+of GPUs). They are first-order sums. Formulas and sources: docs/planning.md; `asyncrl plan --validate` compares them with real
+steps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from asyncrl.errors import ConfigError
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOAT32 = BYTES["float32"]
 LEAST_ROWS = 32
-"""Of the transformers engine's KV cache, where it has slots for as many; it then has a multiple of them."""
+"""The number of rows of the transformers engine's KV cache is a multiple of this, if it has at least so many slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A causal transformer of Llama's layout, dense or with experts."""
+    """Sizes of a causal transformer with Llama's architecture, dense or with experts."""
 
     hidden: int
     layers: int
@@ -29,7 +29,7 @@ class ModelShape:
     kv_heads: int
     head_size: int
     intermediate: int
-    """Of one feed-forward block; of one expert where there are several."""
+    """Width of one feed-forward block, or of one expert."""
     vocabulary: int
     is_tied: bool = False
     num_experts: int = 0
@@ -39,7 +39,7 @@ class ModelShape:
 
     @property
     def active_intermediate(self) -> int:
-        """The width of the feed-forward that a token meets, of all its experts together."""
+        """Total feed-forward width of a token, over all its experts."""
         return self.intermediate * (max(1, self.experts_per_token) if self.num_experts else 1)
 
     @property
@@ -48,33 +48,33 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of one feed-forward: gate, up, down."""
+        """Parameters of one feed-forward block: gate, up, down."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def block_parameters(self) -> int:
-        """Those of one block, with its router and norms."""
+        """Parameters of one block, with its router and norms."""
         feed_forward = max(1, self.num_experts) * self.expert_parameters + self.hidden * self.num_experts
         return self._attention_parameters + feed_forward + 2 * self.hidden
 
     @property
     def body_parameters(self) -> int:
-        """Those without the output layer (tied: the embeddings, which stay)."""
+        """Parameters without the output layer; the embeddings are included, even if tied to it."""
         return self.layers * self.block_parameters + self.vocabulary * self.hidden + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.body_parameters + (0 if self.is_tied else self.vocabulary * self.hidden)
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets in matrix products: attention, its experts, the output layer."""
+        """Parameters in a token's matrix products: attention, its experts, the output layer."""
         feed_forward = 3 * self.hidden * self.active_intermediate + self.hidden * self.num_experts
         return self.layers * (self._attention_parameters + feed_forward) + self.vocabulary * self.hidden
 
     def adapter_parameters(self, lora: LoRAConfig | None) -> int:
-        """Those that LoRA adds: rank x (inputs + outputs) of each adapted layer."""
+        """Parameters that LoRA adds: rank x (inputs + outputs) of each adapted layer."""
         if lora is None:
             return 0
         queries, keys = self.hidden + self.heads * self.head_size, self.hidden + self.kv_heads * self.head_size
@@ -86,13 +86,13 @@ class ModelShape:
 
     @property
     def cached_values(self) -> int:
-        """Numbers that the KV cache has of one token: keys and values of every layer."""
+        """Number of values per token in the KV cache: keys and values of every layer."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
     def forward_flops(self, context_tokens: float) -> float:
-        """Operations of one token's forward with `context_tokens` before it.
+        """Return the operations of one token's forward with `context_tokens` before it.
 
-        Source: 2 per parameter met; scores and values: 4 x layers x heads x head_size x context (Kaplan et al. 2020, table 1).
+        Source: 2 per active parameter; scores and values: 4 x layers x heads x head_size x context (Kaplan et al. 2020, table 1).
         """
         return 2 * self.active_parameters + 4 * self.layers * self.heads * self.head_size * context_tokens
 
@@ -126,7 +126,7 @@ def shape_of_json(content: dict[str, Any], name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of what a process holds."""
+    """One part of a process's memory."""
 
     name: str
     num_bytes: int
@@ -134,11 +134,11 @@ class Part:
 
 
 def trained_parts(trained: int, frozen: int, learner: LearnerConfig) -> tuple[Part, ...]:
-    """Return what a model costs to train, as learner/optim holds it.
+    """Return the memory parts of training a model, as learner/optim allocates them.
 
     Args:
-        trained: Parameters that are.
-        frozen: Parameters that are not.
+        trained: Number of trained parameters.
+        frozen: Number of other parameters.
         learner: Dtype, optimizer and offload are read.
     """
     place: Literal["device", "host"] = "host" if learner.offload_optimizer else "device"
@@ -156,18 +156,18 @@ def trained_parts(trained: int, frozen: int, learner: LearnerConfig) -> tuple[Pa
 def training_row(
     model: ModelShape, tokens: int, bytes_per_value: int, *, checkpointing: bool, chunk_tokens: int
 ) -> dict[str, float]:
-    """Return what one row needs in forward and backward at its worst moment, by name.
+    """Return the peak memory of one row in forward and backward, by name.
 
-    When the backward begins, every layer has kept what it needs (with checkpointing: its input alone), and the output layer
-    works; later one layer is worked on (with checkpointing: computed again first). The larger of the two counts.
+    When the backward begins, each layer has stored what it needs (with checkpointing: only its input), and the output layer runs;
+    later the backward of one layer runs (with checkpointing: after computing the layer again). The larger of the two counts.
 
     Args:
-        model: Its shape.
-        tokens: Of the row.
-        bytes_per_value: Of the compute dtype.
+        model: Shape of the model.
+        tokens: Tokens of the row.
+        bytes_per_value: Bytes per value of the compute dtype.
         checkpointing: Whether layers are computed again in the backward.
-        chunk_tokens: Whose logits exist at once. Three of a chunk's logits in float32, and the output layer's gradient twice
-            beside the one that is accumulated: this chunk's, and the sum of those before.
+        chunk_tokens: Tokens whose logits exist at once. Counted are three copies of a chunk's logits in float32, and, besides the
+            accumulated gradient of the output layer, two more: this chunk's and the sum of earlier chunks.
     """
     layer = _layer_bytes(model, bytes_per_value)
     input_bytes = model.hidden * bytes_per_value
@@ -178,36 +178,36 @@ def training_row(
 
 
 def forward_row(model: ModelShape, tokens: int, bytes_per_value: int, chunk_tokens: int) -> float:
-    """Return what a forward that keeps nothing needs: two layers' worth of the row, and one chunk's logits in float32."""
+    """Return the memory of a forward without gradient: two layers of the row, and one chunk's logits in float32."""
     return 2 * tokens * _layer_bytes(model, bytes_per_value) + chunk_tokens * model.vocabulary * FLOAT32
 
 
 def cache_rows(slots: int) -> int:
-    """Return how many rows the transformers engine's KV cache has.
+    """Return the number of rows of the transformers engine's KV cache.
 
-    Element-wise kernels work on whole vectors and finish the remainder by other code, whose last bit may differ: with such a row
-    count there is no remainder, and all rows are treated alike.
+    Element-wise kernels process whole vectors, and the remainder with other code, whose last bit may differ. With this number of
+    rows there is no remainder, so all rows are processed in the same way.
     """
     return -(-slots // LEAST_ROWS) * LEAST_ROWS if slots >= LEAST_ROWS else max(8, 1 << (slots - 1).bit_length())
 
 
 def cache_tokens(max_sequence_tokens: int) -> int:
-    """Return how many tokens each of these rows has room for: whole blocks (generate/transformers/kv_cache.py)."""
+    """Return the capacity of each of these rows in tokens: whole blocks (generate/transformers/kv_cache.py)."""
     block = min(64, -(-max_sequence_tokens // 16) * 16)
     return -(-max_sequence_tokens // block) * block
 
 
 def _layer_bytes(model: ModelShape, bytes_per_value: int) -> float:
-    """Return what one token keeps in one layer: two norms, attention's five, four of the feed-forward's width.
+    """Return the bytes that one token stores in one layer: two norms, five tensors of attention, four of the feed-forward.
 
-    Attention keeps q, k and v (k and v repeated to all heads), its output and the output layer's input; the feed-forward keeps
-    gate, its activation, up and their product. Source: Korthikanti et al. 2022 (2205.05198), section 4, read for gated
-    feed-forward and a fused kernel, and what torch's autograd was seen to keep (plan/validate.py).
+    Attention stores q, k and v (k and v repeated to all heads), its output and the output projection's input; the feed-forward
+    stores gate, its activation, up and their product. Source: Korthikanti et al. 2022 (2205.05198), section 4, adapted to gated
+    feed-forward and a fused kernel, and to measurements of torch's autograd (plan/validate.py).
     """
     wide = 5 * model.heads * model.head_size + 4 * model.active_intermediate
     return 2 * _norm_bytes(model, bytes_per_value) + wide * bytes_per_value
 
 
 def _norm_bytes(model: ModelShape, bytes_per_value: int) -> float:
-    """Return what one token keeps of an RMSNorm: its input in float32, the normalised and the scaled value."""
+    """Return the bytes that one token stores for an RMSNorm: input in float32, normalised and scaled value."""
     return (4 + 2 * bytes_per_value) * model.hidden

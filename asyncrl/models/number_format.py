@@ -1,6 +1,6 @@
-"""`dtype = "auto"`: bfloat16 where the processor multiplies it in hardware, float32 elsewhere. One rule for learner and engine.
+"""`dtype = "auto"`: bfloat16 if the processor multiplies it in hardware, else float32. The same rule for learner and engine.
 
-A bfloat16 learner keeps float32 masters (learner/optim/master_weights.py). No torch: a config is settled before it is imported.
+A bfloat16 learner keeps float32 masters (learner/optim/master_weights.py). No torch: configs are resolved before its import.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from asyncrl.config.generate import gpu_of
 
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Of x86, and the last of ARM."""
+"""Flags of x86; `bf16` is ARM's."""
 _LEAST_CAPABILITY = (8, 0)
 """Ampere."""
 
 
 def hardware_format(device: str) -> tuple[str, str]:
-    """Return the dtype that a device computes fastest in, of bfloat16 and float32, and why."""
+    """Return the faster dtype of a device, bfloat16 or float32, and the reason."""
     gpu = gpu_of(device)
     if gpu is None:
         cpuinfo = Path("/proc/cpuinfo")
@@ -29,13 +29,13 @@ def hardware_format(device: str) -> tuple[str, str]:
 
 
 def ask_driver(query: str, gpu: int | None = None) -> str:
-    """Return what nvidia-smi says of a GPU, by torch's number, or of all of them, a line each; nothing where there is none."""
+    """Return nvidia-smi's answer for a GPU, by torch's number, or for all GPUs, one line each; empty if there is no answer."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return ""
     of_one = []
     if gpu is not None:
-        # CUDA_VISIBLE_DEVICES counts anew those that it names. nvidia-smi does not know what else may stand there (a part of a
-        # UUID, a MIG device): then the number stays.
+        # CUDA_VISIBLE_DEVICES renumbers the GPUs that it names. nvidia-smi does not accept some of its forms (a part of a UUID, a
+        # MIG device): then torch's number is used.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         named = visible[gpu].strip() if gpu < len(visible) else ""
         of_one = [f"--id={named if re.fullmatch(r'[0-9]+|GPU-[0-9a-f-]{36}', named) else gpu}"]
@@ -45,7 +45,7 @@ def ask_driver(query: str, gpu: int | None = None) -> str:
 
 
 def format_of_cpu(cpuinfo: str) -> tuple[str, str]:
-    """Return the dtype for the CPU that `/proc/cpuinfo` describes, and why."""
+    """Return the dtype for the CPU that `/proc/cpuinfo` describes, and the reason."""
     lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))]
     found = [flag for flag in _CPU_FLAGS if lines and flag in lines[0]]
     if found:
@@ -54,7 +54,7 @@ def format_of_cpu(cpuinfo: str) -> tuple[str, str]:
 
 
 def format_of_gpu(capability: str) -> tuple[str, str]:
-    """Return the dtype for a GPU of this compute capability ("9.0", as nvidia-smi says it), and why."""
+    """Return the dtype for a GPU of this compute capability ("9.0", as from nvidia-smi), and the reason."""
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and minor.isdigit()):
         return "float32", "nvidia-smi does not say what the GPU can do"

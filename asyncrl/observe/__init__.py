@@ -1,1 +1,1 @@
-"""WHAT WE SEE: log, metrics, spans, sinks."""
+"""Metrics, alarms, events and spans of a run, the files that hold them, and the displays that show them."""

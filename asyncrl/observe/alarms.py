@@ -1,8 +1,9 @@
-"""Trouble said before it is too late: rules over the reports of steps, each with a threshold, its source and advice.
+"""Early warnings of a run: rules over the reports of steps, each with a threshold, the source of the threshold, and advice.
 
-Pure. A rule is met in a step, or not; it raises its alarm once it was met in `needed` of its last `of` steps, and ends it once
-it was met in none of them. So one odd step raises nothing, and an alarm does not flicker. A learning rate that is too high
-is told at once: one step shows it. docs/observability.md has the same table, and a test compares.
+Pure. A rule is met in a step or not. Its alarm is raised when the rule was met in `needed` of the last `of` steps, and it is over
+when the rule was met in none of them. So one unusual step raises no alarm, and an alarm does not go on and off. A learning rate
+that is too high is reported after one step, because one step shows it. docs/observability.md has the same table; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from asyncrl.observe.steps import RunEvent, StepReport
 from asyncrl.schema.status import SCREENED, Alarm, AlarmLevel
 
 REMEMBERED = 50
-"""Steps that a rule may look back on."""
+"""Number of steps that are kept for the rules."""
 ROOM_S, LOOKS = 10.0, 12
-"""How often room on the disk and in memory and what generators have made is looked at, and how many looks are kept."""
+"""Least time between two measurements of free disk space, memory and generated tokens; number of measurements kept of each."""
 DISK, MEMORY, HELD, MADE = "disk/free_gb", "memory/available_gb", "memory/resident_gb/", "process/generated_tokens/"
 FIRST = 20
-"""Steps from which a run's own pace is known."""
+"""Number of steps after which the usual values of a run are known."""
 START = 10
-"""Steps over which the entropy and the reward that a run began with are medians."""
+"""Number of first steps of a run over which its initial entropy and reward are medians."""
 STALL_S, STALL_STEPS = 30.0, 3
-"""An open step is no stall before so many seconds, nor before so many steps have shown how long one takes."""
+"""An unfinished step is not a stall before this time, or before this many steps have shown how long a step takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,125 +44,125 @@ class Rule:
     needed: int
     of: int
     figure: str
-    """A metric of the step, or what `Alarms._figures` adds; a rule whose figure is absent is not met."""
+    """A metric of the step, or a figure that `Alarms._figures` adds. A rule whose figure is absent is not met."""
     compare: Callable[[float, float], bool]
     bound: float
-    """Met where `compare(figure, bound)`."""
+    """The rule is met if `compare(figure, bound)`."""
     meets: str
-    """When it is met, in words."""
+    """When the rule is met, in words."""
     source: str
-    """Where the threshold comes from."""
+    """Source of the threshold."""
     advice: str
 
 
 RULES: tuple[Rule, ...] = (
     Rule("weights.mismatch", "warning", 5, 10, "mismatch/kl_k3", gt, 0.01, "`mismatch/kl_k3` > 0.01",
-         "Tinker's guide: stable below 0.01",
-         "engine and learner differ over the same version: use one dtype for both, restart the generator, or add the correction "
-         "tis_token"),
+         "Tinker's guide: training is stable below 0.01",
+         "the engine and the learner compute different log-probabilities with the same weights: use one dtype for both, restart "
+         "the generator, or add the correction tis_token"),
     Rule("weights.lag", "warning", 5, 10, "sync over usual step", gt, 5, "`weights/sync_ms` > 5 times the median step",
-         "own: a version that is five steps late adds five to staleness",
-         "send less (broadcast.delta, learner.lora) or faster (broadcast.medium.kind = \"auto\")"),
+         "own: a delay of five steps adds five versions to staleness",
+         "send less (broadcast.delta, learner.lora), or use a faster medium (broadcast.medium.kind = \"auto\")"),
     Rule("weights.wrong", "error", 3, 3, "probe over first", gt, 10,
-         "`weights/probe_error` > 0.05 nat and 10 times the median of the first 5 steps",
+         "`weights/probe_error` > 0.05 nat and > 10 times its median over the first 5 steps",
          "own: the same weights give the same log-probabilities",
-         "a generator samples by other weights than were published: restart it; then check broadcast.medium and dtypes"),
+         "a generator does not use the published weights: restart this generator, then check broadcast.medium and the dtypes"),
     Rule("weights.blocked", "info", 10, 20, "blocked over usual step", gt, 0.1, "`weights/blocked_ms` > 10 % of the median step",
-         "own: a tenth of the learner's time", "send less (broadcast.delta, learner.lora), or by another broadcast.medium"),
+         "own: a tenth of the learner's time", "send less (broadcast.delta, learner.lora), or use another broadcast.medium"),
     Rule("gradient.spike", "warning", 2, 10, "gradient over usual", gt, 10,
-         "`policy/grad_norm` > 10 times its median over 50 steps",
-         "arXiv 2602.17616: unstable gradient norms come before collapse",
-         "lower learner.learning_rate, clip harder (learner.max_grad_norm), or lower buffer.max_staleness"),
+         "`policy/grad_norm` > 10 times its median over the last 50 steps",
+         "arXiv 2602.17616: gradient norms become unstable before a collapse",
+         "lower learner.learning_rate, learner.max_grad_norm or buffer.max_staleness"),
     Rule("learning_rate.high", "warning", 1, 10, "policy/relative_update", gt, 0.1, "`policy/relative_update` > 0.1",
          "own, from experiments/alarms: at most 0.04 in healthy runs",
-         "lower learner.learning_rate: at the highest rate of the schedule a step changes a tenth of the weights' size"),
-    Rule("off_policy.ess", "warning", 5, 10, "ratio/ess", lt, 0.3, "`ratio/ess` < 0.3",
-         "verl, docs on rollout correction: health of the ratios",
-         "lower buffer.max_staleness, fewer updates a step, or algorithm.kind = \"auto\""),
-    Rule("off_policy.lost", "error", 5, 10, "ratio/ess", lt, 0.1, "`ratio/ess` < 0.1", "the same",
-         "training goes on with a tenth of the data's worth: lower buffer.max_staleness now, or go back to a checkpoint"),
-    Rule("off_policy.ratio", "warning", 5, 10, "ratio off one", gt, 2, "`ratio/mean` outside 0.5 to 2", "the same",
-         "the samples are of another policy: lower buffer.max_staleness, add a rejection correction, check weights.mismatch"),
+         "lower learner.learning_rate: at the highest rate, an update changes the weights by more than a tenth of their norm"),
+    Rule("off_policy.ess", "warning", 5, 10, "ratio/ess", lt, 0.3, "`ratio/ess` < 0.3", "verl, docs on rollout correction",
+         "lower buffer.max_staleness, use fewer updates per step, or set algorithm.kind = \"auto\""),
+    Rule("off_policy.lost", "error", 5, 10, "ratio/ess", lt, 0.1, "`ratio/ess` < 0.1", "verl, docs on rollout correction",
+         "less than a tenth of the data is effective: lower buffer.max_staleness now, or go back to an earlier checkpoint"),
+    Rule("off_policy.ratio", "warning", 5, 10, "ratio off one", gt, 2, "`ratio/mean` is outside 0.5 to 2",
+         "verl, docs on rollout correction",
+         "the samples are from another policy: lower buffer.max_staleness, add a rejection correction, check weights.mismatch"),
     Rule("off_policy.drift", "warning", 2, 5, "drift", gt, 1,
-         "`kl/k1` outside -0.1 to 0.1, `ratio/chi2_token` > 1, or `ratio/correction_std` > 1", "the same",
-         "lower learner.learning_rate or buffer.max_staleness, or add a correction (algorithm.kind = \"auto\")"),
-    Rule("kl.reference", "warning", 5, 10, "kl of a sequence", gt, 10, "`kl/reference_mean` times the mean length > 10 nat",
-         "TRL, how to train: 0 to 10 a sequence",
+         "`kl/k1` is outside -0.1 to 0.1, `ratio/chi2_token` > 1, or `ratio/correction_std` > 1",
+         "verl, docs on rollout correction",
+         "lower learner.learning_rate or buffer.max_staleness, or add an off-policy correction (algorithm.kind = \"auto\")"),
+    Rule("kl.reference", "warning", 5, 10, "kl of a sequence", gt, 10,
+         "`kl/reference_mean` times the mean response length > 10 nat", "TRL, how to train: 0 to 10 per sequence",
          "raise algorithm.kl.coefficient, or lower learner.learning_rate"),
-    Rule("reward.equal", "error", 3, 3, "spread below best", le, 0, "all rewards of a step are equal, and not the best there is",
-         "own: nothing is learnt from such a step",
-         "look at a sample (`asyncrl inspect RUN --sample g17.3`): does the reward read the answer's form? is the task hard?"),
+    Rule("reward.equal", "error", 3, 3, "spread below best", le, 0,
+         "all rewards of a step are equal, and below the highest reward so far unless all rewards so far are equal",
+         "own: the policy learns nothing from such a step",
+         "look at a sample (`asyncrl inspect RUN --sample g17.3`): does the reward parse the answer? is the task too hard?"),
     Rule("reward.dead", "warning", 10, 10, "spreadless below middle", ge, 0.5,
-         "groups without spread >= 0.5, with rewards in the lower half",
-         "Miles, advisory: 0.5",
-         "easier prompts, higher generate.sampling.temperature, larger groups, algorithm.dynamic_sampling"),
+         "`reward/zero_spread_fraction` >= 0.5, and the mean reward is in the lower half of its range", "Miles, advisory: 0.5",
+         "use easier prompts, a higher generate.sampling.temperature, larger groups, or algorithm.dynamic_sampling"),
     Rule("reward.collapse", "error", 10, 10, "gain kept", lt, 0.5,
-         "the median reward of 10 steps (above the smallest so far), or held-out accuracy, fell to half of its best",
-         "experiments/off_policy: what counts as collapsed",
-         "begin a run from the checkpoint before the fall (`model.path`, or fork it at a daemon) with a lower "
+         "the median reward of 10 steps (minus the lowest reward so far), or held-out accuracy, is below half of its best value",
+         "experiments/off_policy: definition of a collapsed run",
+         "begin a run from the checkpoint before the fall (set `model.path`, or fork the run at a daemon) with a lower "
          "learner.learning_rate or buffer.max_staleness"),
     Rule("reward.hollow", "error", 1, 1, "hollow evaluations", ge, 3,
-         "in 3 evaluations one after the other the reward is higher than at the best held-out accuracy, which lost a tenth",
-         "marin #8955: reward went up while finished and right answers went down",
-         "read samples of high reward: score only finished answers, add an overlong penalty, mend the reward"),
+         "in 3 successive evaluations, held-out accuracy is more than a tenth below its best value, and the reward is higher "
+         "than at that best value", "marin #8955: the reward rose while fewer answers were finished and correct",
+         "read samples of high reward; then correct the reward, score only finished answers, or add an overlong penalty"),
     Rule("entropy.collapse", "warning", 10, 10, "entropy over first", lt, 0.1,
-         "`policy/entropy` < 0.1 of its median over the first 10 steps, and the reward not within a tenth of its best",
-         "own, relative: arXiv 2505.22617 gives no absolute number",
-         "raise the upper clip, add algorithm.entropy_coefficient, or raise the temperature"),
+         "`policy/entropy` < 0.1 times its median over the first 10 steps, and the reward is below its highest value by more "
+         "than a tenth of its range", "own, relative: arXiv 2505.22617 gives no absolute threshold",
+         "raise algorithm.clip_high, algorithm.entropy_coefficient or generate.sampling.temperature"),
     Rule("entropy.grows", "warning", 3, 5, "entropy over first", gt, 1.15,
-         "`policy/entropy` > 1.15 times its median over the first 10 steps, and the reward not within a tenth of its best",
-         "own, relative, from experiments/alarms: a policy that learns becomes surer",
-         "lower algorithm.entropy_coefficient, learner.learning_rate or the temperature"),
+         "`policy/entropy` > 1.15 times its median over the first 10 steps, and the reward is below its highest value by more "
+         "than a tenth of its range", "own, relative, from experiments/alarms: entropy falls while a policy learns",
+         "lower algorithm.entropy_coefficient, learner.learning_rate or generate.sampling.temperature"),
     Rule("length.truncated", "warning", 5, 10, "data/truncated_fraction", gt, 0.25, "`data/truncated_fraction` > 0.25",
-         "Miles: 0.25",
-         "raise generate.sampling.max_new_tokens, add an overlong penalty, or algorithm.mask_truncated"),
+         "Miles: 0.25", "raise generate.sampling.max_new_tokens, add an overlong penalty, or set algorithm.mask_truncated"),
     Rule("length.grows", "warning", 5, 10, "length over before", gt, 2,
-         "`data/response_tokens_mean` doubled within 50 steps",
-         "own: longer answers are cut off, and older as they are trained, soon",
+         "`data/response_tokens_mean` more than doubled within 50 steps",
+         "own: longer answers are soon truncated, and are older when they are trained",
          "add an overlong penalty, use a length-normalised loss, or lower generate.sampling.max_new_tokens"),
     Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05,
-         "dropped or failed > 5 % of the groups of 20 steps, without those that the config screens out",
-         "prime-rl, docs on training: sustained above 5 %",
-         "buffer.policy = \"wait\", a higher buffer.max_staleness, more generators, or mend the reward "
-         "(`asyncrl status` has the reasons)"),
+         "more than 5 % of the groups of 20 steps were dropped or failed, not counting groups that the config screens out",
+         "prime-rl, documentation of training: more than 5 % for a long time",
+         "set buffer.policy = \"wait\" or a higher buffer.max_staleness, use more generators, or correct the reward (`asyncrl "
+         "status` shows the reasons)"),
     Rule("bias", "warning", 3, 3, "bias/flagged", gt, 0,
-         "the interval of `bias/length_ratio` is outside 0.95 to 1.05, or of `bias/reward_gap` past 0.25 of the spread in groups",
-         "own: what is lost without intent should be like what is trained",
-         "buffer.policy = \"wait\", a higher buffer.max_staleness, or more generators; `bias/lost/*` says what is lost"),
-    Rule("generation.slow", "info", 20, 20, "idle/learner", gt, 0.5, "`idle/learner` > 0.5", "own: half the learner is unused",
-         "more generators or slots, or engine vllm"),
+         "the 95 % interval of `bias/length_ratio` is outside 0.95 to 1.05, or that of `bias/reward_gap` is outside +-0.25 of "
+         "the spread in groups", "own: groups lost unintentionally should be similar to trained groups",
+         "set buffer.policy = \"wait\" or a higher buffer.max_staleness, or use more generators (reasons: `bias/lost/*`)"),
+    Rule("generation.slow", "info", 20, 20, "idle/learner", gt, 0.5, "`idle/learner` > 0.5",
+         "own: the learner is idle for half of its time", "use more generators or slots, or the vllm engine"),
     Rule("generation.starved", "info", 20, 20, "idle beside a busy learner", gt, 0.5,
-         "`idle/generators` > 0.5 and `idle/learner` < 0.1",
-         "own: half of generation is unused", "fewer generators cost nothing"),
+         "`idle/generators` > 0.5 and `idle/learner` < 0.1", "own: the generators are idle for half of their time",
+         "lower generate.num_workers: the learner limits the speed, so fewer generators cost nothing"),
     Rule("generation.uneven", "warning", 3, 3, "slowest generator", lt, 0.5,
-         "one generator made less than half the tokens of the median of all, for a minute in which they had work",
-         "own: half a generator is lost",
-         "`process/generated_tokens/*` says which one: look at its log and its machine, or restart it"),
+         "for a minute in which the generators had work, one generator made less than half as many tokens as the median "
+         "generator", "own: half of a generator's work is lost",
+         "`process/generated_tokens/*` shows which generator is slow: look at its log and its machine, or restart it"),
     Rule("score.slow", "info", 20, 20, "scoring over generating", gt, 1,
-         "`time/score_mean_s` > `time/generate_mean_s`, and the learner waits a tenth of its time",
-         "own: scoring holds the learner up", "more reward.num_workers, or a quicker reward"),
+         "`time/score_mean_s` > `time/generate_mean_s`, and `idle/learner` > 0.1", "own: the learner waits for scores",
+         "use more reward workers (reward.num_workers) or a quicker reward"),
     Rule("stall.early", "warning", 1, 1, "open step over usual", gt, 6,
-         "a step is open for more than 30 s and 6 times the median step", "Miles: 6 times the median",
-         "the process at the end of this line holds the others up; its log says more"),
-    Rule("disk.full", "warning", 3, 5, "hours of disk/free_gb", lt, 1, "the disk is full in less than an hour at this pace",
-         "own: time to make room",
-         "make room, or keep less: checkpoint.keep_last, observe.samples; a run on a full disk ends and can be resumed"),
+         "the current step has taken more than 30 s and more than 6 times the median step time", "Miles: 6 times the median",
+         "look at the process at the end of this line: it holds the others up; its log says more"),
+    Rule("disk.full", "warning", 3, 5, "hours of disk/free_gb", lt, 1,
+         "at the present rate, the disk will be full in less than an hour", "own: time to free space",
+         "make room, or keep less (checkpoint.keep_last, observe.samples); a run ends on a full disk, and can be resumed"),
     Rule("memory.full", "warning", 3, 5, "hours of memory/available_gb", lt, 1,
-         "the machine's memory is full in less than an hour at the pace at which the run's processes grow", "own: time to act",
-         "`memory/resident_gb/*` says which process grows: mend it, take fewer slots or generators, or resume the run"),
+         "at the growth rate of the run's processes, the memory will be full in less than an hour", "own: time to free memory",
+         "`memory/resident_gb/*` says which process grows: repair it, use fewer slots or generators, or stop and resume the run"),
     Rule("memory.device", "warning", 3, 5, "memory/peak_share", gt, 0.95, "`memory/peak_share` > 0.95",
-         "own: the next longer batch may not fit",
-         "lower packing.tokens_per_row first, then learner.gradient_checkpointing, an 8-bit optimizer, more ranks "
-         "(`asyncrl plan` has the sums)"),
+         "own: a longer batch may not fit",
+         "lower packing.tokens_per_row first; then use learner.gradient_checkpointing, an 8-bit optimizer, or more ranks "
+         "(`asyncrl plan` computes the memory)"),
 )  # fmt: skip
 
 
 OVER = " is over"
-"""How the text of an alarm ends that has ended."""
+"""End of the text of an alarm that is over."""
 
 
 class Raised(Struct, frozen=True):
-    """An alarm of a run, as its events tell of it."""
+    """An alarm of a run, from the run's events."""
 
     rule: str
     level: AlarmLevel
@@ -169,12 +170,12 @@ class Raised(Struct, frozen=True):
     version: int
     text: str
     over_s: float = 0.0
-    """0: it stands, or stood as the run ended."""
+    """Time at which the alarm was over; 0: it still stands, or it stood when the run ended."""
     over_version: int = -1
 
 
 def raised_in(events: Iterable[RunEvent]) -> list[Raised]:
-    """Return the alarms that a run has raised, in order. A run that is resumed begins without any."""
+    """Return the alarms that a run has raised, in order. A resumed run begins without alarms."""
     levels, told, standing = {rule.name: rule.level for rule in RULES}, list[Raised](), dict[str, int]()
     for event in events:
         begins = event.kind == "phase" and event.subject == "starting"
@@ -193,7 +194,7 @@ class Alarms:
     """The alarms of one run.
 
     Args:
-        groups_per_step: Of the run.
+        groups_per_step: `algorithm.groups_per_step` of the run.
     """
 
     def __init__(self, groups_per_step: int) -> None:
@@ -204,24 +205,24 @@ class Alarms:
         self._steps: deque[StepReport] = deque(maxlen=REMEMBERED)
         self._entropies: list[float] = []
         self._best = float("-inf")
-        """Median reward over ten steps so far."""
+        """Highest median reward over ten steps so far."""
         self._least, self._most = float("inf"), float("-inf")
         self._probes: list[float] = []
         self._looks: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=LOOKS))
-        """By metric: when, and how much there was."""
+        """Time and value of the last measurements, by metric."""
         self._best_accuracy, self._reward_then = 0.0, math.inf
-        """Held-out, and the median reward as it was reached; infinite: no step was done by then."""
+        """Best held-out accuracy, and the median reward when it was reached; infinite: no step was done at that time."""
         self._accuracy: float | None = None
         self._hollow = 0
-        """Evaluations in a row in which the reward was higher and the accuracy a tenth lower."""
+        """Successive evaluations with a higher reward, but a tenth less accuracy, than at the best accuracy."""
 
     def switch_off(self, names: Iterable[str]) -> None:
-        """Look at all rules but these from now on."""
+        """Check all rules except these from now on."""
         self._off = frozenset(names)
         self.standing = {name: alarm for name, alarm in self.standing.items() if name not in self._off}
 
     def take(self, report: StepReport) -> list[Alarm]:
-        """Take a step in; return the alarms that it raises or ends."""
+        """Add a step; return the alarms that it raises or ends."""
         self._steps.append(report)
         if len(self._steps) >= START and self._accuracy is not None and math.isinf(self._reward_then):
             self._reward_then = self._reward()
@@ -234,7 +235,7 @@ class Alarms:
         return self._look(RULES, self._figures(report), report.version)
 
     def take_evaluation(self, accuracy: float) -> None:
-        """Take a held-out evaluation in; the next step is looked at with it."""
+        """Add a held-out evaluation; the next step is checked with it."""
         reward = self._reward()
         if accuracy >= self._best_accuracy:
             self._best_accuracy, self._reward_then = accuracy, reward
@@ -245,12 +246,12 @@ class Alarms:
         return median(step.reward_mean for step in list(self._steps)[-10:]) if self._steps else math.inf
 
     def take_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
-        """Look at a step that is not done yet; return `stall.early` where it raises that. The next step ends it.
+        """Check a step that is not done yet; return `stall.early` if the step raises this alarm. The next step ends it.
 
         Args:
             open_s: Seconds since the last step was done, or since the run began to train.
-            version: Newest.
-            waiting: Who waits for whom, in one line.
+            version: Newest policy version.
+            waiting: Which process waits for which, in one line.
         """
         times = [step.metrics["time/step_s"] for step in self._steps if "time/step_s" in step.metrics]
         if open_s <= STALL_S or len(times) < STALL_STEPS:
@@ -276,7 +277,7 @@ class Alarms:
         return told
 
     def _figures(self, last: StepReport) -> dict[str, float]:
-        """Return the step's metrics and what is seen of it beside the steps before; what nobody can say yet is absent."""
+        """Return the step's metrics, and comparisons with the steps before; a figure that is not known yet is absent."""
         now, steps, found = last.metrics, self._steps, {**last.metrics, "hollow evaluations": float(self._hollow)}
         found |= self._of_policy(now) | self._of_reward(last) | self._of_pace(last)
         if step_ms := 1000 * self._usual("time/step_s"):
@@ -297,7 +298,7 @@ class Alarms:
         return found
 
     def _usual(self, name: str) -> float:
-        """Return the median over the steps before; 0: too few are known."""
+        """Return the median of a metric over the steps before; 0: too few steps have it."""
         values = [step.metrics[name] for step in list(self._steps)[:-1] if name in step.metrics]
         return median(values) if len(values) >= FIRST else 0.0
 
@@ -334,7 +335,10 @@ class Alarms:
         return found
 
     def _of_pace(self, last: StepReport) -> dict[str, float]:
-        """Return until when there is room at this pace, a median (what goes at once is none), and how slow a generator is."""
+        """Return the hours until disk and memory are full at the median rate, and how slow the slowest generator is.
+
+        The rate is a median, so that one sudden change has no effect.
+        """
         found, made = dict[str, float](), list[float]()
         held = sum(value for name, value in last.metrics.items() if name.startswith(HELD))
         for name, value in last.metrics.items():
@@ -342,9 +346,9 @@ class Alarms:
                 continue
             looks = self._looks[name]
             if not looks or last.time_s - looks[-1][0] >= ROOM_S:
-                looks.append((last.time_s, -held if name == MEMORY else value))  # others' memory comes and goes
+                looks.append((last.time_s, -held if name == MEMORY else value))  # other programs' memory must not count
             if name.startswith(MADE):
-                if len(looks) > 6 and looks[-1][1] >= looks[-7][1]:  # else it has begun anew
+                if len(looks) > 6 and looks[-1][1] >= looks[-7][1]:  # else the generator was restarted
                     made.append(looks[-1][1] - looks[-7][1])
             elif len(looks) == LOOKS:
                 pace = median((before - after) / (until - since) for (since, before), (until, after) in itertools.pairwise(looks))

@@ -1,13 +1,13 @@
-"""Every event of the pure state machines of a run (buffer, lifecycle, phases, scaling): where it enters, and how it is recorded.
+"""Entry and recording of all events of a run's pure state machines (buffer, lifecycle, phases, scaling).
 
-Invariant: a machine changes by `handle` alone. So what went in, in order and with its time, gives the same instructions again in
+Invariant: only `handle` changes a machine. So the same events, in order and with their times, give the same instructions in
 another process.
 
-RUN/record/decisions-NNNN.bin holds what entered the machines in one life of the controller, and what they said to it. The file
-is a row of chunks, each with its length before it. The first holds the `Beginning`; every further one the events up to the end
-of one optimizer step, compressed. With `observe.record = "all"` the samples that no step trains lie between the events. Each
-chunk carries a hash over itself and the hash before. So a file that was cut off holds up to its last whole chunk, and one that
-was changed says from where on.
+RUN/record/decisions-NNNN.bin contains the events of one life of the controller and the instructions of the machines. The file is
+a sequence of chunks, and the length of each chunk is written before it. The first chunk contains the `Beginning`. Every other
+chunk contains the events up to the end of one optimizer step, compressed. With `observe.record = "all"`, the samples that no step
+trains are between the events. Each chunk has a hash of its own contents and of the hash before. So a truncated file is valid up
+to its last whole chunk, and a changed file shows where the change begins.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ log = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
 STEPS_FOLDER = "steps"
-"""In it, with `observe.record = "batches"` and "all": the groups of each step."""
+"""Folder in RECORD_FOLDER for the groups of each step, with `observe.record = "batches"` and "all"."""
 UNTRAINED = "untrained"
-"""In place of a machine's name, with `observe.record = "all"`: samples that no step trains."""
+"""Name of the entries that are samples which no step trains, instead of a machine, with `observe.record = "all"`."""
 MOST_EVENTS, MOST_BYTES = 8192, 16 << 20
-"""Of a chunk, before it is compressed: what a long step brings is written in several."""
+"""Limits of a chunk before compression. The events of a long step are written in several chunks."""
 MOST_CHUNK_BYTES = 1 << 30
-"""No longer one is read: a damaged length must not become gigabytes."""
+"""No longer chunk is read, so that a damaged length does not allocate gigabytes."""
 LENGTH_BYTES = 4
 Entry = tuple[str, float, msgspec.Raw, msgspec.Raw]
-"""Machine, clock seconds, event, and its instructions or the error."""
+"""Machine, clock seconds, event, and the instructions or the error."""
 Event = TypeVar("Event")
 Instruction = TypeVar("Instruction")
 T = TypeVar("T")
 Watch = Callable[[str, Any, float, "Sequence[Any] | str"], None]
-"""(machine, event, now, instructions); in place of instructions the error, where the event could not come."""
+"""(machine, event, now, instructions); the error instead of instructions if the event was not allowed."""
 
 
 class Value(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An event or an instruction; in a recording a row of its name and its fields."""
+    """An event or an instruction; in a recording it is an array of its name and its fields."""
 
 
 class Machine(Generic[Event, Instruction]):
     """A pure state machine."""
 
     name: ClassVar[str]
-    """In recordings."""
+    """Name in recordings."""
     watchers: tuple[Watch, ...] = ()
-    """Told of every event, once it is decided."""
+    """Functions that receive every event after the machine has decided about it."""
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take one event in and return what is to be done about it, in order.
+        """Process one event and return the instructions to carry out, in order.
 
         Args:
             event: What happened.
-            now: Clock seconds; never less than at the call before.
+            now: Clock seconds; never less than at the previous call.
 
         Raises:
-            AssertionError: The event cannot follow what happened before: a bug of the caller.
+            AssertionError: The event is not allowed after the events before it, which is a bug of the caller.
         """
         try:
             instructions = self._decide(event, now)
@@ -84,7 +84,7 @@ class Machine(Generic[Event, Instruction]):
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """What the machines of one life of the controller were made from."""
+    """Inputs from which the machines of one life of the controller were made."""
 
     config: RunConfig
     evaluate_first: bool
@@ -93,30 +93,30 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Some events in a row."""
+    """A sequence of events."""
 
     step: int
-    """The optimizer step that it ends with; -1: it ends within one."""
+    """The optimizer step with which the chunk ends; -1: it ends within a step."""
     is_last: bool
-    """The controller closed the file."""
+    """The controller closed the file after this chunk."""
     chain: bytes
-    """Of this chunk and all before."""
+    """Hash of this chunk and all chunks before it."""
     data: bytes
-    """msgpack, zstd: list[Entry], or the Beginning."""
+    """list[Entry] or the Beginning, as msgpack compressed with zstd."""
 
 
 def chained(before: bytes, step: int, is_last: bool, data: bytes) -> bytes:
-    """Return the hash of a chunk behind another."""
+    """Return the hash of a chunk after the hash `before`."""
     return hashlib.sha256(b"%s %d %d " % (before, step, is_last) + data).digest()
 
 
 class Recorder:
     """Records one life of a controller.
 
-    A disk that cannot be written ends the recording, with one log line, and not the run.
+    If the disk cannot be written, the recording ends with one log line, and the run continues.
 
     Args:
-        run_folder: Of the run.
+        run_folder: Folder of the run.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -132,7 +132,7 @@ class Recorder:
         self._num_events = 0
 
     def begin(self, beginning: Beginning) -> None:
-        """Write what the machines were made from; what is noted before, as when a ledger is restored, comes behind it."""
+        """Write the inputs of the machines. Events that were noted earlier (a restored ledger) are written after them."""
         self._write(-1, self._encoder.encode(beginning), is_last=False)
         self._begun = True
 
@@ -144,14 +144,14 @@ class Recorder:
             self.end_chunk(-1)
 
     def end_chunk(self, step: int, *, is_last: bool = False) -> None:
-        """Write what was noted since the chunk before; it ends with `step`."""
+        """Write the events that were noted since the previous chunk; the chunk ends with `step`."""
         entries = b"\xdd" + self._num_events.to_bytes(4, "big") + self._events  # a msgpack array of that many
         self._events.clear()
         self._num_events = 0
         self._write(step, entries, is_last=is_last)
 
     def close(self) -> None:
-        """Write what is left, and that it is all; nothing where the run did not begin. Safe to repeat."""
+        """Write the remaining events and mark the end; write nothing if the run did not begin. Safe to repeat."""
         if not self._file.closed:
             if self._begun:
                 self.end_chunk(-1, is_last=True)
@@ -165,44 +165,44 @@ class Recorder:
         chunk = self._encoder.encode(Chunk(step, is_last, self._chain, data))
         rest = memoryview(len(chunk).to_bytes(LENGTH_BYTES, "little") + chunk)
         try:
-            while rest:  # a disk that is nearly full takes a part
+            while rest:  # a disk that is nearly full accepts only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            log.error("%s cannot be written, and the run goes on without: %s", self._file.name, error)  # noqa: TRY400
+            log.error("%s cannot be written; the run continues without it: %s", self._file.name, error)  # noqa: TRY400
             self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a file holds."""
+    """Contents of a file."""
 
     path: Path
     beginning: Beginning
     chunks: tuple[Chunk, ...]
-    """Behind the first."""
+    """All chunks after the first."""
     fault: str
-    """Why there is no more, in words; empty where the controller closed the file."""
+    """Why the file ends here, in words; empty if the controller closed the file."""
 
     def entries(self, chunk: Chunk) -> list[Entry]:
         """Return the events of a chunk.
 
         Raises:
-            ConfigError: It cannot be read.
+            ConfigError: The chunk cannot be read.
         """
         return _unpacked(self.path, chunk, list[Entry])
 
 
 def recordings(folder: Path) -> dict[int, Path]:
-    """Return the files of a RUN/record, by the number of the controller's life, in order."""
+    """Return the files of a folder RUN/record by the number of the controller's life, in order."""
     named = ((re.fullmatch(r"decisions-(\d{4,})\.bin", path.name), path) for path in folder.glob("decisions-*.bin"))
     return dict(sorted((int(found[1]), path) for found, path in named if found is not None))
 
 
 def read_journal(path: Path) -> Journal | None:
-    """Read as much of a file as is whole; None where not even its beginning is.
+    """Read the whole chunks of a file; return None if not even its first chunk is whole.
 
     Raises:
-        ConfigError: It begins with what this version cannot read.
+        ConfigError: This version cannot read its first chunk.
     """
     content, place, chain, chunks = path.read_bytes(), 0, b"", list[Chunk]()
     fault = "it was cut off: the controller was killed, is still running, or its disk was full"

@@ -1,6 +1,6 @@
-"""The live display of a run, and one line a step where there is no terminal. The only file that imports rich.
+"""The live display of a run, or one line per step if there is no terminal. The only file that imports rich.
 
-It only reads: leaving it does nothing to the run.
+The display only reads: closing it does not change the run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ REMEMBERED_EVENTS = 6
 
 @dataclass(eq=False)
 class RunView:
-    """A run as its follower knows it."""
+    """State of a run as far as its follower knows it."""
 
     status: RunStatus | None = None
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
     events: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EVENTS))
 
     def take_status(self, after: RunStatus) -> list[str]:
-        """Take a status in and return what is new in it, in words, one line each."""
+        """Store a status and return the changes since the status before, one line of text per change."""
         before, news = self.status or RunStatus(name=after.name, run_folder=after.run_folder, phase=""), list[str]()
         if before.phase != after.phase:
             news.append(f"{after.phase}{f': {after.reason}' if after.reason else ''}")
@@ -71,7 +71,7 @@ class RunView:
         return news
 
     def remaining_s(self) -> float | None:
-        """Return the seconds to go at the pace of the last steps; None before there is a pace."""
+        """Return the remaining seconds at the speed of the last steps; None while the speed is not known."""
         if len(self.steps) < 2 or self.status is None:
             return None
         recent = list(self.steps)[-20:]
@@ -80,7 +80,7 @@ class RunView:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a line of bars, at most `width`: neighbours are averaged where there are more."""
+    """Return values as a line of at most `width` bars; if there are more values, neighbouring values are averaged."""
     if not values or width < 1:
         return ""
     if len(values) > width:
@@ -105,12 +105,12 @@ _PHASE_COLOUR = {"running": "green", "paused": "yellow", "draining": "yellow", "
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich calls this where it handles that error, and would end the process
+        raise  # rich calls this when it handles that error, and its own method would end the process
 
 
 @contextlib.contextmanager
 def _as_first_fault() -> Iterator[None]:
-    """Raise a task group's first error in place of the group."""
+    """Raise a task group's first error instead of the group."""
     try:
         yield
     except ExceptionGroup as group:
@@ -121,25 +121,25 @@ async def follow_run(
     ask: Callable[[], Awaitable[RunStatus]], steps: AsyncIterator[StepReport], run_folder: Path, *, plain: bool,
     console: Console | None = None,
 ) -> RunStatus | None:  # fmt: skip
-    """Show a run until it has ended, then what came of it.
+    """Show a run until it has ended, and then its results.
 
     Args:
-        ask: Returns the run as it is now.
-        steps: Of the run, past and coming, until it ends.
-        run_folder: Of the run.
-        plain: One line a step and an event, for pipes and logs.
-        console: Where to; standard output by default.
+        ask: Returns the current status of the run.
+        steps: Past and future steps of the run, until it ends.
+        run_folder: Folder of the run.
+        plain: Print one line per step and per event, for pipes and logs.
+        console: Where to print; standard output by default.
 
     Returns:
-        Its last status; None where it never answered.
+        The last status of the run; None if the run never answered.
 
     Raises:
-        RunError: The run failed; the message is its reason.
-        OSError: What is said cannot be written.
+        RunError: The run failed; the message is the reason.
+        OSError: The output cannot be written.
     """
     console, view, failure = console or _Output(highlight=False), RunView(), None
     live = None if plain else Live(Text("starting"), console=console, auto_refresh=False)
-    say = partial(console.print, markup=False, soft_wrap=True)  # text as it is
+    say = partial(console.print, markup=False, soft_wrap=True)  # print the text unchanged
 
     def tell(line: str) -> None:
         if live is None:
@@ -158,7 +158,7 @@ async def follow_run(
             say(f"{what}: {seen.reason}\n{seen.trace}".rstrip())
 
     async def poll() -> None:
-        with contextlib.suppress(RunError):  # it does not answer any more
+        with contextlib.suppress(RunError):  # the run does not answer any more
             while True:
                 await look()
                 await asyncio.sleep(REFRESH_S)
@@ -183,7 +183,7 @@ async def follow_run(
 
 
 def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
-    """Return what a user wants to know at the end of a run: accuracy, pictures, checkpoint, outcome."""
+    """Return the results of an ended run for its user: accuracy, pictures, checkpoint, outcome."""
     lines = []
     steps, drawn = run_folder / STEPS_FILE, {name: run_folder / f"{name}.png" for name in ("reward", "timeline")}
     try:
@@ -193,7 +193,7 @@ def closing_lines(run_folder: Path, status: RunStatus | None) -> list[str]:
             (name, before), (_, after) = first.headline, last.headline
             gain = f"{before:.3f} (version {first.version}) -> {after:.3f} (version {last.version})"
             lines.append(f"held-out {name} {gain}, {last.num_samples} samples each")
-        # The controller has drawn them at the end, unless it was killed; matplotlib is slow to import.
+        # Unless it was killed, the controller has drawn the pictures at the end; importing matplotlib is slow.
         if not steps.exists() or not load_config(run_folder / "config.toml").observe.pictures:
             drawn = {}
         elif any(not path.exists() or path.stat().st_mtime_ns < steps.stat().st_mtime_ns for path in drawn.values()):
@@ -231,7 +231,7 @@ def render(view: RunView) -> RenderableType:
             "buffer": f"{last.groups_ready} groups ready  {last.groups_running} running  {last.groups_scoring} scoring",
             "tokens/s": f"{last.generated_tokens_per_s:,.0f} generated  {last.trained_tokens_per_s:,.0f} trained",
             "idle": f"learner {last.learner_idle:.0%}  generators {last.generators_idle:.0%}",
-            "weights": f"live everywhere {last.weight_sync_ms:.0f} ms after they were published",
+            "weights": f"live on all generators {last.weight_sync_ms:.0f} ms after publication",
             "dropped": "  ".join(f"{count} {reason}" for reason, count in sorted(last.dropped.items())),
         }
         for name, shown in rows.items():
@@ -264,7 +264,7 @@ def render(view: RunView) -> RenderableType:
 
 
 def _grid(*styles: str | None) -> Table:
-    """Return a table without lines; columns keep to one line, and the last may be cut, but for those whose style is None."""
+    """Return a table without lines. Columns whose style is not None have one line, and the last column may be cut off."""
     table = Table.grid(padding=(0, 2))
     for number, style in enumerate(styles):
         is_last = number == len(styles) - 1

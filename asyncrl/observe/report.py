@@ -1,7 +1,7 @@
-"""Pictures of a run: reward.png (did it learn, and from how old data) and timeline.png (do generation and training overlap).
+"""Pictures of a run: reward.png (reward and staleness over versions) and timeline.png (overlap of generation and training).
 
-Drawn from steps.jsonl, eval.jsonl, spans.jsonl and config.toml of the run folder, live or ended; by `asyncrl report`, and at the
-end of a run by whoever follows it. The only file that imports matplotlib; its figures are its own, so any thread may call it.
+They are drawn from steps.jsonl, eval.jsonl, spans.jsonl and config.toml of the run folder. The run may be live or ended. This is
+the only file that imports matplotlib. It shares no figure with other code, so any thread may call it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ MOST_GENERATORS_SHOWN = 8
 
 INK, FAINT, GRID = "#1f2933", "#8a949e", "#e4e7eb"
 GENERATE_COLOURS = ("#9ec5f4", "#6ba4e7")
-"""Alternate from one version to the next."""
+"""The colours of successive versions alternate."""
 REWARD_COLOUR, LEARN_COLOURS, WAIT_COLOUR = "#f0b95b", ("#3f9b6c", "#57b986"), "#eceff2"
 SWAP_COLOUR, STALE_COLOUR, CHECKPOINT_COLOUR = "#b4338a", "#d1495b", "#6b7280"
 
 Axes = Any
-"""matplotlib's; it carries no types."""
+"""The axes of matplotlib, which has no types."""
 Window = tuple[float, float]
-"""First and last second that is shown."""
+"""First and last second that are shown."""
 
 
 def write_report(run_folder: Path) -> dict[str, Path]:
-    """Draw every picture that the run has data for.
+    """Draw every picture for which the run has data.
 
     Args:
-        run_folder: A run, live or ended.
+        run_folder: Folder of a live or ended run.
 
     Returns:
-        Name (`reward`, `timeline`) to path; a picture without data is absent.
+        Paths by name (`reward`, `timeline`); a picture without data is absent.
     """
     drawn: dict[str, Figure] = {}
-    newest = {row.step: row for row in read_lines(run_folder / STEPS_FILE, DrawnStep)}  # of a repeated step the last counts
+    newest = {row.step: row for row in read_lines(run_folder / STEPS_FILE, DrawnStep)}  # the last row of a repeated step counts
     steps, evals = [newest[step] for step in sorted(newest)], read_evals(run_folder)
     config = load_config(run_folder / "config.toml") if (run_folder / "config.toml").exists() else RunConfig()
     if steps:
@@ -59,7 +59,7 @@ def write_report(run_folder: Path) -> dict[str, Path]:
         drawn["timeline"] = draw_timeline(lanes, config.name)
     paths = {name: run_folder / f"{name}.png" for name in drawn}
     for name, figure in drawn.items():
-        with replacing(paths[name]) as file:  # somebody may be looking at it
+        with replacing(paths[name]) as file:  # a user may have the file open
             figure.savefig(file, dpi=130, format="png", facecolor="white")
     return paths
 
@@ -68,7 +68,7 @@ def write_report(run_folder: Path) -> dict[str, Path]:
 
 
 class DrawnStep(Struct, frozen=True):
-    """What is drawn of a `StepReport`, of which a long run has many and each holds a hundred metrics."""
+    """The drawn fields of a `StepReport`. A long run has many reports, and each holds a hundred metrics."""
 
     step: int
     version: int
@@ -78,7 +78,7 @@ class DrawnStep(Struct, frozen=True):
 
 
 def draw_reward(steps: Sequence[DrawnStep], evals: Sequence[EvalReport], config: RunConfig) -> Figure:
-    """Return reward and held-out accuracy over the policy version, staleness below."""
+    """Return a figure of reward and held-out accuracy over the policy version, with staleness below."""
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     versions = [report.version for report in steps]
@@ -125,7 +125,7 @@ def draw_reward(steps: Sequence[DrawnStep], evals: Sequence[EvalReport], config:
 
 
 def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
-    """Return swim lanes of a stretch in the middle of the run that can be read."""
+    """Return a timeline with one lane per process, of a readable part in the middle of the run."""
     window = choose_window([item for lane in lanes for item in lane.named(STEP)])
     generators = [lane for lane in lanes if lane.kind == "generator"]
     shown = generators[:MOST_GENERATORS_SHOWN] + [lane for lane in lanes if lane.kind != "generator"]
@@ -133,7 +133,7 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
     axes, upwards = figure.subplots(), list(reversed(shown))
     for row, lane in enumerate(upwards):
         _draw_lane(axes, lane, row, window)
-    # From each publish to the swaps that it led to.
+    # A line from each publication to the swaps of its version.
     rows = {lane.process: row for row, lane in enumerate(upwards)}
     published = {item.attributes.get("version"): (item.end_s, rows[lane.process])
                  for lane in upwards for item in _inside(lane.named(PUBLISH), window)}  # fmt: skip
@@ -152,7 +152,7 @@ def draw_timeline(lanes: Sequence[Lane], title: str) -> Figure:
     axes.set_xlim(*window)
     axes.set_xlabel("seconds since the first span")
     hidden = max(len(generators) - MOST_GENERATORS_SHOWN, 0)
-    heading = f"{title}: who does what, {window[1] - window[0]:.1f} s of it"
+    heading = f"{title}: work of each process, {window[1] - window[0]:.1f} s of it"
     heading += f" ({hidden} more generators not shown)" if hidden else ""
     figure.suptitle(heading, x=0.008, ha="left", color=INK, fontweight="bold")
     entries = [
@@ -201,7 +201,7 @@ def _draw_lane(axes: Axes, lane: Lane, row: int, window: Window) -> None:
 
 
 def _fill_occupancy(axes: Axes, spans: Sequence[Span], row: int, window: Window, colour: str) -> None:
-    """Fill the lane as high as the share of its busiest moment that is open; a span of several samples counts as so many."""
+    """Fill a lane in proportion to its open samples; the full height is the largest number of open samples."""
     if not spans:
         return
     times = np.array([*(item.start_s for item in spans), *(item.end_s for item in spans)])
@@ -235,21 +235,21 @@ _KIND_OF_SPAN |= {WAIT: "learner", PUBLISH: "learner", CHECKPOINT: "learner"}
 
 @dataclass(slots=True)
 class Lane:
-    """One process's spans, sorted by start, by name of span."""
+    """The spans of one process by name, each list sorted by start."""
 
     process: str
     kind: LaneKind
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
     def named(self, name: str) -> list[Span]:
-        """Return its spans of one name."""
+        """Return the spans with this name."""
         return self.spans.get(name, [])
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """Return generators by number, then reward workers (all in one lane), then the learner, each with its spans in order.
+    """Return the lanes: generators by number, then all reward workers in one lane, then the learner; spans are in order.
 
-    Seconds are those since the first span.
+    Times are seconds since the first span.
     """
     lanes: dict[str, Lane] = {}
     shown = sorted((item for item in spans if item.name in _KIND_OF_SPAN), key=lambda item: item.start_s)
@@ -267,7 +267,7 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
 
 
 def choose_window(steps: Sequence[Span]) -> Window:
-    """Return the stretch in the middle of training that can be read: at most 20 seconds and about 14 steps."""
+    """Return a readable part in the middle of training: at most 20 seconds and about 14 steps."""
     begin, end = steps[0].start_s, steps[-1].end_s
     typical_s = float(np.median(np.diff([item.start_s for item in steps]))) if len(steps) > 1 else end - begin
     length = min(20.0, 14 * max(typical_s, 1e-3), end - begin)

@@ -1,8 +1,8 @@
-"""Recent samples: as text in samples.jsonl, by the controller, and token by token in tokens.jsonl, by the learner.
+"""Recent samples: the controller writes them as text to samples.jsonl, the learner token by token to tokens.jsonl.
 
-Of each step `observe.samples` members are kept, spread over its groups, and those with the lowest and highest reward; of the
-learner's view, those with the lowest and highest importance ratio of a token too. Both files are bounded: a full one is set
-behind (NAME.old.jsonl) and the one before that goes.
+For each step, `observe.samples` members are kept, spread over the groups of the step, and also the members with the lowest and
+the highest reward. tokens.jsonl also has the samples with the lowest and the highest importance ratio of a token. Both files are
+bounded: a full file is renamed to NAME.old.jsonl and replaces an older file of this name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "tokens.jsonl"
 MOST_FILE_BYTES = 32 << 20
 MOST_ROW_TOKENS = 8192
-"""Of a `TokenRow`; a longer sample is several of them."""
+"""Largest number of tokens in a `TokenRow`; a longer sample takes several rows."""
 TRAINED, KEPT, CLIPPED = 1, 2, 4
-"""Bits of `TokenRow.flags`: it has a part in the loss; no correction dropped it; a clip holds its gradient back."""
+"""Bits of `TokenRow.flags`: the token is part of the loss; no correction dropped it; a clip stops its gradient."""
 
 
 class SampleRow(msgspec.Struct, frozen=True):
-    """One trained sample as people read it."""
+    """One trained sample as text, for people."""
 
     step: int
     group_id: int
@@ -46,52 +46,52 @@ class SampleRow(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What `asyncrl inspect --sample` calls it."""
+        """Name of the sample for `asyncrl inspect --sample`."""
         return f"g{self.group_id}.{self.index}"
 
     @property
     def cells(self) -> dict[str, str]:
-        """Column to text, for tables of samples."""
+        """Text by column, for tables of samples."""
         versions = f"{self.oldest_version}-{self.newest_version}"
         return {"sample": self.name, "prompt": self.prompt, "text": self.text, "reward": f"{self.reward:g}",
                 "parts": str(self.parts), "versions": versions}  # fmt: skip
 
 
 class TokenRow(msgspec.Struct, frozen=True):
-    """What the learner saw of T tokens of a trained sample before the step; arrays little-endian, in the file as base64."""
+    """The learner's values for T tokens of a trained sample before the step; arrays are little-endian, in the file as base64."""
 
     step: int
     group_id: int
     index: int
     reward: float
     first: int
-    """Place of the first of these tokens in the response."""
+    """Position in the response of the first of these tokens."""
     token_ids: bytes
     """int32 [T]."""
     versions: bytes
-    """int32 [T], which version sampled each; -1 where unknown."""
+    """int32 [T], the version that sampled each token; -1: unknown."""
     behaviour: bytes
-    """float32 [T], log-probability under the policy that sampled."""
+    """float32 [T], log-probability under the behaviour policy."""
     learner: bytes
-    """float32 [T], the same under the learner. This and what follows is NaN at tokens that are not trained, or where unknown."""
+    """float32 [T], log-probability under the learner. This field and the next ones are NaN at untrained tokens and if unknown."""
     weights: bytes
-    """float32 [T], of the off-policy correction."""
+    """float32 [T], weight of the off-policy correction."""
     entropy: bytes
-    """float32 [T], nat, of the learner's distribution."""
+    """float32 [T], entropy of the learner's distribution, in nat."""
     advantages: bytes
     """float32 [T]."""
     flags: bytes
     """uint8 [T]."""
     texts: tuple[str, ...] = ()
-    """[T], each token by itself."""
+    """[T], text of each single token."""
 
 
 class TokenFile:
-    """Writes tokens.jsonl of a run, with each token as text. A full disk loses what is written then, and nothing else.
+    """Writes tokens.jsonl of a run, with each token as text. If the disk is full, only the rows of this moment are lost.
 
     Args:
-        run_folder: Of the run.
-        decode: Turns one token into text; asked once for each.
+        run_folder: Folder of the run.
+        decode: Turns one token into text; called once for each different token.
     """
 
     def __init__(self, run_folder: Path, decode: Callable[[int], str]) -> None:
@@ -100,7 +100,7 @@ class TokenFile:
         self._texts: dict[int, str] = {}
 
     def write(self, rows: Sequence[TokenRow]) -> None:
-        """Append rows, which have no texts yet."""
+        """Append rows whose texts are still empty."""
         told = []
         for row in rows:
             ids = ids_from_bytes(row.token_ids).tolist()
@@ -120,10 +120,10 @@ class TokenFile:
 
 
 def kept_members(members: Sequence[tuple[int, int, float]], most: int) -> list[int]:
-    """Return which samples of a step are kept, as places in `members`, which are group, index and reward of each.
+    """Return which samples of a step are kept, as positions in `members` (group, index and reward of each sample).
 
-    At most `most`: the first member of every group, then the second, and so on; and the lowest and the highest reward. None where
-    `most` is 0.
+    At most `most` samples are kept: the first member of every group, then the second, and so on. In addition, the samples with
+    the lowest and the highest reward are kept. If `most` is 0, no sample is kept.
     """
     places = sorted(range(len(members)), key=lambda place: members[place][:2])
     by_group = [list(alike) for _, alike in itertools.groupby(places, key=lambda place: members[place][0])]
@@ -133,7 +133,7 @@ def kept_members(members: Sequence[tuple[int, int, float]], most: int) -> list[i
 
 
 def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleRow]:
-    """Return the rows of a step that are kept; see `kept_members`."""
+    """Return the rows of the samples of a step that are kept; see `kept_members`."""
     members = [(group, member) for group in groups for member in group.members]
     kept = kept_members([(group.group_id, member.sample.index, member.reward) for group, member in members], most)
     rows = []
@@ -160,12 +160,12 @@ def rows_of(step: int, groups: Sequence[ScoredGroup], most: int) -> list[SampleR
 
 
 def read_samples(run_folder: Path) -> Iterator[SampleRow]:
-    """Yield the rows that are kept, oldest first."""
+    """Yield the rows in the files, oldest first."""
     return read_lines(run_folder / SAMPLES_FILE, SampleRow)
 
 
 def read_tokens(run_folder: Path, step: int) -> dict[tuple[int, int], list[TokenRow]]:
-    """Return the learner's view of a step's samples by group and index, in parts; of a repeated step that of the last time."""
+    """Return a step's rows by group and index of the sample; if the step was repeated, the rows of the last time."""
     found: dict[tuple[int, int], list[TokenRow]] = {}
     for row in read_lines(run_folder / TOKENS_FILE, TokenRow):
         if row.step == step:

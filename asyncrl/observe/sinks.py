@@ -1,9 +1,9 @@
-"""Where a step's metrics go: one `Sink` a destination, opened by config, fed once a step by the controller.
+"""Destinations of the metrics: one `Sink` per destination. The config chooses them, and each receives every step once.
 
-Alarms go to a webhook, where there is one.
+Alarms are sent to a webhook if the config has one.
 
-Invariants: metrics.jsonl is always written; a heavy library (wandb, tensorboard) is imported only when its sink is opened,
-and by no other file; a missing one is a ConfigError that names the extra to install, raised before the run starts.
+Invariants: metrics.jsonl is always written. A large library (wandb, tensorboard) is imported only when its sink is opened, and in
+no other file. If it is missing, a ConfigError that names the extra to install is raised before the run starts.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 100
 WEBHOOK_TRIES, WEBHOOK_TIMEOUT_S, WEBHOOK_PAUSE_S = 3, 5.0, 1.0
-"""The pause doubles from try to try."""
+"""The pause doubles after each try."""
 WEBHOOK_CLOSE_S = 10.0
-"""For what waits to be told, as the run ends."""
+"""Most time for posting the waiting alarms when the run ends."""
 
 
 class Sink(Protocol):
     """One destination."""
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take one step's metrics, named as in metrics.py."""
+        """Write the metrics of one step, named as in metrics.py."""
         ...
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
-        """Take some of one step's samples, where the destination shows text."""
+        """Write some samples of one step, if the destination shows text."""
         ...
 
     def close(self) -> None:
-        """Get everything out; nothing is written after it."""
+        """Flush everything; nothing is written afterwards."""
         ...
 
 
@@ -59,11 +59,11 @@ class MetricsRow(msgspec.Struct, frozen=True):
     step: int
     time_s: float
     metrics: dict[str, float]
-    """Finite ones only: JSON has no word for the others."""
+    """Only finite values, because JSON cannot represent the others."""
 
 
 class MetricSinks:
-    """metrics.jsonl and samples.jsonl of a run, and all other destinations, behind one `write`."""
+    """metrics.jsonl, samples.jsonl and all other destinations of a run, behind one `write`."""
 
     def __init__(self, run_folder: Path, others: Sequence[Sink] = ()) -> None:
         self._metrics: JsonLines[MetricsRow] = JsonLines(run_folder / "metrics.jsonl")
@@ -73,39 +73,39 @@ class MetricSinks:
         self._told: set[str] = set()
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Hand one step's metrics to every destination; a name that the table does not know is logged once and kept."""
+        """Pass one step's metrics to every destination; a name that is not in the table is logged once and kept."""
         unknown = set(unknown_names(values)) - self._told
         if unknown:
             self._told |= unknown
             log.warning("metrics that observe/metrics.py does not list: %s", ", ".join(sorted(unknown)))
         newest = newest_values(self._newest, values)
-        self._newest = {**newest, "step": newest.get("step", step)}  # kept where an evaluation's row comes, which may come late
+        self._newest = {**newest, "step": newest.get("step", step)}  # kept if an evaluation's row comes, which may be late
         self._metrics.write(MetricsRow(step, time_s, finite(values)))
         for sink in self._others:
             sink.write(step, time_s, values)
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
-        """Hand some of one step's samples, if there are any, to every destination."""
+        """Pass some samples of one step, if there are any, to every destination."""
         self._samples.write(*rows)
         for sink in self._others if rows else ():
             sink.write_samples(step, time_s, rows)
 
     def prometheus_text(self) -> str:
-        """Return the newest step's and the newest evaluation's metrics in Prometheus' text form.
+        """Return the metrics of the newest step and the newest evaluation in the text format of Prometheus.
 
-        After `close`, too: a scrape may still come.
+        This also works after `close`, because a scrape may still come.
         """
         return render_prometheus({"": self._newest}, {"step": "the newest optimizer step"})
 
     def close(self) -> None:
-        """Close every destination, whatever becomes of the others."""
+        """Close every destination, even if closing another one fails."""
         with contextlib.ExitStack() as closing:
             for close in (self._metrics.close, self._samples.close, *(sink.close for sink in self._others)):
                 closing.callback(close)
 
 
 class WandbSink:
-    """Logs to one run of Weights & Biases, which goes by the name of ours: online, or into RUN/wandb for a later `wandb sync`."""
+    """Logs to one run of Weights & Biases with the name of our run: online, or into RUN/wandb for a later `wandb sync`."""
 
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         wandb = import_module("wandb")
@@ -124,23 +124,23 @@ class WandbSink:
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Log one step.
 
-        Charts run over `version`, a value of ours: wandb's own step must not go backwards, and an evaluation of an earlier
-        version may end later.
+        The x axis of charts is our own value `version`, because the step of wandb must not decrease, and the evaluation of an
+        earlier version may end later.
         """
         self._run.log({**values, "version": step, "time_s": time_s})
 
-    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - wandb keeps its own
-        """Log a table."""
+    def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:  # noqa: ARG002 - wandb has its own time
+        """Log a table of samples."""
         table = self._table(columns=list(rows[0].cells), data=[[*({**row.cells, "reward": row.reward}).values()] for row in rows])
         self._run.log({"samples": table, "version": step + 1})
 
     def close(self) -> None:
-        """Hand everything over and end wandb's own process."""
+        """Flush everything and end the process of wandb."""
         self._run.finish()
 
 
 class TensorBoardSink:
-    """Writes scalars and tables of samples to event files. Needs no torch."""
+    """Writes scalars and tables of samples to event files. It does not need torch."""
 
     def __init__(self, folder: Path) -> None:
         writer = import_module("tensorboard.summary.writer.event_file_writer")
@@ -151,12 +151,12 @@ class TensorBoardSink:
         self._writer = writer.EventFileWriter(str(folder))
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Queue one event of all values."""
+        """Queue one event with all values."""
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._events.Event(step=step, wall_time=time_s, summary=self._summaries.Summary(value=scalars)))
 
     def write_samples(self, step: int, time_s: float, rows: Sequence[SampleRow]) -> None:
-        """Queue one event of a Markdown table."""
+        """Queue one event with a Markdown table."""
         table = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row.cells.values()] for row in rows]
         lines = ["| " + " | ".join(line) + " |" for line in ([*rows[0].cells], ["---"] * len(rows[0].cells), *table)]
         text = self._tensors.TensorProto(dtype="DT_STRING", string_val=["\n".join(lines).encode()])
@@ -167,12 +167,12 @@ class TensorBoardSink:
         )
 
     def close(self) -> None:
-        """Write what is queued and end the writer's thread."""
+        """Write the queued events and end the writer's thread."""
         self._writer.close()
 
 
 class Webhook:
-    """Posts JSON to a URL, on a thread of its own: who does not answer holds nothing up, and what does not fit is dropped."""
+    """Posts JSON to a URL on its own thread. A server that does not answer delays nothing. A full queue drops new values."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -182,14 +182,14 @@ class Webhook:
         self._thread.start()
 
     def tell(self, value: object) -> None:
-        """Have a value posted."""
+        """Queue a value for posting."""
         try:
             self._waiting.put_nowait(msgspec.json.encode(value))
         except queue.Full:
-            log.warning("observe.webhook: %d alarms wait to be told, and one more is dropped", MOST_WAITING)
+            log.warning("observe.webhook: %d alarms wait to be posted, and one more is dropped", MOST_WAITING)
 
     def close(self) -> None:
-        """Wait until everything was tried, at most WEBHOOK_CLOSE_S."""
+        """Wait until every queued value was tried, at most WEBHOOK_CLOSE_S."""
         self._closing.set()
         self._thread.join(WEBHOOK_CLOSE_S)
 
@@ -205,9 +205,9 @@ class Webhook:
             try:
                 urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S).close()  # noqa: S310 - the same
             except (OSError, http.client.HTTPException, ValueError) as error:
-                # The URL may be a secret: neither it nor what the other side says of it is logged.
+                # The URL may be a secret, so neither the URL nor the text of the error is logged.
                 log.warning(
-                    "observe.webhook: an alarm could not be told, try %d of %d: %s", tried, WEBHOOK_TRIES, type(error).__name__
+                    "observe.webhook: an alarm could not be posted, try %d of %d: %s", tried, WEBHOOK_TRIES, type(error).__name__
                 )
                 self._closing.wait(WEBHOOK_PAUSE_S * 2 ** (tried - 1))
             else:
@@ -215,7 +215,7 @@ class Webhook:
 
 
 def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
-    """Open what `config.observe` asks for.
+    """Open the destinations that `config.observe` requests.
 
     Raises:
         ConfigError: A destination needs a package that is not installed.
@@ -235,13 +235,13 @@ def open_sinks(config: RunConfig, run_folder: Path) -> MetricSinks:
 
 
 def newest_values(before: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
-    """Return what holds after a row of metrics: an evaluation's adds to what is there, a step's replaces all but `eval/*`."""
+    """Return the newest values after a row of metrics: an evaluation's row is added, a step's row replaces all but `eval/*`."""
     is_of_step = any(not name.startswith("eval/") for name in values)
     return {**{name: value for name, value in before.items() if not is_of_step or name.startswith("eval/")}, **values}
 
 
 def without_secrets(config: RunConfig) -> dict[str, Any]:
-    """Return a config as plain values, with blanks for what others must not read: a webhook, values of environment variables."""
+    """Return a config as plain values, without secrets: the webhook and the values of environment variables are empty."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     plain["observe"]["webhook"] = ""
     if environment := plain["launch"].get("environment"):
@@ -250,16 +250,16 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
 
 
 def label_text(value: str) -> str:
-    """Return a label's value as Prometheus reads it between quotation marks."""
+    """Return a label's value, escaped for quotation marks in the text format of Prometheus."""
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def render_prometheus(by_labels: Mapping[str, Mapping[str, float]], meanings: Mapping[str, str]) -> str:
-    """Return metrics as exposition text, members of a family under one header; names of counters end in `_total`.
+    """Return metrics in the text format of Prometheus; a family has one header, and names of counters end in `_total`.
 
     Args:
-        by_labels: Values by name, under the labels that each of them gets (`run="a"`); empty: none.
-        meanings: Of names that are not in metrics.py.
+        by_labels: Values by name, for each set of labels (`run="a"`; the empty string: no label).
+        meanings: Meanings of names that are not in metrics.py.
     """
     families: dict[str, tuple[str, dict[str, str]]] = {}
     for labels, name, value in sorted(
@@ -275,5 +275,5 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]], meanings: Ma
         shown = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), repr(float(value)))
         meaning = f"{metric.meaning} ({metric.unit})" if metric else meanings.get(name, "a name that is not asyncrl's own")
         _, lines = families.setdefault(exposed, (f"# HELP {exposed} {meaning}\n# TYPE {exposed} {kind}\n", {}))
-        lines.setdefault(label, f"{exposed}{label} {shown}\n")  # of names that read the same here the first
+        lines.setdefault(label, f"{exposed}{label} {shown}\n")  # if two names become equal here, the first value is kept
     return "".join(header + "".join(lines.values()) for header, lines in families.values())

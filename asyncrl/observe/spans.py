@@ -1,7 +1,7 @@
-"""Who did what from when to when: one `Span` a line in spans.jsonl, the Chrome / Perfetto trace of them, and windows of them.
+"""Times of the work of every process: spans.jsonl with one `Span` per line, its Chrome / Perfetto trace, and time windows.
 
-The controller writes every span: generators, reward workers and the learner time themselves and say so in the messages they send
-anyway, so no process opens a second file, and all times are of clocks anchored alike (clock.py).
+The controller writes every span. Generators, reward workers and the learner measure their own times and put them into messages
+that they send anyway, so no process opens a second file. All clocks are anchored in the same way (clock.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDLE: Final = "idle"
 
 
 class Span(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One stretch of work."""
+    """One piece of work or one wait."""
 
     name: str
     start_s: float
@@ -50,12 +50,12 @@ class Span(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def span(name: str, start: float, end: float, process: str, **attributes: float | str) -> Span:
-    """Return a span; an end before its start (clocks of two machines) counts as the start."""
+    """Return a span; if the end is before the start (clocks of two machines), the start is used as the end."""
     return Span(name, start, max(start, end), process, attributes)
 
 
 def spans_of(message: object) -> list[Span]:
-    """Return the work that a message tells of, in order; nothing where it tells of none.
+    """Return the spans that a message reports, in order; an empty list if it reports none.
 
     Args:
         message: Samples, Scores, InferResult, StepDone, WeightsAvailable, VersionLive or PhaseReached.
@@ -63,7 +63,7 @@ def spans_of(message: object) -> list[Span]:
     match message:
         case Samples():
             first, num_tokens = message.versions[:4], sum(message.lengths)
-            alike = first if message.versions == first * num_tokens else message.versions  # nearly always all are of one version
+            alike = first if message.versions == first * num_tokens else message.versions  # nearly always all have one version
             versions = memoryview(alike).cast("i") if alike and len(alike) % 4 == 0 else [-1]
             return [span(
                 GENERATE, message.started_s, message.finished_s, message.generator, group=message.group_id,
@@ -87,7 +87,7 @@ def spans_of(message: object) -> list[Span]:
         case VersionLive(version):  # fetched and swapped in; it ends when the version was live
             start, took = message.live_s - (message.fetch_ms + message.swap_ms) / 1000, message.fetch_ms
             return [span(SWAP, start, message.live_s, message.generator, version=version, fetch_ms=took, swap_ms=message.swap_ms)]
-        case PhaseReached():  # one move after the other, the last of them ending with the answer
+        case PhaseReached():  # the moves follow each other, and the last move ends at `finished_s`
             spans, end = [], message.finished_s
             for move in reversed(message.moves):
                 spans.append(span(
@@ -100,14 +100,15 @@ def spans_of(message: object) -> list[Span]:
 
 
 def read_spans(run_folder: Path) -> Iterator[Span]:
-    """Return the spans of a run that are kept, in the order in which they were written."""
+    """Return the spans in a run's files, in the order in which they were written."""
     return read_lines(run_folder / SPANS_FILE, Span)
 
 
 def write_trace(run_folder: Path) -> Path:
-    """Write trace.json beside spans.jsonl, for chrome://tracing or ui.perfetto.dev, and return its path.
+    """Write trace.json to the run folder, for chrome://tracing or ui.perfetto.dev, and return its path.
 
-    A process each; overlapping spans of one process are on rows of their own. Times are microseconds since the first span.
+    Every process of the run is a process of the trace. Overlapping spans of one process are on separate rows. Times are
+    microseconds since the first span.
     """
     ordered = sorted(read_spans(run_folder), key=lambda item: (item.start_s, item.end_s))
     pids = {name: number for number, name in enumerate(sorted({item.process for item in ordered}), start=1)}
@@ -128,56 +129,56 @@ def write_trace(run_folder: Path) -> Path:
 
 
 MOST_SHOWN_SPANS = 300
-"""Of one track; more are told as bins."""
+"""Largest number of spans of a track that is returned span by span; a track with more spans is returned as bins."""
 MOST_TRACKS = 200
 MAX_BINS = 4000
 
-UNTOLD = "its next work: nothing more is told"
-"""Reason of a gap in the spans of a process: a wait between two heartbeats, or what lies between two pieces of work."""
+UNTOLD = "its next work: no details are reported"
+"""Reason of a gap in the spans of a process: a wait between two heartbeats, or the time between two pieces of work."""
 LEAST_GAP_S = 1e-3
 
 Rows = NDArray[np.float64]
-"""[6, spans]: start and end in seconds since the run's first, oldest and newest version, group, samples; -1: none."""
+"""[6, spans]: start and end in seconds since the run's first span, oldest and newest version, group, samples; -1: none."""
 
 
 class Track(msgspec.Struct, frozen=True):
-    """What one process did of one kind within a window."""
+    """The spans of one process, one name and one reason within a window."""
 
     process: str
     name: str
     why: str
-    """What it waited for, where it did."""
+    """What the process waited for; empty if it did not wait."""
     spans: int
     seconds: float
-    """Of them within the window, added up: of spans that overlap, more than the window has."""
+    """Sum of the seconds of the spans within the window; it can be more than the window's length if spans overlap."""
     oldest: int
     newest: int
-    """Version; -1 where they have none."""
+    """Newest version; -1: the spans have no version."""
     each: list[list[float]] | None
-    """Where they are few: a list for each, in the order of `Rows`."""
+    """If there are few spans: one list per span, in the order of `Rows`."""
     busy: list[float] | None
-    """Else how many samples (of what has none: spans) were open, a mean for each bin."""
+    """If there are many spans: mean number of open samples (or spans, if they have no samples) in each bin."""
     version: list[int] | None
-    """And which version was live at its process in the middle of each bin."""
+    """If there are many spans: version that was live at the process in the middle of each bin."""
 
 
 class Timeline:
-    """The spans of one run that are kept, in memory, read on as their file grows. Any thread may ask.
+    """The spans in a run's files, held in memory and updated while the file grows. Any thread may use it.
 
     Args:
-        run_folder: Of the run.
+        run_folder: Folder of the run.
     """
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._lines, self._first_s = NewLines(run_folder / SPANS_FILE, from_old=True), math.inf
         self._first_kept: Span | None = None
-        """The first in the files, of which the older one goes where the newer is full."""
+        """First span in the files. It changes when the older file is deleted."""
         self._read: dict[tuple[str, str, str], Rows] = {}
         self._lock = threading.Lock()
 
     def window(self, from_s: float = -math.inf, to_s: float = math.inf, num_bins: int = 800) -> dict[str, object]:
-        """Return what happened in a window: `from_s` and `to_s`, `end_s` of the whole run, and tracks, the longest first."""
+        """Return the spans of a window: `from_s`, `to_s`, `end_s` of the whole run, and the tracks, longest first."""
         with self._lock:
             self._follow()
             end_s = max((float(rows[1].max()) for rows in self._read.values()), default=0.0)
@@ -205,13 +206,13 @@ class Timeline:
         return Track(*told, newest_version, None, (np.diff(area) / bin_s).tolist(), versions)
 
     def _follow(self) -> None:
-        """Take in the lines that have come."""
+        """Read the new lines of the file."""
         decoder, found = msgspec.json.Decoder(_Line), dict[tuple[str, str, str], list[tuple[float, ...]]]()
         for line in self._lines.read():
             try:
                 one = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # torn by a writer that was killed
+                continue  # half a line of a killed writer
             if self._first_s == math.inf:
                 self._first_s = one.start_s
             about, times = one.attributes, (one.start_s - self._first_s, one.end_s - self._first_s)
@@ -222,13 +223,13 @@ class Timeline:
         for key, rows in found.items():
             before = self._read.get(key, np.empty((6, 0)))
             self._read[key] = np.concatenate([before, np.array(rows).T], axis=1)
-        for process in {key[0] for key in found} - {"admission", "controller"}:  # those tell what they do, not all of it
+        for process in {key[0] for key in found} - {"admission", "controller"}:  # the spans of these do not cover all their time
             self._fill(process)
 
     def _forget(self) -> None:
-        """Drop what ended before the first span in the files where that is another than before: the others went with a file."""
+        """If the first span in the files has changed, drop the spans that ended before it: they were deleted with a file."""
         before = self._first_kept
-        with contextlib.suppress(ConfigError):  # a line of another version of asyncrl is left out here
+        with contextlib.suppress(ConfigError):  # a line of another asyncrl version is left out here
             self._first_kept = next(read_spans(self._run_folder), None)
         if before is not None and self._first_kept is not None and self._first_kept != before:
             kept_from_s = self._first_kept.end_s - self._first_s
@@ -236,7 +237,7 @@ class Timeline:
             self._read = {key: rows for key, rows in left.items() if rows.size}
 
     def _fill(self, process: str) -> None:
-        """Have a wait in every gap between the spans of a process: no time of it is without a word."""
+        """Add a wait in every gap between the spans of a process, so that its whole time has a reason."""
         own = [rows[:2] for key, rows in self._read.items() if key[0] == process and key[2] != UNTOLD]
         starts, ends = np.concatenate(own, axis=1)
         order = starts.argsort(kind="stable")
@@ -250,7 +251,7 @@ class Timeline:
 
 
 def _area(times_N: NDArray[np.float64], weights_N: NDArray[np.float64], bin_s: float, num_bins: int) -> NDArray[np.float64]:
-    """Return [bins + 1], for each edge: the seconds since those times that lie before it, weighted and added up."""
+    """Return [bins + 1]: for each bin edge, the weighted sum of the seconds from every earlier time to the edge."""
     places = np.ceil(times_N / bin_s).astype(np.intp)
     count, total = (np.bincount(places, of, num_bins + 2)[: num_bins + 1].cumsum() for of in (weights_N, weights_N * times_N))
     area: NDArray[np.float64] = count * bin_s * np.arange(num_bins + 1) - total
@@ -267,7 +268,7 @@ class _About(msgspec.Struct, gc=False):
 
 
 class _Line(msgspec.Struct, gc=False):
-    """What a timeline needs of a `Span`, which is read faster than the whole."""
+    """The fields of a `Span` that a timeline needs; they are decoded faster than the whole span."""
 
     name: str
     start_s: float

@@ -1,8 +1,8 @@
-"""One line per optimizer step, evaluation, event and second: what steps.jsonl, eval.jsonl, events.jsonl and seconds.jsonl hold.
+"""The lines of steps.jsonl, eval.jsonl, events.jsonl and seconds.jsonl: one per optimizer step, evaluation, event and second.
 
-memory/NAME.jsonl says what lay on a shared device when. Every process that moves components writes its own: moves happen within
-a phase too, and only the process itself knows when. All are written through `JsonLines`, the first four by the controller; read
-by report.py, display.py, `asyncrl status` and users (`asyncrl.StepReport`).
+memory/NAME.jsonl records what was on a shared device at which time. Every process that moves components writes its own file,
+because moves also happen within a phase, and only the process itself knows their times. All files are written with `JsonLines`.
+The controller writes the first four.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ EVENTS_FILE = "events.jsonl"
 SECONDS_FILE = "seconds.jsonl"
 MEMORY_FOLDER = "memory"
 MOST_LINE_BYTES = 1 << 20
-"""Longer lines than this are never written."""
+"""No line that is written is longer."""
 AT_ONCE_BYTES = 64 << 10
-"""What has just been written and is no more than this is read by the loop itself: a thread would cost more."""
+"""The event loop itself reads new data of at most this size, because a thread would take longer."""
 MOST_READ_BYTES = 256 << 10
-"""That is read at once, and the row that is cut there to its end: whoever never reads a stream holds so much."""
+"""Bytes that are read at once, plus the rest of the last row. A client that does not read its stream holds this much memory."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimizer step was like."""
+    """Report of one optimizer step."""
 
     step: int
-    """Trained version `step` and made version `step + 1`."""
+    """The step trained version `step` and made version `step + 1`."""
     version: int
-    """`step + 1`, the version that this step made."""
+    """`step + 1`, which is the version that this step made."""
     time_s: float
     """Clock seconds at which the step was done."""
     reward_mean: float
     reward_std: float = 0.0
     staleness_mean: float = 0.0
-    """Over the trained samples, in versions; of a sample: of its oldest trained token."""
+    """Mean over the trained samples, in versions. The staleness of a sample is that of its oldest trained token."""
     staleness_max: int = 0
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
@@ -54,27 +54,27 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     groups_running: int = 0
     groups_scoring: int = 0
     learner_idle: float = 0.0
-    """Fraction of the time since the step before in which the learner had nothing to train."""
+    """Share of the time since the previous step in which the learner had nothing to train."""
     generators_idle: float = 0.0
-    """Mean over generators of the fraction of that time in which nothing was being generated."""
+    """Share of the time between heartbeats in which a generator had nothing to generate, mean over generators."""
     dropped: dict[str, int] = {}
     """Groups dropped or failed since the run began, by reason."""
     failed_samples: int = 0
     """Samples that failed since this controller began."""
     failed_share: float = 0.0
-    """Of the newest 64 groups that were completed or failed, the share that failed."""
+    """Share of failed groups among the newest 64 groups that were completed or failed."""
     over_limit_samples: int = 0
-    """Samples that made a reward run out of time or memory, which scores 0, since this controller began."""
+    """Samples since this controller began that scored 0 because a reward exceeded its time or memory limit."""
     over_limit_share: float = 0.0
-    """Their share of the newest 256 that were scored."""
+    """Share of such samples among the newest 256 scored samples."""
     weight_sync_ms: float = 0.0
-    """From publish to live, the slowest generator of the newest version that all of them have."""
+    """Time from publication to live on the slowest generator, for the newest version that all generators have."""
     metrics: dict[str, float] = {}
-    """Everything else, named as in observe/metrics.py; finite values only (`metrics.finite`)."""
+    """All other metrics, named as in observe/metrics.py; only finite values (`metrics.finite`)."""
 
 
 def step_line(report: StepReport, num_steps: int = 0) -> str:
-    """Return a step as the one line that logs and pipes get."""
+    """Return a step as one line, for logs and pipes."""
     of, over_share = f"/{num_steps}" if num_steps else "", f"{report.over_limit_share:.0%}"
     return (
         f"step {report.version}{of}  reward {report.reward_mean:.3f} +-{report.reward_std:.2f}  "
@@ -88,11 +88,11 @@ def step_line(report: StepReport, num_steps: int = 0) -> str:
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What held-out prompts came to under one version."""
+    """Result of the held-out prompts under one version."""
 
     version: int
     accuracy: float | None = None
-    """Fraction of samples that the rules find right; None where no rule judges (reward models alone)."""
+    """Share of samples that the rules judge correct; None if no rule judges (only reward models)."""
     num_samples: int
     reward_mean: float = 0.0
     started_s: float = 0.0
@@ -100,36 +100,36 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headline(self) -> tuple[str, float]:
-        """Return name and value of what the version is judged by: `accuracy`, or `reward` where there is none."""
+        """Return name and value of the main result: `accuracy`, or `reward` if there is no accuracy."""
         return ("reward", self.reward_mean) if self.accuracy is None else ("accuracy", self.accuracy)
 
 
 EventKind = Literal[
     "phase", "death", "restart", "swap", "drops", "change", "alarm", "checkpoint", "evaluation", "joined", "left", "set_aside"
 ]  # fmt: skip
-"""Of an event; docs/observability.md says when each comes."""
+"""Kind of an event; docs/observability.md describes when each kind occurs."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to a run, numbered from 1 without a gap, over resumes too: a reader goes on behind the last."""
+    """One event of a run. Numbers begin at 1 without a gap, also over resumes, so a reader can continue after the last number."""
 
     seq: int
     time_s: float
     kind: EventKind
     subject: str = ""
-    """The phase, the process, the checkpoint, the rule, who asked; files by their place in the run's folder."""
+    """The phase, the process, the checkpoint, the rule, or who asked; a file is given by its path in the run folder."""
     text: str = ""
-    """Why, in words."""
+    """Reason, in words."""
     version: int = -1
-    """Newest policy version then."""
+    """Newest policy version at that time."""
 
 
 class SecondReport(msgspec.Struct, frozen=True):
-    """How a run stood, once a second, whatever its steps do."""
+    """State of a run, recorded once per second, independently of its steps."""
 
     time_s: float
     values: dict[str, float]
-    """Named as in observe/metrics.py."""
+    """By name of observe/metrics.py."""
 
 
 class MemoryLine(msgspec.Struct, frozen=True):
@@ -137,32 +137,32 @@ class MemoryLine(msgspec.Struct, frozen=True):
 
     process: str
     phase: str
-    """That begins with it."""
+    """Phase that begins with this switch."""
     number: int
-    """Of the controller's switch; -1: the process's own, within a phase."""
+    """Number of the controller's switch; -1: a switch of the process itself, within a phase."""
     started_s: float
     """Clock seconds."""
     finished_s: float
     moves: tuple[ComponentMove, ...] = ()
-    """In order, one after the other."""
+    """Moves in order; each begins when the one before has ended."""
     resident: dict[str, int] = {}
-    """Component to bytes on the device, after the moves."""
+    """Bytes on the device after the moves, by component."""
     peak_bytes: int = 0
-    """Most that was on the device since the line before."""
+    """Largest number of bytes on the device since the previous line."""
     ended_phase: str = ""
-    """The phase that the peak is of."""
+    """Phase in which this peak was measured."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class JsonLines(Generic[T]):
-    """Appends structs to a file, one JSON object a line, in whole lines.
+    """Appends structs to a file, one JSON object per line, always whole lines.
 
     Args:
-        path: A torn last line, of a writer that was killed, is cut off.
-        most_bytes: A file that has more is set behind as NAME.old.jsonl, and the one before that goes; 0: it may grow.
-        buffer_bytes: Kept in memory until `flush`; 0: every line is on its way to the disk when `write` returns.
+        path: File to append to. If a killed writer left half a line at its end, this half line is removed.
+        most_bytes: A larger file is renamed to NAME.old.jsonl, which replaces an older file of this name; 0: no limit.
+        buffer_bytes: Size of the buffer in memory until `flush`; 0: every line is passed to the system when `write` returns.
     """
 
     def __init__(self, path: Path, most_bytes: int = 0, buffer_bytes: int = 0) -> None:
@@ -180,7 +180,7 @@ class JsonLines(Generic[T]):
         """Append rows.
 
         Raises:
-            OSError: The disk is full or broken. None of them is there then, and the file may be written on.
+            OSError: The disk is full or broken. The file then contains none of these rows, and later rows may be appended.
         """
         if self._most_bytes and self._num_bytes > self._most_bytes:
             self._file.close()
@@ -188,16 +188,16 @@ class JsonLines(Generic[T]):
             self._file, self._num_bytes = self._path.open("ab", self._buffer_bytes), 0
         lines = rest = memoryview(self._encoder.encode_lines(rows))
         try:
-            while rest:  # a disk that is nearly full takes a part
+            while rest:  # a disk that is nearly full accepts only a part
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            with contextlib.suppress(OSError):  # of what is still in the buffer
-                self._file.truncate(self._num_bytes)  # or the next line would go on behind a torn one
+            with contextlib.suppress(OSError):  # of data that is still in the buffer
+                self._file.truncate(self._num_bytes)  # or the next line would continue a half line
             raise
         self._num_bytes += len(lines)
 
     def flush(self) -> None:
-        """Let what was written reach the file."""
+        """Write the buffer to the file."""
         self._file.flush()
 
     def close(self) -> None:
@@ -206,17 +206,17 @@ class JsonLines(Generic[T]):
 
 
 def set_behind(path: Path) -> Path:
-    """Return where a file is put that is full."""
+    """Return the path to which a full file is renamed."""
     return path.with_suffix(".old.jsonl")
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the rows of a JSON-lines file and of the one that was set behind; none where there is none.
+    """Yield the rows of a JSON-lines file, after those of its older half (`set_behind`); no rows if there is no file.
 
-    Lines that are not JSON are left out: a writer that was killed tears its last one, and another may have gone on behind it.
+    Lines that are not JSON are left out: a killed writer may leave half a line, and another writer may continue after it.
 
     Raises:
-        ConfigError: A line is JSON and not of this kind: the file is another's, or of another version.
+        ConfigError: A line is JSON, but not of this kind: another program or another version wrote the file.
     """
     decoder = msgspec.json.Decoder(kind)
     for part in (set_behind(path), path):
@@ -235,7 +235,7 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def newest_rows(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield the rows at the end of a file of JSON lines, the last one first; none where there is no file."""
+    """Yield the rows at the end of a file of JSON lines, the last row first; no rows if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -247,22 +247,22 @@ def newest_rows(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def newest_row(path: Path, kind: type[T]) -> T | None:
-    """Return the last row of a file of JSON lines, read from its end: all of a long run's steps are gigabytes.
+    """Return the last row of a file of JSON lines, read from its end, because the steps of a long run take gigabytes.
 
     Raises:
-        ConfigError: As `read_lines`, where no row is of this kind.
+        ConfigError: As `read_lines`, if no row is of this kind.
     """
     newest = next(newest_rows(path, kind), None)
     return newest if newest is not None else next(iter(deque(read_lines(path, kind), maxlen=1)), None)
 
 
 class NewLines:
-    """The whole lines that have come to a file since it was looked at last; of one that was set behind meanwhile, the rest too.
+    """Reads the whole lines that a file has received since the last read, also if the file was renamed because it was full.
 
     Args:
-        path: Of the file; it may come later.
-        offset: Byte from which it is read.
-        from_old: Begin with the file that was set behind before.
+        path: File to read; it may be created later.
+        offset: Byte at which reading begins.
+        from_old: Begin with the older half of the file (`set_behind`).
     """
 
     def __init__(self, path: Path, offset: int = 0, *, from_old: bool = False) -> None:
@@ -271,18 +271,18 @@ class NewLines:
 
     @property
     def are_few(self) -> bool:
-        """No more than AT_ONCE_BYTES have come, to a file that was not set behind."""
+        """At most AT_ONCE_BYTES are new, and the file was not renamed."""
         try:
             return 0 <= self._path.stat().st_size - self._offset <= AT_ONCE_BYTES
         except FileNotFoundError:
             return True
 
     def read(self, most_bytes: int = -1) -> list[bytes]:
-        """Return what has come; of a file that is not set behind about `most_bytes`, and all where that is negative."""
+        """Return the new lines: about `most_bytes` of the file and all of a renamed file; all if `most_bytes` is negative."""
         behind = chunk = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             about = os.fstat(file.fileno())
-            if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old one is full and set behind
+            if self._inode not in {0, about.st_ino} or about.st_size < self._offset:  # the old file is full and was renamed
                 with contextlib.suppress(FileNotFoundError), self._old.open("rb") as old:
                     old.seek(self._offset)
                     behind = old.read()
@@ -297,19 +297,19 @@ class NewLines:
 
 
 class Tail:
-    """The rows of a file of JSON lines, each once, from a number on.
+    """Reads the rows of a file of JSON lines after a given number, each row once.
 
-    Numbers grow through the file, but where a run went back to a checkpoint: then what was before may be left out.
+    Numbers increase through the file, except where a run went back to a checkpoint. Rows before that place may be left out.
     """
 
     def __init__(self, path: Path, number: str, kind: str, after: int, offset: int = 0) -> None:
-        """Read `path` from a byte on; `number` is the field that holds a row's number, and rows up to `after` are left out."""
+        """Read `path` from byte `offset`; the field `number` has a row's number, and rows up to number `after` are left out."""
         self._number, self._kind, self._after = number, kind, after
         self._decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._lines = NewLines(path, self._near(path, offset))
 
     def _near(self, path: Path, first: int) -> int:
-        """Return a byte, from `first` on, little before the rows that are wanted, found by halving the file."""
+        """Return a byte, at `first` or later, shortly before the requested rows; binary search in the file."""
         with path.open("rb") if path.exists() else io.BytesIO() as file:
             last = file.seek(0, 2)
             while last - first > AT_ONCE_BYTES:
@@ -323,13 +323,13 @@ class Tail:
         return first
 
     def _number_of(self, line: bytes) -> int | None:
-        # A line that was torn by a kill may be anything.
+        # A line that a killed writer left may contain anything.
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError, KeyError):
             return int(msgspec.json.decode(self._decoder.decode(line)[self._number], type=float))
         return None
 
     async def rows(self) -> list[tuple[int, str, bytes]]:
-        """Return what has come; no more than MOST_READ_BYTES of it, and none where there is no more."""
+        """Return the new rows, at most MOST_READ_BYTES of them; an empty list if there are none."""
         while True:
             rows, is_end = self._read() if self._lines.are_few else await asyncio.to_thread(self._read)
             if rows or is_end:
@@ -346,7 +346,7 @@ class Tail:
 
 
 def read_steps(run_folder: Path) -> list[StepReport]:
-    """Return the steps of a run in order; of a step repeated after a crash the last line counts."""
+    """Return the steps of a run in order; if a step was repeated after a crash, its last line counts."""
     newest = {report.step: report for report in read_lines(run_folder / STEPS_FILE, StepReport)}
     return [newest[step] for step in sorted(newest)]
 
@@ -357,7 +357,7 @@ def read_evals(run_folder: Path) -> list[EvalReport]:
 
 
 def read_events(run_folder: Path, after: int = 0) -> Iterator[RunEvent]:
-    """Yield the events of a run behind number `after`."""
+    """Yield the events of a run after number `after`."""
     return (event for event in read_lines(run_folder / EVENTS_FILE, RunEvent) if event.seq > after)
 
 
@@ -369,6 +369,6 @@ def open_memory(run_folder: Path, process: str) -> JsonLines[MemoryLine]:
 
 
 def read_memory(run_folder: Path) -> list[MemoryLine]:
-    """Return the lines of all processes, by time."""
+    """Return the lines of all processes, ordered by time."""
     lines = [line for path in (run_folder / MEMORY_FOLDER).glob("*.jsonl") for line in read_lines(path, MemoryLine)]
     return sorted(lines, key=lambda line: line.finished_s)

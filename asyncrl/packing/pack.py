@@ -1,15 +1,15 @@
-"""Scored groups into the one StepBatch that the learner trains: rows of whole samples with everything the loss needs per token.
+"""Packs scored groups into a StepBatch: rows of whole samples with everything that the loss needs per token.
 
-What is packed is a group: its size is its distinct tokens, its prompt counted once, since the learner runs it once for all its
-samples of a row (learner/step/microbatch.py). A group longer than a row is cut and its prompt is run once for each piece. Which
-share a row, and which rank trains it: best-fit-decreasing into a token budget, rows of equal cost to each rank. What each sample
-is there for (trained, a baseline, half of a preference pair) is decided before anything is laid out.
+Groups are packed: a group's size is its distinct tokens, with its prompt counted once, because the learner runs the prompt once
+for all samples of the group in a row (learner/step/microbatch.py). A group longer than a row is cut; its prompt is then run once
+per piece. Groups are assigned to rows by best-fit-decreasing into a token budget, and rows to ranks by equal cost. The role of
+each sample (trained, baseline, half of a preference pair) is decided before that.
 
 Invariants: the same groups and arguments give the same bytes, on every machine; a sample is never split; `samples` is in the
-order of the groups given and by member index; within a row samples keep that order; with preferences only paired samples are in
-the batch, pairs are numbered over the step in the order of the groups, and the two samples of one share a row; groups that
-different updates train share none, so that a row is one micro-batch; prompt tokens, tool output, tokens older than `mask_below`
-and samples that are not trained have mask 0, and such samples still count in their group; prompt tokens have version -1 and
+order of the given groups and by member index; within a row samples keep that order; with preferences only paired samples are in
+the batch, pairs are numbered over the step in the order of the groups, and both samples of a pair are in the same row; groups of
+different updates are never in the same row, so that a row is one micro-batch; prompt tokens, tool output, tokens older than
+`mask_below` and untrained samples have mask 0, and such samples still count in their group; prompt tokens have version -1 and
 logprob 0.
 Pure numpy, no torch.
 """
@@ -40,7 +40,7 @@ from asyncrl.schema.samples import (
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put every length into a bin of at most `capacity`, in few bins: best-fit-decreasing.
+    """Put all lengths into few bins of at most `capacity`: best-fit-decreasing.
 
     Args:
         lengths: Tokens of each sample, each in [1, capacity].
@@ -81,74 +81,74 @@ def _check_fits(number: int, length: int, capacity: int) -> None:
 
 
 LINEAR_FACTOR = 12
-"""Weights of a decoder layer over hidden_size squared: 4 in attention's projections, 8 in an MLP four times as wide."""
+"""Weights of a decoder layer divided by hidden_size squared: 4 in attention's projections, 8 in an MLP four times as wide."""
 IDLE_ENOUGH = 0.02
-"""Ranks that wait for each other for less than this share of a step need no further cut of groups."""
+"""Groups are not cut further if ranks wait for each other for less than this share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What n tokens of one sample cost: n + attention * n^2, in linear layers' work for one token."""
+    """Cost of n tokens of one sample: n + attention * n^2, in units of the linear layers' work for one token."""
 
     attention: float = 0.0
 
     @classmethod
     def of_model(cls, hidden_size: int) -> CostModel:
-        """Return the cost in a decoder of this width.
+        """Return the cost model of a decoder of this width.
 
         A layer multiplies each token with 12 hidden_size^2 weights (24 hidden_size^2 operations); causal attention pairs it
-        with n / 2 tokens on average, twice (2 n hidden_size operations). So attention = 2 / (24 hidden_size), which has both
-        halves equal at n = 12 hidden_size.
+        with n / 2 tokens on average, twice (2 n hidden_size operations). So attention = 2 / (24 hidden_size), and both
+        terms are equal at n = 12 hidden_size.
 
-        Source: J. Kaplan et al., Scaling laws for neural language models (2020), table 1, with causality counted.
+        Source: J. Kaplan et al., Scaling laws for neural language models (2020), table 1, adapted to causal attention.
         """
         return cls(1.0 / (LINEAR_FACTOR * hidden_size))
 
     def of(self, num_tokens: int, prefix: int = 0) -> float:
-        """Return the cost of `num_tokens` that come after a prefix, which is not counted: they attend to it."""
+        """Return the cost of `num_tokens` after a prefix to which they attend; the prefix itself is not counted."""
         end = prefix + num_tokens
         return num_tokens + self.attention * (end * end - prefix * prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is packed as one: parts (a sample, or the two of a preference pair) that begin with the same tokens."""
+    """Parts that are packed together because they begin with the same tokens; a part is a sample or a preference pair."""
 
     prefix: int
-    """Tokens that all parts begin with: they lie in a row once."""
+    """Number of common first tokens of all parts, stored once per row."""
     tails: tuple[int, ...]
     """Tokens of each part after the prefix."""
     prefix_cost: float
-    """What training the prefix costs."""
+    """Cost of training the prefix."""
     costs: tuple[float, ...]
-    """What training each tail costs; 0 where it is only carried along."""
+    """Cost of training each tail; 0 if the tail is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Over how many ranks a step is spread and by what cost, and in how many updates they train it."""
+    """Number of ranks of a step, the cost model by which rows are spread, and the number of updates."""
 
     num_ranks: int = 1
     cost: CostModel = CostModel()
     minibatches: int = 1
-    """Most updates of a step."""
+    """Maximum number of updates of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankedRow:
-    """A row and who runs it."""
+    """A row and the rank that runs it."""
 
     members: tuple[int, ...]
-    """The parts that lie in it, ascending."""
+    """The parts in the row, ascending."""
     rank: int
     cost: float
 
 
 def pack_units(units: Sequence[Unit], capacity: int, num_ranks: int = 1) -> list[RankedRow]:
-    """Put units into rows, and rows onto ranks; parts are numbered over the units in their order.
+    """Assign units to rows, and rows to ranks; parts are numbered through all units in order.
 
-    A unit stays whole where it fits into a row, so its prefix is computed once. It is cut into as few pieces as hold it where it
-    does not, and into more of them where ranks would wait for each other otherwise; each piece repeats the prefix.
+    A unit that fits into a row is not cut, so its prefix is computed once. A longer unit is cut into as few pieces as possible,
+    or into more pieces if ranks would otherwise wait for each other; each piece repeats the prefix.
 
     Args:
         units: At least one part each.
@@ -156,7 +156,7 @@ def pack_units(units: Sequence[Unit], capacity: int, num_ranks: int = 1) -> list
         num_ranks: R.
 
     Returns:
-        The rows; the t-th row of every rank is run in turn t, rows of a turn follow each other.
+        The rows; the t-th row of every rank is run in turn t, and the rows of a turn are consecutive.
 
     Raises:
         ConfigError: A part does not fit into any row.
@@ -188,10 +188,10 @@ def pack_units(units: Sequence[Unit], capacity: int, num_ranks: int = 1) -> list
 
 
 def ranks_of_rows(costs_K: Sequence[float], num_ranks: int) -> list[tuple[int, int]]:
-    """Give every row a rank and a turn.
+    """Assign a rank and a turn to every row.
 
     Args:
-        costs_K: Of each row.
+        costs_K: Cost of each row.
         num_ranks: R.
 
     Returns:
@@ -213,7 +213,7 @@ def ranks_of_rows(costs_K: Sequence[float], num_ranks: int) -> list[tuple[int, i
 
 
 def step_cost(costs_K: Sequence[float], num_ranks: int) -> float:
-    """Return how long a step lasts: the sum over its turns of the costliest row, turns as `ranks_of_rows` makes them."""
+    """Return the duration of a step: the sum over the turns of `ranks_of_rows` of the costliest row."""
     return sum(sorted(costs_K, reverse=True)[::num_ranks])
 
 
@@ -228,7 +228,7 @@ def _piece_cost(unit: Unit, parts: Sequence[int]) -> float:
 
 
 def _cut(unit: Unit, num_pieces: int, capacity: int) -> list[list[int]]:
-    """Return the parts of each piece: at least `num_pieces` where there are as many parts, in equal costs where they fit."""
+    """Return the parts of each piece: at least `num_pieces` pieces (if there are so many parts), of equal cost if they fit."""
     room = capacity - unit.prefix
     if num_pieces == 1 and sum(unit.tails) <= room:
         return [list(range(len(unit.tails)))]
@@ -252,7 +252,7 @@ def _rows_of(sizes: Sequence[int], costs: Sequence[float], capacity: int, num_ra
 def _halved_until(
     wanted: int, packed: Sequence[Sequence[int]], sizes_U: Sequence[int], costs_U: Sequence[float]
 ) -> list[list[int]]:
-    """Return the packed rows, the costliest with more than one unit halved until there are `wanted`."""
+    """Return the packed rows, after halving the costliest row with several units until there are `wanted` rows."""
     done = [list(members) for members in packed if len(members) == 1]
     heap = [(-sum(costs_U[i] for i in members), list(members)) for members in packed if len(members) > 1]
     heapq.heapify(heap)
@@ -269,7 +269,7 @@ def _halved_until(
 
 
 def _spread_evenly(num_rows: int, sizes_U: Sequence[int], costs_U: Sequence[float], capacity: int) -> list[list[int]]:
-    """Put the costliest unit left into the cheapest row with room, again and again; nothing where there is no such row.
+    """Repeatedly put the costliest remaining unit into the cheapest row with room; return an empty list if there is no such row.
 
     Args:
         num_rows: At most as many as there are units: every row then gets one.
@@ -297,13 +297,13 @@ def _spread_evenly(num_rows: int, sizes_U: Sequence[int], costs_U: Sequence[floa
 
 @dataclass(slots=True)
 class _Member:
-    """One sample of the step, T response tokens after its prompt tokens, and what it is there for."""
+    """One sample of the step, T response tokens after its prompt tokens, with its role."""
 
     scored: ScoredSample
     loss_mask: bytes
     """uint8 [T]."""
     packed: PackedSample
-    """As it will be in the batch; row and start are 0 until it has a place, the oldest version is -1 where nothing is trained."""
+    """As it will be in the batch; row and start are 0 until it is placed, the oldest version is -1 if nothing is trained."""
 
 
 def pack_step(
@@ -317,17 +317,17 @@ def pack_step(
     ranks: RankPlan = RankPlan(),
     screen: Screen = Screen(),  # noqa: B008 - frozen
 ) -> StepBatch:
-    """Lay the samples of one step into rows.
+    """Pack the samples of one step into rows.
 
     Args:
         step: The optimizer step.
-        groups: Its groups, in the order in which they are to be trained.
-        tokens_per_row: Token budget of a row; a prompt that several of its samples share counts once.
-        temperature: That the samples were drawn at.
-        mask_below: Tokens of a version under this one get mask 0 (policy `mask`); their sample stays, for its group's advantage.
+        groups: The step's groups, in the order in which they are trained.
+        tokens_per_row: Token budget of a row; a prompt common to several of its samples counts once.
+        temperature: Sampling temperature of the samples.
+        mask_below: Tokens of a version under this get mask 0 (policy `mask`); their sample stays, for its group's advantage.
         replay: Passed on.
-        ranks: Learner ranks that the rows are spread over, in turns of rows of like cost, and their updates.
-        screen: Says which samples are trained, and which make pairs.
+        ranks: Learner ranks over which rows are spread, in turns of rows of similar cost, and the number of updates.
+        screen: Rules for which samples are trained, and which form pairs.
 
     Returns:
         The batch.
@@ -361,7 +361,7 @@ def pack_step(
 
 
 def _members_of(step: int, groups: Sequence[ScoredGroup], screen: Screen, mask_below: int) -> list[_Member]:
-    """Return the samples that belong into the batch, in the order of the groups and by member index."""
+    """Return the samples of the batch, in the order of the groups and by member index."""
     samples: list[_Member] = []
     num_pairs = 0
     for group in groups:
@@ -387,7 +387,7 @@ def _members_of(step: int, groups: Sequence[ScoredGroup], screen: Screen, mask_b
 
 
 def _mask_of(sample: Sample, mask_below: int | None) -> tuple[bytes, int]:
-    """Return a sample's loss mask, and its oldest trained version (-1: none); `mask_below` None: nothing of it is trained."""
+    """Return a sample's loss mask, and its oldest trained version (-1: none); `mask_below` None: the sample is not trained."""
     num_tokens, versions = sample.num_tokens, ids_from_bytes(sample.versions)
     if mask_below is None:
         return bytes(num_tokens), -1
@@ -399,9 +399,9 @@ def _mask_of(sample: Sample, mask_below: int | None) -> tuple[bytes, int]:
 
 
 def _units_of_updates(samples: Sequence[_Member], minibatches: int) -> list[list[list[list[int]]]]:
-    """Return the groups of each update, those that train nothing last; all together for one update.
+    """Return the groups of each update, then the untrained groups; with one update, all groups together.
 
-    A group is the parts that must share a row, a sample or both of a pair, as positions.
+    A group is a list of parts; a part must be in one row, and is a sample or both samples of a pair, as positions.
     """
     trained = [each.packed.group_id for each in samples if each.packed.oldest_version >= 0] if minibatches > 1 else []
     update_of_group = updates_of_groups(trained, minibatches)
@@ -425,17 +425,17 @@ def _measured(samples: Sequence[_Member], unit: list[list[int]], cost: CostModel
 
 
 def _row(samples: list[_Member], rank: int) -> PackedRow:
-    """Lay samples end to end; all of it is joining bytes, since most samples of a step may be a few tokens long."""
+    """Concatenate samples as bytes, which is fast even if most samples of a step have only a few tokens."""
     made, prompts = [each.scored.sample for each in samples], [each.packed.prompt_tokens for each in samples]
     zeros, none = bytes(4 * max(prompts)), np.full(max(prompts), -1, dtype="<i4").tobytes()
 
     def laid(before: bytes, size: int, responses: Iterable[bytes]) -> bytes:
-        """Return values of `size` bytes of the response tokens, those of `before` on the prompts before them."""
+        """Return values of `size` bytes per token: `before` for the prompts, `responses` for the response tokens."""
         return b"".join([part for num, own in zip(prompts, responses, strict=True) for part in (before[: size * num], own)])
 
-    # Nothing where a trained sample brings none, so that no 0 is taken for a logprob. Rows of both kinds come only where a resume
-    # moved the reference to the learner, which then runs its own over all of them; the other way round the buffer asks for the
-    # scores again (buffer/open.py).
+    # Empty if a trained sample has none, so that no 0 is read as a logprob. Mixed rows occur only after a resume moved the
+    # reference to the learner, which then runs its own over all rows; in the opposite case the buffer requests the scores again
+    # (buffer/open.py).
     brought, reference_logprobs = [each.scored.reference_logprobs for each in samples], b""
     if any(brought) and all(own or each.packed.oldest_version < 0 for own, each in zip(brought, samples, strict=True)):
         filled = [own or bytes(4 * sample.num_tokens) for own, sample in zip(brought, made, strict=True)]

@@ -1,1 +1,1 @@
-"""Before anything runs: what a run needs and how fast it can be (plan), and what happens in it (simulate)."""
+"""Tools to use before a run: its memory and speed (plan), and a simulation of it (simulate)."""

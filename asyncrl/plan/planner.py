@@ -1,8 +1,7 @@
-"""The planner: does it fit, how are the GPUs split, how fast is it, and what would make it fit. Formulas: docs/planning.md.
+"""The planner: memory, the split of the GPUs, speed, and changes that make a run fit. Formulas: docs/planning.md.
 
-Bytes are those on one GPU, component by component and phase by phase: training state is divided over all training GPUs (FSDP2),
-an engine over its tensor-parallel group. Speeds are first-order: tokens a second of engines, seconds of a training step and of a
-weight hand-over.
+Bytes are per GPU, by component and phase: training state is divided over all training GPUs (FSDP2), an engine over its
+tensor-parallel group. Speeds are first-order estimates: tokens/s of engines, seconds of a training step and of a weight update.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
 Components = dict[str, float]
 
 ENGINE_OVERHEAD_BYTES = 2.5e9
-"""CUDA context, graphs and activations of an engine's forward; vLLM logs about this much for models up to 70B."""
+"""CUDA context, graphs and activations of an engine's forward pass; vLLM logs about this much for models up to 70B."""
 CONTEXT_BYTES = 1.0e9
 """CUDA context and the allocator's slack of a training process."""
 LOGPROB_CHUNK_TOKENS = 512
 MIN_CACHED_SEQUENCES = 8
-"""An engine whose cache holds fewer of the longest samples is not worth starting."""
+"""Minimum number of the longest samples that an engine's KV cache must hold."""
 LEAST_CACHE = "KV cache (least)"
 MAX_GPUS_SEARCHED = 4096
 MAX_ADVICE = 6
 DECODE_BANDWIDTH_SHARE = 0.6
-"""Of the memory's speed that decoding reaches (vLLM on H100, published roofline studies: 0.5 to 0.75)."""
+"""Share of the memory bandwidth that decoding reaches (vLLM on H100, published roofline studies: 0.5 to 0.75)."""
 COMPUTE_SHARE = 0.4
-"""Of the peak operations that training and prefill reach (model-FLOPs utilisation of FSDP on H100: 0.35 to 0.5)."""
+"""Share of the peak FLOPs that training and prefill reach (model-FLOPs utilisation of FSDP on H100: 0.35 to 0.5)."""
 LINK_SHARE = 0.8
 COLLECTIVE_S = 12e-6
-"""One all-reduce of a decode step inside a machine: latency, not bandwidth."""
+"""Latency of one all-reduce of a decode step inside a machine, in seconds."""
 MAX_SEQUENCES = 256
-"""Most that one engine decodes at once (vLLM's `max_num_seqs`)."""
+"""Maximum number of sequences that one engine decodes at once (vLLM's `max_num_seqs`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,16 @@ class GPUMemory:
     role: str
     phases: Mapping[Phase, Components]
     host: Components = field(default_factory=dict)
-    """What lies in the machine's memory, for each such GPU."""
+    """Bytes in host memory for each such GPU."""
 
     @property
     def peak_bytes(self) -> float:
-        """Return the most that any phase needs, cache that grows into free room counted at its least."""
+        """Return the maximum over the phases; a cache that grows into free memory counts at its minimum."""
         return max((sum(parts.values()) for parts in self.phases.values()), default=0.0)
 
 
 def training_state(question: Question, model: ModelShape, num_gpus: int, *, is_policy: bool) -> tuple[Components, Components]:
-    """Return (on the GPU, in host memory) of a model that is trained: one GPU's share.
+    """Return one GPU's share of the training state of a model: (on the GPU, in host memory).
 
     Weights in the compute dtype; float32 gradients; float32 masters where the compute dtype is shorter or the state is offloaded;
     two moments of 4 bytes, or of 1. As asyncrl/learner/optim/master_weights.py and optim.py hold them.
@@ -80,7 +79,7 @@ def training_state(question: Question, model: ModelShape, num_gpus: int, *, is_p
 
 
 def activations(question: Question, model: ModelShape) -> float:
-    """Return the activations of one row of `tokens_per_row` in forward and backward, the most of it at one time."""
+    """Return the peak activation bytes of one row of `tokens_per_row` in the forward and backward passes."""
     row = training_row(
         model, question.tokens_per_row, question.bytes_per_weight,
         checkpointing=question.gradient_checkpointing, chunk_tokens=LOGPROB_CHUNK_TOKENS,
@@ -89,7 +88,7 @@ def activations(question: Question, model: ModelShape) -> float:
 
 
 def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int) -> list[GPUMemory]:
-    """Return what one GPU of each role holds, by the placement; reference and reward model are divided over the training GPUs."""
+    """Return the memory of one GPU of each role; reference and reward models are divided over the training GPUs."""
     trained: Components = {}
     host: Components = {}
     for name, model in (("policy", question.model), ("critic", question.critic)):
@@ -130,13 +129,13 @@ def gpu_memory(question: Question, tensor_parallel: int, num_training_gpus: int)
             phases = {"rollout": shared | whole | engine, "inference": shared | frozen | forward, "train": trained | step}
             return [GPUMemory("all", phases, away)]
         case "async_hybrid":
-            # An engine on the learner's only GPU opens versions there (the medium cuda_ipc); one elsewhere is sent them.
+            # An engine on the learner's only GPU opens versions there (the medium cuda_ipc); an engine elsewhere receives them.
             fetched = {"weight versions to fetch": NUM_SLOTS * question.version_bytes} if num_training_gpus == 1 else {}
             return [GPUMemory("all", {"train": trained | frozen | step | engine | fetched}, host)]
 
 
 def cache_bytes(question: Question, tensor_parallel: int) -> float:
-    """Return what is left of one GPU for the cache of its engine, beside all else that lies there while it generates."""
+    """Return the bytes of one GPU that remain for the KV cache of its engine during generation."""
     phases = gpu_memory(question, tensor_parallel, question.cluster.num_gpus)[0].phases
     parts = phases["train" if question.placement == "async_hybrid" else "rollout"]
     beside = sum(size for name, size in parts.items() if name != LEAST_CACHE)
@@ -145,7 +144,7 @@ def cache_bytes(question: Question, tensor_parallel: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What came of a question."""
+    """The answer to a Question."""
 
     question: Question
     tensor_parallel: int
@@ -162,12 +161,12 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float:
-        """Return what of one GPU's memory may be planned with."""
+        """Return the bytes of one GPU that the plan may use."""
         return self.question.cluster.accelerator.memory_bytes * self.question.memory_share
 
     @property
     def overflow_bytes(self) -> float:
-        """Return by how much the worst role does not fit; 0 where all do."""
+        """Return the bytes that the largest role needs beyond its GPU; 0 if all fit."""
         return max(0.0, *(role.peak_bytes - self.usable_bytes for role in self.memory))
 
     @property
@@ -177,7 +176,7 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether generation goes on while training does."""
+        """Return whether generation and training run at the same time."""
         return self.question.placement in {"disaggregated", "async_hybrid"} and self.question.max_staleness > 0
 
     @property
@@ -191,8 +190,8 @@ class Plan:
     def mean_staleness(self) -> float:
         """Return the mean age of a sample's oldest token when it is trained, in versions.
 
-        Generation runs ahead as far as it is needed (`buffer.ahead`): a sample is as old as it took to make, plus half a step of
-        waiting for its batch, and one version at least.
+        Generation runs ahead only as far as needed (`buffer.ahead`): a sample's age is its generation time plus half a step of
+        waiting for its batch, and at least one version.
         """
         bound = float(self.question.max_staleness) if self.overlaps else 0.0
         sample_s = self.question.response_tokens * engine_speed(self.question, self.tensor_parallel).step_s
@@ -200,16 +199,16 @@ class Plan:
 
     @property
     def dollars_per_step(self) -> float:
-        """Return what one step costs at the device's usual price."""
+        """Return the cost of one step at the device's usual price."""
         cluster = self.question.cluster
         return cluster.num_gpus * cluster.accelerator.dollars_per_hour * self.step_s / 3600
 
 
 def plan(question: Question) -> Plan:
-    """Return the best plan for the hardware asked about: one that fits, if any does, and of those the fastest.
+    """Return the best plan for the question's hardware: the fastest of the plans that fit, if any fits.
 
     Raises:
-        ConfigError: There are too few GPUs to divide, whatever fits.
+        ConfigError: The GPUs cannot be divided as asked.
     """
     total, chosen = question.cluster.num_gpus, question.num_generation_gpus
     most = min(total, question.cluster.gpus_per_node)
@@ -230,7 +229,7 @@ def plan(question: Question) -> Plan:
 
 
 def advice(made: Plan) -> list[str]:
-    """Return what would make the plan fit: single changes, or else pairs and triples of them; then the fewest GPUs as it is."""
+    """Return what makes the plan fit: single changes, else pairs or triples of them; then the fewest GPUs without a change."""
     question, lines = made.question, list[str]()
     if made.fits:
         return lines
@@ -260,7 +259,7 @@ def _plan_with(question: Question, tensor_parallel: int, num_generation: int, nu
         moved_bytes = sum(size for name, size in memory[0].host.items() if name.startswith("offloaded"))
         training += 2 * moved_bytes / (question.cluster.accelerator.host_bytes_per_s * LINK_SHARE)  # there and back
     if question.placement == "async_hybrid":
-        # Both share the devices' compute and memory speed: each goes as fast as if it had its share of the time.
+        # Both share the devices' compute and memory bandwidth: each runs as fast as if it had its share of the time.
         generating_s, training = generating_s + training / 2, training + generating_s / 2
     return Plan(
         question=question,
@@ -297,7 +296,7 @@ _CHANGES: tuple[tuple[str, Callable[[Question], dict[str, Any]]], ...] = (
     ("placement = hybrid", lambda q: {"placement": "hybrid"} if q.placement != "hybrid" else {}),
     ("placement = disaggregated", lambda q: {"placement": "disaggregated"} if q.placement != "disaggregated" else {}),
 )
-"""What can be changed, cheapest first: in words, and the fields that it sets; none where it is so already."""
+"""Possible changes, cheapest first: a description, and the fields to set (none if the question has the change already)."""
 
 
 class EngineSpeed(NamedTuple):
@@ -305,7 +304,7 @@ class EngineSpeed(NamedTuple):
 
     batch: int
     step_s: float
-    """One token of every sequence."""
+    """Seconds for one token of every sequence."""
 
 
 def engine_speed(question: Question, tensor_parallel: int, most_sequences: float = MAX_SEQUENCES) -> EngineSpeed:
@@ -314,16 +313,16 @@ def engine_speed(question: Question, tensor_parallel: int, most_sequences: float
     Args:
         question: The run.
         tensor_parallel: GPUs of the engine.
-        most_sequences: Samples in flight there are for it.
+        most_sequences: Maximum number of samples in flight for it.
 
-    A decode step reads the weights that its tokens meet and the cache of every sequence, or computes, whichever is longer.
+    The time of a decode step is the longer of two: reading the weights its tokens use and every sequence's cache, or computing.
     """
     model, device = question.model, question.cluster.accelerator
     context = question.prompt_tokens + question.response_tokens / 2
     per_sequence = context * 2 * model.cached_values / tensor_parallel
     batch = max(1, int(min(cache_bytes(question, tensor_parallel) / per_sequence, MAX_SEQUENCES, most_sequences)))
     weights: float = model.active_parameters
-    if model.num_experts:  # those that no token of the batch meets are not read
+    if model.num_experts:  # experts that no token of the batch selects are not read
         asked = model.experts_per_token / model.num_experts
         met = 1 - (1 - asked) ** batch
         weights += model.layers * model.num_experts * model.expert_parameters * (met - asked)
@@ -335,7 +334,7 @@ def engine_speed(question: Question, tensor_parallel: int, most_sequences: float
 
 
 def generation_s(question: Question, tensor_parallel: int, num_gpus: int) -> float:
-    """Return the seconds in which `num_gpus` generate one step's samples, prompts prefilled once a group."""
+    """Return the seconds that `num_gpus` take to generate one step's samples, with one prefill per group."""
     engines = max(1, num_gpus // tensor_parallel)
     in_flight = question.samples_per_step * (question.max_staleness + 1) / engines
     speed = engine_speed(question, tensor_parallel, in_flight)
@@ -347,10 +346,10 @@ def generation_s(question: Question, tensor_parallel: int, num_gpus: int) -> flo
 
 
 def training_s(question: Question, num_gpus: int) -> float:
-    """Return the seconds of one step: forward and twice that backward, again forward with checkpointing.
+    """Return the seconds of one step: a forward, a backward of twice its cost, and a second forward with checkpointing.
 
-    Under LoRA the backward does not compute the base's gradients: once a forward instead of twice. A critic is also asked for its
-    values before the step. Reference and reward model go forward over the step's samples.
+    With LoRA the backward computes no gradients of the base: it costs one forward instead of two. A critic also computes its
+    values before the step. The reference and reward models run a forward over the step's samples.
     """
     context = (question.prompt_tokens + question.response_tokens) / 2
     passes = 4.0 if question.gradient_checkpointing else 3.0
@@ -364,10 +363,10 @@ def training_s(question: Question, num_gpus: int) -> float:
 
 
 def weight_sync_s(question: Question) -> float:
-    """Return the seconds from publish to live.
+    """Return the seconds from publishing a version to its use in the engines.
 
-    disaggregated: one sender's network share, all engines at once (broadcast). colocated: the device's own memory, read and
-    written. hybrid: nothing moves but what tensor parallelism gathers inside a machine.
+    disaggregated: one sender's share of the network, all engines at once (broadcast). colocated: a read and a write in the
+    device's own memory. hybrid: only the gather of tensor parallelism inside a machine.
     """
     device, size = question.cluster.accelerator, question.version_bytes
     if question.placement == "hybrid":

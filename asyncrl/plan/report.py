@@ -1,4 +1,4 @@
-"""A plan and a sweep in words, columns and a picture, for people; as plain values, for programs."""
+"""A plan and a sweep as text, table and picture for people, and as plain values for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME_WIDTH = 38
 
 
 def plan_values(made: Plan) -> dict[str, Any]:
-    """Return everything the plan says, in plain values with units in their names."""
+    """Return the whole plan as plain values with units in their names."""
     names = (
         "fits", "tensor_parallel", "generation_s", "training_s", "step_s", "generated_tokens_per_s", "trained_tokens_per_s",
         "mean_staleness", "dollars_per_step",
@@ -41,7 +41,7 @@ def _gib(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def plan_text(made: Plan) -> str:
-    """Return the plan as a person reads it."""
+    """Return the plan as text for people."""
     question, cluster, apart = made.question, made.question.cluster, made.question.placement == "disaggregated"
     lines = [
         f"{question.model.name} ({question.model.parameters / 1e9:.2f} B parameters), {question.algorithm}, "
@@ -98,10 +98,10 @@ def table(rows: Sequence[tuple[str, Outcome]], over: str) -> str:
 
 
 def plot(rows: Sequence[tuple[str, Outcome]], over: str, path: Path) -> None:
-    """Draw steps a second, staleness and use of learner and slots over the values of a sweep.
+    """Draw steps/s, staleness and utilisation of learner and slots over the values of a sweep.
 
     Raises:
-        ConfigError: There is nothing to draw a line through.
+        ConfigError: The sweep has fewer than two values.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, and only a picture needs it
 

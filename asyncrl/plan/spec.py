@@ -1,7 +1,7 @@
-"""What is to be planned: a model, an algorithm, a placement and the hardware, before any of it exists.
+"""The input of the planner: a model, an algorithm, a placement and the hardware.
 
-Accelerators by name are the vendors' data sheets', dense, per device; link speeds one way. Models by name are sizes from their
-own config.json files.
+Figures of named accelerators are from the vendors' data sheets: dense, per device, link speeds in one direction. Sizes of named
+models are from their own config.json files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.plan.simulator.scenario import typed_fields
 
 GIB = 2**30
 MOST_GPUS = 1 << 16
-"""That a plan looks at."""
+"""Maximum number of GPUs of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Accelerator:
     """Floating-point operations a second, dense, bf16 with float32 sums."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To another device of the same machine (NVLink; PCIe where there is none), one way."""
+    """To another device of the same machine (NVLink, otherwise PCIe), one direction."""
     network_bytes_per_s: float
     """To another machine, this device's share."""
     host_bytes_per_s: float
     """To the memory of its own machine (PCIe), one way."""
     dollars_per_hour: float
-    """A usual price of renting one; to be replaced by your own (`--set dollars_per_hour=`)."""
+    """A usual rental price; set your own with `--set dollars_per_hour=`."""
 
 
 _UNITS = (1e9, 1e12, 1e12, 1e9, 1e9, 1e9, 1.0)
@@ -77,7 +77,7 @@ def parse_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
     """Return the cluster that `64xH100` (or `H100`) names.
 
     Raises:
-        ConfigError: No such device, or no number.
+        ConfigError: The device is unknown, or the number is invalid.
     """
     match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z0-9-]+)", text)
     known = {name.lower(): item for name, item in ACCELERATORS.items()}
@@ -97,7 +97,7 @@ def find_model(text: str) -> ModelShape:
         return NAMED[text.lower()]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)[bB]", text)
     if number is not None:
-        # In the proportions of Llama: the width that makes its blocks about 3 wide.
+        # With the proportions of Llama.
         shapes, parameters, vocabulary = list[ModelShape](), float(number[1]) * 1e9, 32_000
         for hidden in (256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384):
             layers, heads = max(2, hidden // 128), hidden // 128
@@ -137,16 +137,16 @@ Algorithm = Literal["grpo", "ppo", "dpo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A run that somebody thinks of renting machines for."""
+    """A run to be planned."""
 
     model: ModelShape
     cluster: Cluster
     algorithm: Algorithm = "grpo"
     placement: Placement = "disaggregated"
     has_reference: bool = False
-    """A frozen copy of the policy for KL; under LoRA the base is one already."""
+    """Whether there is a frozen copy of the policy for KL; with LoRA the base is the reference."""
     critic: ModelShape | None = None
-    """Of PPO: a separate value model; None: none."""
+    """The separate value model of PPO; None: no critic."""
     reward_model: ModelShape | None = None
     lora_rank: int = 0
     """0: all parameters are trained."""
@@ -154,14 +154,14 @@ class Question:
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     offload_optimizer: bool = False
     gradient_checkpointing: bool = True
-    """Activations of one layer at a time; the others are computed again in the backward pass."""
+    """Keep the activations of one layer at a time; the others are recomputed in the backward pass."""
     groups_per_step: int = 64
     group_size: int = 8
     prompt_tokens: int = 512
     response_tokens: int = 2048
     """Mean."""
     max_sequence_tokens: int = 8192
-    """Longest sample: prompt and response."""
+    """Maximum length of a sample: prompt and response."""
     tokens_per_row: int = 16384
     max_staleness: int = 2
     tensor_parallel: int = 0
@@ -169,10 +169,10 @@ class Question:
     num_generation_gpus: int = 0
     """0: the split that balances generation and training."""
     memory_share: float = 0.9
-    """Of a device's memory that may be planned with."""
+    """Share of a device's memory that the plan may use."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Raise ConfigError for values that contradict each other."""
         longest, mean = self.max_sequence_tokens, self.prompt_tokens + self.response_tokens
         if mean > longest:
             raise ConfigError(
@@ -196,22 +196,22 @@ class Question:
 
     @property
     def bytes_per_weight(self) -> int:
-        """Return bytes of one weight as it is computed with."""
+        """Return the bytes of one weight in the compute dtype."""
         return BYTES[self.dtype]
 
     @property
     def lora_parameters(self) -> int:
-        """Return what adapters on every linear layer have: rank x (inputs + outputs)."""
+        """Return the number of parameters of adapters on every linear layer: rank x (inputs + outputs)."""
         return self.model.adapter_parameters(LoRAConfig(rank=self.lora_rank)) if self.lora_rank else 0
 
     @property
     def version_bytes(self) -> int:
-        """Return what one weight version sends."""
+        """Return the bytes that one weight version sends."""
         return (self.lora_parameters or self.model.parameters) * self.bytes_per_weight
 
 
 OF_CLUSTER = {"gpus_per_node": int, "dollars_per_hour": float}
-"""Overrides that are no fields of Question."""
+"""Overrides that are not fields of Question."""
 
 
 def ask(
@@ -224,13 +224,13 @@ def ask(
     reward_model: str = "",
     overrides: Sequence[str] = (),
 ) -> Question:
-    """Return the question; models as `find_model` takes them, hardware as `parse_cluster`.
+    """Return the question; models are given as for `find_model`, hardware as for `parse_cluster`.
 
-    PPO has a critic like the policy unless another is named, and a reference; DPO has a reference. Overrides are `field=value`
-    of Question, `gpus_per_node=value` or `dollars_per_hour=value`.
+    PPO has a reference and a critic; the critic's model is the policy's unless another is given. DPO has a reference. Overrides
+    are `field=value` of Question, `gpus_per_node=value` or `dollars_per_hour=value`.
 
     Raises:
-        ConfigError: Something is not what it should be; the message says what is allowed.
+        ConfigError: An argument or override is invalid; the message lists what is allowed.
     """
     values = typed_fields(Question, overrides, OF_CLUSTER)
     cluster = parse_cluster(hardware, values.pop("gpus_per_node", 8))

@@ -1,7 +1,7 @@
-"""The planner and the simulator against real runs: each run is made, measured, simulated or counted, and the error printed.
+"""Compares the planner and the simulator with real runs: each run is measured and predicted, and the error is printed.
 
 `asyncrl simulate --validate`: a run with fake engines and a learner whose step takes a fixed time, and one with the transformers
-engine and the built-in learner; the simulation is given what their spans say. `asyncrl plan --validate`: the learner's peak
+engine and the built-in learner; the simulation takes its inputs from their spans. `asyncrl plan --validate`: the learner's peak
 memory on the CPU.
 """
 
@@ -44,7 +44,7 @@ STEPS_GOAL, STALENESS_GOAL, MEMORY_GOAL = 0.1, 0.5, 0.1
 FAKE_STEPS, TRANSFORMERS_STEPS = 40, 60
 FAKE_STEP_S = 0.2
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""glibc then gives freed tensors back to the system. Left to itself it keeps them, in a heap with holes."""
+"""With this setting glibc returns freed tensors to the system. By default it keeps them in a fragmented heap."""
 
 
 MODEL, TOKENS_PER_ROW = ModelShape(384, 6, 6, 6, 64, 1536, 8192, name="scratch"), 1024
@@ -53,7 +53,7 @@ NUM_ROWS, NUM_STEPS, PROMPT_TOKENS = 2, 2, 16
 
 
 def validate_simulation() -> dict[str, Any]:
-    """Return figures of both runs and the largest errors, as a benchmark prints them."""
+    """Return the figures of both runs and the largest errors, in the format of a benchmark."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-validate-", ignore_cleanup_errors=True) as folder:
         for name in ("fake", "transformers"):
@@ -72,7 +72,7 @@ def validate_simulation() -> dict[str, Any]:
 
 
 def validate_memory() -> dict[str, Any]:
-    """Return the learner's peak on the CPU by formula and as measured, without and with checkpointing, as benchmarks print."""
+    """Return the learner's peak on the CPU, predicted and measured, without and with checkpointing, in a benchmark's format."""
     figures: dict[str, float] = {}
     for name, checkpointing in (("plain", False), ("checkpointed", True)):
         planned = planned_peak_bytes(MODEL, TOKENS_PER_ROW, checkpointing=checkpointing)
@@ -87,7 +87,7 @@ def validate_memory() -> dict[str, Any]:
 
 
 def planned_peak_bytes(model: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> float:
-    """Return what the planner's formulas say of a learner in float32 that trains alone."""
+    """Return the peak that the planner predicts for a learner in float32 that trains alone."""
     question = Question(
         model=model, cluster=parse_cluster("2xH100"), dtype="float32", gradient_checkpointing=checkpointing,
         tokens_per_row=tokens_per_row, max_sequence_tokens=tokens_per_row, prompt_tokens=16, response_tokens=tokens_per_row - 16,
@@ -97,7 +97,7 @@ def planned_peak_bytes(model: ModelShape, tokens_per_row: int, *, checkpointing:
 
 
 def _outcome(name: str, figures: dict[str, float], goals: dict[str, float]) -> dict[str, Any]:
-    """Return figures and, for each goal, the worst figure of that name."""
+    """Return the figures and, for each goal, the largest figure of that name."""
     worst = {kind: max(value for key, value in figures.items() if key.endswith(kind)) for kind in goals}
     ratios = {kind: {"value": round(worst[kind], 4), "goal": goal, "holds": worst[kind] <= goal} for kind, goal in goals.items()}
     return {"bench": name, "figures": figures, "ratios": ratios}
@@ -144,9 +144,9 @@ def _version(number: int) -> WeightsAvailable:
 def peak_bytes(*, checkpointing: bool) -> int:
     """Return the peak resident bytes that making and training a scratch Llama adds to this process; Linux only.
 
-    By the learner's own optimizer and `train_step`, float32, rows of one sample each. The first step makes the optimizer's state;
-    in the second, the second row's forward meets the first one's gradients: that is the peak. A tiny model is trained before, so
-    that libraries are loaded and not counted.
+    Uses the learner's own optimizer and `train_step`, float32, rows of one sample each. The first step creates the optimizer's
+    state; the peak is in the second step, when the second row's forward runs while the first row's gradients exist. A tiny model
+    is trained first, so that loading the libraries is not counted.
     """
     torch.set_num_threads(1)
     _train(TINY, 64, checkpointing=checkpointing)
@@ -186,13 +186,13 @@ def _train(size: ModelShape, tokens_per_row: int, *, checkpointing: bool) -> Non
 
 
 def train_state(model: PreTrainedModel, config: RunConfig) -> TrainState:
-    """Return what `train_step` trains."""
+    """Return the state that `train_step` trains."""
     ready = made_ready(model, config.learner)
     return TrainState(ready, PolicyOptimizer(ready.named_parameters(), config.learner, config.num_steps))
 
 
 def resident_bytes(kind: str) -> int:
-    """Return a line of Linux's account of this process: VmRSS now, VmHWM at its highest."""
+    """Return a value of /proc/self/status in bytes: VmRSS (current) or VmHWM (peak)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 

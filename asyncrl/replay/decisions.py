@@ -1,8 +1,8 @@
-"""`asyncrl replay`: a recorded run gone through again; and its level 1, the decisions, without torch, sockets or a clock.
+"""`asyncrl replay`: repeats a recorded run. This file is the command and level 1, the decisions, without torch, sockets or clock.
 
-Every recorded event enters the machines again, in one process. The machines are made from what the recording begins with. After
-every event the instructions are compared, byte for byte, with those of the run; where a group was handed out, admission is asked
-first whether that is what it would do. The first event that differs is named.
+All recorded events are given to the state machines again, in one process. The machines are made from the start of the recording.
+After every event the instructions are compared, byte for byte, with those of the run; before a group is issued, admission must
+give the same decision as in the run. The first event that differs is reported.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from asyncrl.observe.decisions import (
 from asyncrl.replay.untrained import decoded
 
 SHOWN_CHARACTERS = 400
-"""Of an event or its instructions, in a report."""
+"""Maximum characters of an event or its instructions in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class LifeReplayed:
-    """What became of the recording of one life of the controller."""
+    """Result of replaying the recording of one life of the controller."""
 
     path: Path
     num_events: int
-    """That gave the same instructions."""
+    """Number of events that gave the same instructions."""
     last_step: int
-    """The last optimizer step that is wholly in the recording; -1: none."""
+    """The last optimizer step that is completely in the recording; -1: none."""
     lived_s: float
-    """Between the first and the last event, in the run."""
+    """Time between the first and the last event, in the run."""
     took_s: float
     difference: str
-    """The first event that differs; empty where none does."""
+    """The first event that differs; empty if none does."""
     fault: str
-    """As `Journal.fault`."""
+    """Where and why the recording ends early, as `Journal.fault`."""
     lost: Counter[str]
     """Samples that no step trained, by reason; with `observe.record = "all"`."""
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Return the result in words."""
         until = f"up to step {self.last_step}" if self.last_step >= 0 else "before the first step was done"
         same = f"{self.num_events} events {until} ({self.lived_s:.1f} s of the run in {self.took_s:.2f} s): the same instructions"
         lines = [f"{self.path.name}: {same}"]
@@ -83,23 +83,23 @@ def replay_run(
     """Replay what a run recorded; return whether everything was as in the run.
 
     Args:
-        run_folder: Of the run.
+        run_folder: Folder of the run.
         until: The last optimizer step to replay; None: all.
-        instead: Fields of the config, `algorithm.loss=gspo`: asked of the batch of step `until`, which is then not trained.
-        say: Told each line as soon as it is known.
-        num_samples: How many samples to draw and generate again.
+        instead: Fields of the config, as `algorithm.loss=gspo`, to try on the batch of step `until`, which is then not trained.
+        say: Called with each line of the report.
+        num_samples: Number of samples to draw and generate again.
 
     Raises:
-        ConfigError: There is no recording, or not what is asked for, or it is damaged.
+        ConfigError: There is no recording, it lacks the requested part, or it is damaged.
     """
     steps = sorted((run_folder / RECORD_FOLDER / STEPS_FOLDER).glob("step-*.bin"))
     if instead and (until is None or not steps):
         raise ConfigError(
-            "--with asks of one recorded batch: give --until STEP, of a run with observe.record = 'batches' or 'all'"
+            "--with needs one recorded batch: give --until STEP, for a run with observe.record = 'batches' or 'all'"
         )
     if num_samples and (instead or not steps):
         raise ConfigError(
-            "--samples is for a run with observe.record = 'batches' or 'all' and a learner of its own, and without --with"
+            "--samples is for a run with observe.record = 'batches' or 'all' and its own learner; do not combine it with --with"
         )
     lives = replay_decisions(run_folder, until)
     for life in lives:
@@ -142,8 +142,8 @@ def replay_decisions(run_folder: Path, until: int | None = None) -> list[LifeRep
     """Replay every life of a run's controller.
 
     Args:
-        run_folder: Of the run; nothing in it is changed.
-        until: Stop in front of the chunk that ends with a later step than this; None: go to the end.
+        run_folder: Folder of the run; nothing in it is changed.
+        until: Stop before the chunk that ends with a later step than this; None: go to the end.
 
     Raises:
         ConfigError: There is no recording.
@@ -209,7 +209,7 @@ def _replay(journal: Journal, until: int | None) -> LifeReplayed:
 
 
 def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: msgspec.msgpack.Encoder) -> str:
-    """Have one event enter its machine; return how what follows differs from the run, or nothing."""
+    """Give one event to its machine; return how the result differs from the run, or an empty string."""
     name, now, raw, recorded = entry
     try:
         event, machine = _DECODE[name](raw), machines[name]
@@ -226,7 +226,7 @@ def _difference(machines: dict[str, Machine[Any, Any]], entry: Entry, encoder: m
         instructions: list[Any] | str = machine.handle(event, now)
     except AssertionError as error:
         instructions = str(error)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run's machine did not raise it
+    except Exception as error:  # noqa: BLE001 - any exception is a difference: the run's machine did not raise it
         instructions = f"{type(error).__name__}: {error}"
     if (encoded := encoder.encode(instructions)) == bytes(recorded):
         return ""

@@ -1,15 +1,15 @@
-"""Levels 2 and 3, which need torch: the learner once more, and drawn samples generated once more.
+"""Replay levels 2 and 3, which need torch: train the recorded batches again, and generate drawn samples again.
 
-The learner goes from version 0 over the recorded batches, by its own packing and its own steps. Every version's weights are
-compared with the fingerprint that the run recorded. On a CPU they are the same bits. With several learner ranks the run recorded
-none: sums are in another order there. The first version that differs ends the replay.
+The learner trains the recorded batches from version 0, with the normal packing and steps. Every version's weights are compared
+with the fingerprint in the recording. On a CPU they are the same bits. Runs with several learner ranks have no fingerprints,
+because their sums are in another order. The first version that differs ends the replay.
 
-`whatif` asks of one recorded batch what its gradient would have been under another config. That is not another run: batch and
-weights are those of the run as it was.
+`whatif` computes the gradient of one recorded batch under another config. That is not another run: batch and weights are those of
+the recorded run.
 
-A sample is generated with the weights of the learner's replay, each token by the version that the run recorded for it. So the run
-keeps no weights. One sample is generated at a time. The engine draws by (seed, position) alone, so tokens and log-probabilities
-are those of the run, whatever else was in its batch.
+A sample is generated with the weights of the learner's replay, each token with the version in the recording, so the run need not
+store weights. One sample is generated at a time. The engine draws by (seed, position) only, so tokens and log-probabilities are
+those of the run, independent of the other samples in its batch.
 """
 
 from __future__ import annotations
@@ -64,43 +64,43 @@ class WhatIf:
 
     step: int
     cosine: float
-    """Between the two gradients; 0 where one is nothing."""
+    """Cosine of the two gradients; 0 if one of them is 0."""
     norms: tuple[float, float]
-    """Of the gradients, unclipped: as it was, as it would have been."""
+    """Norms of the unclipped gradients: of the run, and under the other config."""
     ess: tuple[float | None, float | None]
-    """`ratio/ess` of both; None where the algorithm measures none."""
+    """`ratio/ess` of both; None if the algorithm does not measure it."""
 
 
 class LearnerReplay:
-    """A learner at version 0 of a recorded run, and the steps that it is to take.
+    """A learner that starts at version 0 of a recorded run and repeats its steps.
 
     Args:
-        run_folder: Of the run; nothing in it is changed.
+        run_folder: Folder of the run; nothing in it is changed.
 
     Raises:
-        ConfigError: The run has several learner ranks, its model or device is not here, or its recording is not whole.
+        ConfigError: The run has several learner ranks, its model or device is missing here, or its recording is incomplete.
     """
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder, self._folder = run_folder, run_folder / RECORD_FOLDER
         self.configs: dict[int, RunConfig] = {}
-        """By number of the controller's life."""
+        """Configs by the number of the controller's life."""
         for life, path in recordings(self._folder).items():
             if (journal := read_journal(path)) is not None:
                 self.configs[life] = journal.beginning.config
         if not self.configs:
-            raise ConfigError(f"{self._folder} has no recording that begins whole")
+            raise ConfigError(f"{self._folder} has no recording with an intact beginning")
         self._life = self.recorded(0).life
-        """Of the controller that took the newest step."""
+        """Life of the controller that made the newest step."""
         self.config = config = self.config_of(self._life)
-        """That the run was first trained by."""
+        """The config with which the run was first trained."""
         if config.learner.ranks > 1:
             raise ConfigError(
                 f"the batches of {run_folder} were trained by {config.learner.ranks} learner ranks, whose sums are in another "
                 "order: only runs with learner.ranks = 1 replay their learner"
             )
         if config.learner.device != "cpu" and not torch.cuda.is_available():
-            raise ConfigError(f"{run_folder} was trained on {config.learner.device}, which this machine has not")
+            raise ConfigError(f"{run_folder} was trained on {config.learner.device}: replay it on a machine with a GPU")
         self._recorded = {row.version: row for row in read_lines(self._folder / VERSIONS_FILE, VersionRecord)}
         if not self._recorded:
             raise ConfigError(f"{self._folder / VERSIONS_FILE} is missing or empty: it has the versions to compare with")
@@ -111,11 +111,11 @@ class LearnerReplay:
         self.version = 0
 
     def run(self, until: int | None = None, on_version: Callable[[int], object] = lambda _: None) -> tuple[int, str]:
-        """Train the recorded steps, those up to `until` alone where it is given; call back with each version made.
+        """Train the recorded steps, up to `until` if given; call `on_version` with each new version.
 
         Returns:
-            How many versions have the weights of the run, and why it went no further; empty where every recorded step was
-            trained, or all that were asked for.
+            Number of versions with the weights of the run, and why the replay stopped early; empty if all requested steps were
+            trained.
         """
         num_equal = 0
         for step in self.steps(until)[self.version :]:
@@ -133,7 +133,7 @@ class LearnerReplay:
         return num_equal, ""
 
     def whatif(self, overrides: Mapping[str, Any]) -> WhatIf:
-        """Return what the gradient of the next step's batch would have been under these fields of the config.
+        """Return the gradient of the next step's batch under other values of these config fields, compared with the run's.
 
         Raises:
             ConfigError: A field or its value is wrong, or there is no such step.
@@ -148,15 +148,15 @@ class LearnerReplay:
         return WhatIf(batch.step, cosine, norms, (figures.get("ratio/ess"), others.get("ratio/ess")))
 
     def steps(self, until: int | None) -> range:
-        """Return the steps that the run trained, up to `until`; a batch behind the newest version was sent and never trained."""
+        """Return the steps that the run trained, up to `until`; a later batch was sent but never trained."""
         last = max(self._recorded, default=0) - 1
         return range((last if until is None else min(until, last)) + 1)
 
     def recorded(self, step: int) -> RecordedStep:
-        """Return what a step was trained with.
+        """Return the recorded inputs of a step.
 
         Raises:
-            ConfigError: It is not there, or damaged.
+            ConfigError: The recording of the step is missing or damaged.
         """
         path = RecordedStep.path(self._folder, step)
         if not path.exists():
@@ -172,7 +172,7 @@ class LearnerReplay:
         """Return the config of a life of the controller.
 
         Raises:
-            ConfigError: Its recording is not there.
+            ConfigError: Its recording is missing.
         """
         if life not in self.configs:
             raise ConfigError(
@@ -181,10 +181,10 @@ class LearnerReplay:
         return self.configs[life]
 
     def _step(self, step: int) -> tuple[StepBatch, RunConfig]:
-        """Return the batch of the next step and its config, once the learner is as it was in the run."""
+        """Return the batch of the next step and its config, after bringing the learner to the run's state."""
         recorded = self.recorded(step)
         of_life = self.config_of(recorded.life)
-        built = with_settings(self.config_of(self._life), settings_of(of_life))  # what may change live does in `follow`
+        built = with_settings(self.config_of(self._life), settings_of(of_life))  # live settings change in `follow`
         self._life = recorded.life
         if (built.model, built.learner, built.algorithm) != (of_life.model, of_life.learner, of_life.algorithm):
             self._resume(of_life)
@@ -193,7 +193,7 @@ class LearnerReplay:
         return pack_taken(step, recorded.groups, recorded.params, plan_ranks(config)), config
 
     def _resume(self, config: RunConfig) -> None:
-        """Build the learner anew from a checkpoint, as the run did: it may have a reference now, or a critic no more."""
+        """Rebuild the learner from a checkpoint, as the run did: reference and critic may have been added or removed."""
         resolve_functions(config.algorithm)
         torch.set_num_threads(config.learner.num_threads)
         tokenizer = open_tokenizer(self.model_folder, trust_remote_code=config.trusts_code)
@@ -206,47 +206,47 @@ class LearnerReplay:
 
 @dataclass(frozen=True, slots=True)
 class SamplesReplayed:
-    """What became of the drawn samples."""
+    """Result of generating the drawn samples again."""
 
     num_equal: int
-    """With the same tokens and, bit for bit, the same log-probabilities."""
+    """Samples with the same tokens and, bit for bit, the same log-probabilities."""
     num_tokens: int
-    """Of those."""
+    """Tokens of those samples."""
     num_swapped: int
-    """Of those, samples whose weights changed on the way."""
+    """Number of those samples whose weights changed during generation."""
     difference: str
-    """The first sample that differs; empty where none does."""
+    """The first sample that differs; empty if none does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     sample: Sample
     config: RunConfig
-    """Of the life of the controller in which it was trained or lost."""
+    """Config of the controller's life in which it was trained or lost."""
     sampling: SamplingParams
     versions: list[int]
 
 
 class SampleReplay:
-    """Samples drawn from the recorded steps, and the versions of the weights that they need.
+    """Samples drawn from the recorded steps, and the weights of the versions that they need.
 
     Args:
         learner: The replay that makes those versions; at version 0.
-        num_samples: How many to draw, evenly over the recorded steps and what was lost before each was done; fewer where there
-            are fewer.
+        num_samples: Number of samples to draw, uniformly over the recorded steps and the samples lost before each; fewer if there
+            are not enough.
         until: The last optimizer step to draw from; None: any.
 
     Raises:
-        ConfigError: The run's engine is not the transformers engine, on a device that is here.
+        ConfigError: The run's engine is not the transformers engine, or its device is missing here.
     """
 
     def __init__(self, learner: LearnerReplay, num_samples: int, until: int | None) -> None:
         self._learner, self._config = learner, learner.config
         engine = self._config.generate.engine
         if not isinstance(engine, TransformersEngineConfig):
-            raise ConfigError(f"--samples wants a run of the transformers engine: {engine.kind} draws by numbers of its own")
+            raise ConfigError(f"--samples needs a run of the transformers engine: {engine.kind} has other random numbers")
         if engine.device != "cpu" and not torch.cuda.is_available():
-            raise ConfigError(f"the samples were generated on {engine.device}, which this machine has not")
+            raise ConfigError(f"the samples were generated on {engine.device}: replay on a machine with a GPU")
         self._engine = engine
         steps = learner.steps(until)
         wanted = Counter(random.Random(self._config.seed).choices(steps or [0], k=num_samples))
@@ -260,13 +260,13 @@ class SampleReplay:
         self.keep(0)
 
     def keep(self, version: int) -> None:
-        """Keep the learner's weights, which are of this version, where a sample needs them."""
+        """Store the learner's weights, which are of this version, if a sample needs them."""
         if version in self._needed:
             tensors = {name: tensor.detach().cpu() for name, tensor in publishable_tensors(self._learner.state.model).items()}
             save_file({name: tensor.clone() for name, tensor in tensors.items()}, self._path(version))
 
     def run(self) -> SamplesReplayed:
-        """Generate every drawn sample again, once all versions are kept."""
+        """Generate every drawn sample again, after all versions are stored."""
         config, engine = self._config, self._engine
         torch.set_num_threads(engine.num_threads)
         with self._scratch, torch.no_grad():
@@ -298,7 +298,7 @@ class SampleReplay:
         return drawn
 
     def _differs(self, decoder: SlotDecoder, rules: RequestRules, drawn: _Drawn) -> str:
-        """Generate one sample again; return how it differs from the run's, or nothing."""
+        """Generate one sample again; return how it differs from the run's, or an empty string."""
         sample, versions = drawn.sample, drawn.versions
         seed = derive_seed(drawn.config.seed, sample.group_id, sample.index)
         prompt_ids = tuple(int(token) for token in ids_from_bytes(sample.prompt_ids))
@@ -320,7 +320,7 @@ class SampleReplay:
             was = [int(token) for token in ids_from_bytes(sample.token_ids)]
             return f"its tokens were {was} ({sample.finish_reason}), and are {token_ids} ({reason}) by versions {versions}"
         if logprobs_to_bytes(logprobs) != sample.logprobs:
-            return f"its tokens are the same, and their log-probabilities are others by versions {versions}"
+            return f"its tokens are the same, but their log-probabilities differ with versions {versions}"
         return ""
 
     def _path(self, version: int) -> Path:

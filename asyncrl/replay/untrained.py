@@ -1,4 +1,4 @@
-"""The samples that no step trained, as a run with `observe.record = "all"` keeps them between its decisions."""
+"""Samples that no step trained, as a run with `observe.record = "all"` records them between its decisions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.observe.decisions import RECORD_FOLDER, UNTRAINED, Entry, Journal, 
 
 
 def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int, int, Untrained]]:
-    """Yield the samples that no step trained, as they were lost.
+    """Yield the samples that no step trained, in the order in which they were lost.
 
     Each comes with the number of the controller's life (0: the first) and the optimizer step that was done next.
 
     Args:
-        run_folder: Of a run with `observe.record = "all"`; of another nothing is yielded.
-        until: The last such step; None: go to the end, where samples lost after the last step of a life of the controller have
+        run_folder: Folder of a run with `observe.record = "all"`; other runs yield nothing.
+        until: The last such step; None: go to the end; samples lost after the last step of a life of the controller have step
             -1.
     """
     for life, path in recordings(run_folder / RECORD_FOLDER).items():
@@ -38,10 +38,10 @@ def untrained(run_folder: Path, until: int | None = None) -> Iterator[tuple[int,
 
 
 def decoded(journal: Journal, entry: Entry) -> Untrained:
-    """Return what such an entry of a recording holds.
+    """Return the content of such an entry of a recording.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The entry cannot be read.
     """
     try:
         return msgspec.msgpack.decode(entry[2], type=Untrained)

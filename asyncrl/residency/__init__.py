@@ -1,1 +1,1 @@
-"""Device memory as a resource: what lies where, what a phase needs, and how it gets there."""
+"""Device memory as a resource: where components are, what a phase needs, and how components are moved."""

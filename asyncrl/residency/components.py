@@ -1,22 +1,22 @@
 """Components: named tensors that move between device, host memory and disk, and stay the same Python objects; and their manager.
 
 A component is a module's weights, an optimizer's state or a frozen model. Invariants (tests/contract/test_component.py):
-- `residence` says where its bytes are. On `disk` it holds neither device nor host memory, on `host` no device memory.
-- A move keeps every bit, and the Python objects: a module's parameters stay the very parameters that an optimizer knows.
-- A move that fails (no room, disk full) leaves the component whole where it was. Whatever a move needs is taken and filled before
-  anything is let go, and the swap in between cannot fail.
+- `residence` says where its bytes are. On `disk` it uses neither device nor host memory, on `host` no device memory.
+- A move keeps every bit, and the Python objects: a module's parameters stay the same objects that the optimizer refers to.
+- A move that fails (out of memory, disk full) leaves the component complete where it was. All memory that a move needs is taken
+  and filled before any is released, and the exchange in between cannot fail.
 
-Tensors are grouped by storage, so that tied ones stay tied. Of a tensor that is divided over ranks the part of this rank is
-moved, together with the tensor that it is a view of, which would keep the memory. Off the device each object is an empty
-placeholder of its dtype and device, so using it by mistake is an error of shapes. Used on one thread at a time.
+Tensors are grouped by storage, so that tied ones stay tied. For a tensor that is divided over ranks, this rank's part is moved,
+together with the tensor of which it is a view, because that would keep the memory. Off the device each object is an empty
+placeholder of its dtype and device, so using it by mistake causes a shape error. Used on one thread at a time.
 
-The file is the bytes of one storage after the other, each at a multiple of 64 bytes. It is written beside its name and renamed, a
-tensor at a time, and read back through the page cache. It is swap: not synced, and gone with the run. That of a frozen model is
+The file contains one storage after the other, each at a multiple of 64 bytes. It is written tensor by tensor to a temporary name,
+renamed, and read back through the page cache. It is swap: not synced, and removed with the run. A frozen model's file is
 written once.
 
-`ResidencyManager` carries plans out, times every move and writes it to a timeline, knows what is where and what the peak of each
-phase was. After a move that failed it still knows where everything is, and the next switch plans from there. The phase is noted
-only once all its needs are met.
+`ResidencyManager` executes plans, times every move and writes it to a timeline, and tracks where components are and the peak of
+each phase. After a failed move it still knows where everything is, and the next switch plans from there. The phase is recorded
+only when all its needs are met.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from asyncrl.residency.plan import GIB, Part, PhaseNeeds, gib, plan_switch
 from asyncrl.schema.control import ComponentMove, Phase, PhaseReached, Residence
 
 HELD_TOO = "asyncrl_held_too"
-"""Attribute of a divided module: yields the other tensors that lie on its parameters' memory (learner/ranks/fsdp.py)."""
+"""Attribute of a divided module: yields other tensors that use its parameters' memory (learner/ranks/fsdp.py)."""
 OWN_SWITCH = -1
-"""The number of a switch that no controller asked for."""
+"""The number of a switch that the controller did not order."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor object, and what it looks like when its bytes are there."""
+    """A tensor object, and its dtype and shape when its bytes are present."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -60,13 +60,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One storage, with the objects that live on it."""
+    """One storage, with the tensor objects that use it."""
 
     views: tuple[View, ...]
     num_bytes: int
 
     def show(self, raw: torch.Tensor) -> None:
-        """Let every object see these bytes."""
+        """Make every object a view of these bytes."""
         for view in self.views:
             values = raw.view(view.dtype)
             view.tensor.data = values.as_strided(view.size, view.stride, int(values.storage_offset()) + view.offset)
@@ -87,15 +87,15 @@ class TensorComponent:
     def __init__(
         self, name: str, device: Device, collect: Callable[[], NamedTensors], folder: Path, *, is_frozen: bool = False
     ) -> None:
-        """Take over tensors.
+        """Make a component of tensors on a device.
 
         Args:
-            name: As `ComponentMove` has it.
-            device: Where they are.
-            collect: Names them while they are on the device; asked again before each departure, because an optimizer's state
-                comes into being with its first step. Tensors that are elsewhere are left alone.
-            folder: Where it is written to when it goes to disk.
-            is_frozen: The values never change: its file is written once, and stays.
+            name: Name in `ComponentMove`.
+            device: The device of the tensors.
+            collect: Returns the named tensors while they are on the device; called again before each move off it, because an
+                optimizer's state is created in its first step. Tensors that are elsewhere are ignored.
+            folder: Folder of its file when it is on disk.
+            is_frozen: Whether the values never change; if so, its file is written once and kept.
         """
         self.name = name
         self.residence: Residence = "device"
@@ -110,7 +110,7 @@ class TensorComponent:
     def of_module(
         cls, name: str, module: torch.nn.Module, device: Device, folder: Path, *, is_frozen: bool = False
     ) -> TensorComponent:
-        """Take over a module's parameters and persistent buffers; rotary tables and the like are small, and stay."""
+        """Make a component of a module's parameters and persistent buffers; other buffers (rotary tables) are small, and stay."""
         return cls(
             name, device, lambda: [*module.state_dict(keep_vars=True).items(), *getattr(module, HELD_TOO, tuple)()], folder,
             is_frozen=is_frozen,
@@ -118,17 +118,17 @@ class TensorComponent:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes it takes on the device when it is there."""
+        """Return the bytes that it uses when it is on the device."""
         return sum(block.num_bytes for block in self._blocks)
 
     def look(self) -> None:
-        """See what tensors there are now, and count them; only on the device can there be new ones."""
+        """Find the present tensors, and count them; new ones can only exist while it is on the device."""
         if self.residence != "device":
             return
         objects: dict[int, list[torch.Tensor]] = {}
-        # By the address of their storage: the distinct ones that lie on the device and have memory.
+        # By the address of their storage: distinct tensors on the device that have memory.
         for _, whole in self._collect():
-            # What holds the memory: the part here, not by `to_local`, which makes a new object; and what that is a view of.
+            # Owners of the memory: the local part (not by `to_local`, which makes a new object), and the tensor it is a view of.
             own: torch.Tensor = getattr(whole, "_local_tensor", whole)
             for tensor in (own, own._base):  # noqa: SLF001 - the documented mark of a view
                 if tensor is None or tensor.device != self._device.kind or not tensor.untyped_storage().nbytes():
@@ -144,10 +144,10 @@ class TensorComponent:
         self._device.hold(block.views[0].tensor for block in blocks)
 
     def move(self, to: Residence) -> None:
-        """Bring it there and return once it is; blocking.
+        """Move the component and return when it has arrived; blocking.
 
         Raises:
-            ResidencyError: There is no room; it is where it was.
+            ResidencyError: There is not enough memory or disk space; the component is where it was.
         """
         if to == self.residence:
             return
@@ -173,7 +173,7 @@ class TensorComponent:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let every object see its bytes where they are, in host memory or in the file: to be read, not changed."""
+        """Make every object a view of its bytes in host memory or in the file within the context: to read, not to change."""
         if self.residence == "device":
             yield
             return
@@ -201,10 +201,10 @@ class TensorComponent:
                         start += block.num_bytes + -block.num_bytes % ALIGNMENT_BYTES
 
     def _filled(self, *, on_host: bool) -> list[torch.Tensor]:
-        """Return new memory that holds the bytes; where it cannot be had, nothing has changed."""
+        """Return new memory with a copy of the bytes; if there is not enough, nothing has changed."""
         try:
             taken = self._device.take([block.num_bytes for block in self._blocks], on_host=on_host)
-        except (RuntimeError, MemoryError, OSError) as error:  # torch says a plain RuntimeError where host memory is full
+        except (RuntimeError, MemoryError, OSError) as error:  # torch raises a plain RuntimeError if host memory is full
             raise ResidencyError(f"no room for {self.name} ({self.num_bytes / 2**30:.3f} GiB): {error}") from error
         pairs = zip(self._contents(), taken, strict=True)
         if self.residence in {"device", "host"}:
@@ -220,14 +220,14 @@ class TensorComponent:
 
 
 def write_spill(path: Path, contents: Iterable[torch.Tensor]) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Args:
-        path: Its name; a file already there is replaced.
-        contents: uint8, on the CPU; asked for one at a time.
+        path: Path of the file; an existing file is replaced.
+        contents: uint8, on the CPU; requested one at a time.
 
     Raises:
-        ResidencyError: The disk would not take it; nothing is left behind.
+        ResidencyError: The file cannot be written; no incomplete file is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def write_spill(path: Path, contents: Iterable[torch.Tensor]) -> None:
                 file.write(bytes(-tensor.nbytes % ALIGNMENT_BYTES))
     except OSError as error:
         raise ResidencyError(
-            f"cannot write to {path}: {error.strerror or error}; make room there, or keep what is offloaded in host memory "
+            f"cannot write to {path}: {error.strerror or error}; make room there, or keep offloaded components in host memory "
             '(placement.offload_to = "host")'
         ) from error
 
@@ -255,15 +255,15 @@ class ResidencyManager:
         self, placement: PlacementConfig, run_folder: Path, process: str, components: Iterable[TensorComponent],
         phases: Iterable[PhaseNeeds], device: Device, clock: Clock,
     ) -> None:  # fmt: skip
-        """Take over components, each where it is.
+        """Manage components from their present places.
 
         Args:
-            placement: How much of host memory offloaded components may take, and where they go first.
-            run_folder: `memory/PROCESS.jsonl` in it gets a line of every switch and of every move within a phase.
-            process: As it said at hello.
-            components: Moved by nobody else from now on.
-            phases: What each declares.
-            device: Shared with other processes.
+            placement: Sets how much host memory offloaded components may use, and where they go first.
+            run_folder: `memory/PROCESS.jsonl` in it gets a line for every switch and for every move within a phase.
+            process: The process's name, as in its hello message.
+            components: From now on only the manager moves them.
+            phases: Needs of each phase.
+            device: The device, shared with other processes.
             clock: Times moves.
         """
         self._process = process
@@ -272,13 +272,13 @@ class ResidencyManager:
         self._device, self._clock, self._timeline = device, clock, open_memory(run_folder, process)
         self._host_bytes, self._offload_to = int(placement.host_memory_gib * GIB) or None, placement.offload_to
         self.phase: Phase | None = None
-        """That was reached last; None before the first."""
+        """The phase that was reached last; None before the first."""
         self._peak_bytes = 0
-        """Since the controller was last told, besides what the device measures."""
+        """Peak since the last answer to the controller, in addition to what the device measures."""
         device.reset_peak()
 
     def close(self) -> None:
-        """Close the timeline; what is where stays. Safe to repeat."""
+        """Close the timeline; components stay where they are. Safe to repeat."""
         self._timeline.close()
 
     @property
@@ -287,17 +287,17 @@ class ResidencyManager:
         return {one.name: one.num_bytes for one in self._components.values() if one.residence == "device"}
 
     def switch(self, phase: Phase, number: int = OWN_SWITCH) -> PhaseReached:
-        """Bring about what a phase needs.
+        """Move components as a phase needs.
 
         Args:
-            phase: One of those declared.
-            number: Of the controller's switch; the process's own switches, within a phase, have none.
+            phase: One of the declared phases.
+            number: Number of the controller's switch; the process's own switches, within a phase, have none.
 
         Returns:
             The answer to the controller: the moves of this switch, what is resident, and the peak since its last one.
 
         Raises:
-            ResidencyError: It cannot be done; everything is whole, some of it moved.
+            ResidencyError: A move failed; all components are complete, but some may have moved.
         """
         for component in self._components.values():
             component.look()
@@ -311,7 +311,7 @@ class ResidencyManager:
                 began_s = self._clock.now()
                 self._components[move.component].move(move.after)
                 done.append(msgspec.structs.replace(move, seconds=self._clock.now() - began_s))
-            if number != OWN_SWITCH and self._phases[phase].gives_back:  # gradients and activations are no components
+            if number != OWN_SWITCH and self._phases[phase].gives_back:  # gradients and activations are not components
                 self._device.give_back()
         except ResidencyError as error:
             held = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.resident.items())
@@ -330,7 +330,7 @@ class ResidencyManager:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let everything be read where it is, to save it, without a byte on the device."""
+        """Make all components readable in place, to save them without device memory."""
         with contextlib.ExitStack() as stack:
             for component in self._components.values():
                 stack.enter_context(component.readable())

@@ -1,10 +1,10 @@
-"""Which components move where when a phase begins, and whether a set of phases fits at all: pure, from names, sizes and budgets.
+"""Plans which components move when a phase begins, and checks whether phases fit: pure, from names, sizes and budgets.
 
-Order of a plan: first what leaves the device, least needed first (what no coming phase names, then what is named last; of equals
-the larger), then what the phase needs, in the order it names them. What leaves goes to host memory while that has room, if it is
-to go there, else to disk. A component moves at most once in a plan, and no budget is exceeded after any move of it.
+A plan first moves components off the device, least needed first (those that no next phase names, then those named last; among
+equals the larger), then brings what the phase needs, in the order of its list. Components that leave go to host memory if
+`offload_to` says so and there is room, else to disk. A component moves at most once in a plan, and no move exceeds a budget.
 
-The controller checks phases at start: no torch here.
+The controller checks phases at start, so there is no torch here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from asyncrl.schema.control import ComponentMove, Phase, Residence
 
 GIB = 1 << 30
 SWAP_FOLDER = "swap"
-"""In the run folder: components that are on disk."""
+"""Subfolder of the run folder for components on disk."""
 OffloadTo = Literal["host", "disk"]
 WORKERS_REFERENCE = "workers' reference"
-"""That of inference workers, in the sum of a phase."""
+"""Name of the inference workers' reference in the sum of a phase."""
 KNOBS = {
     "optimizer": 'learner.optimizer = "adamw_8bit" (a quarter of it) or learner.offload_optimizer = true (none of it)',
     "policy": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
@@ -37,12 +37,12 @@ KNOBS = {
     "logits": "smaller learner.logprob_chunk_tokens",
     "gradients": 'learner.dtype = "bfloat16", or [learner.lora], which trains adapters only',
 }
-"""What makes a component smaller, by a word of its name; the first that fits is said."""
+"""How to reduce a component, by a word in its name; the first match is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A component as the planner sees it."""
+    """The fields of a component that the planner needs."""
 
     name: str
     num_bytes: int
@@ -51,17 +51,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PhaseNeeds:
-    """What a phase declares."""
+    """The declared needs of a phase."""
 
     phase: Phase
     now: tuple[str, ...] = ()
     """Components that must be on the device."""
     soon: tuple[str, ...] = ()
-    """Those that come next, soonest first."""
+    """Components needed next, soonest first."""
     working_bytes: int = 0
-    """What else it will take on the device: gradients, activations of a forward, what other processes of the device hold then."""
+    """Other memory that it will use on the device: gradients, activations of a forward, memory of other processes."""
     gives_back: bool = False
-    """What it does not need leaves the device, whether or not there would be room: another process wants it, or a backward."""
+    """Unneeded components always leave the device, because another process or a backward needs the memory."""
 
 
 def plan_switch(
@@ -70,14 +70,14 @@ def plan_switch(
     """Return the moves after which the phase can begin, in order.
 
     Args:
-        parts: Everything that this process moves.
-        needs: Of the phase; names that are not among the parts are others' business.
-        device_bytes: How much of the device there is for all components together; None: no limit.
-        host_bytes: The same of host memory.
-        offload_to: Where what leaves is to go first.
+        parts: All components of this process.
+        needs: Needs of the phase; names that are not in `parts` belong to other processes and are ignored.
+        device_bytes: Device memory for all components together; None: no limit.
+        host_bytes: The same for host memory.
+        offload_to: Where components that leave the device go first.
 
     Raises:
-        ResidencyError: What the phase needs does not fit; the message adds up.
+        ResidencyError: The needs of the phase do not fit; the message shows the sum.
     """
     by_name = {part.name: part for part in parts}
     now = [by_name[name] for name in needs.now if name in by_name]
@@ -107,11 +107,11 @@ def check_phases(phases: Iterable[tuple[Phase, Mapping[str, int]]], budget_bytes
     """Refuse phases that cannot fit.
 
     Args:
-        phases: Each with what is on the device in it, of all processes, in bytes by name.
-        budget_bytes: Of the device. Host memory is in no sum: what finds it full goes to disk.
+        phases: Each phase with the components of all processes on the device, bytes by name.
+        budget_bytes: Memory of the device. Host memory is not checked: if it is full, components go to disk.
 
     Raises:
-        ConfigError: Some phase needs more than there is; the message shows each such sum and what to change.
+        ConfigError: A phase needs more than the budget; the message shows each such sum and what to change.
     """
     complaints = []
     for phase, sizes in phases:
@@ -129,12 +129,12 @@ def check_phases(phases: Iterable[tuple[Phase, Mapping[str, int]]], budget_bytes
 
 
 def sum_up(sizes: Mapping[str, int], limit: int) -> str:
-    """Return an addition, a line a component, and what it comes to against the limit."""
+    """Return the sum as text, one line per component, with the total and the limit."""
     total = sum(sizes.values())
     rows = [*sizes.items(), ("sum", total), ("budget", limit), ("too much" if total > limit else "left", abs(limit - total))]
     return "\n".join(f"  {name:<22}{num_bytes / GIB:>12.4f} GiB" for name, num_bytes in rows)
 
 
 def gib(num_bytes: int) -> str:
-    """Return bytes as people read them."""
+    """Return a number of bytes as text in GiB."""
     return f"{num_bytes / GIB:.4f} GiB"

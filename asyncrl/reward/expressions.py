@@ -1,10 +1,10 @@
-r"""Whether two LaTeX expressions have the same value: by numbers where these decide, else by sympy, for at most `BUDGET_S`.
+r"""Compares the values of two LaTeX expressions: by numbers if these decide, otherwise by sympy, for at most `BUDGET_S`.
 
 math-verify reads the LaTeX. Both expressions are then evaluated at a few points, with `_DIGITS` digits and every value on the way
-within bounds. Values that differ somewhere make them different. Values that agree everywhere make them equal, where no branch of
-a function of letters can hide a difference (`_BRANCHED`). Only what is left is sympy's to simplify.
+within bounds. If values differ at a point, the expressions differ. If they agree at all points, the expressions are equal, unless
+a branch of a function of letters can hide a difference (`_BRANCHED`). sympy decides only the remaining cases.
 
-The budget is of CPU time, so a busy machine judges as an idle one does. It ends the reading, the evaluation and sympy alike.
+The budget is CPU time, so results are the same on a busy and an idle machine. It covers parsing, evaluation and sympy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BUDGET_S = 2.0
 _DIGITS, _SAME_DIGITS = 400, 150
 _MOST, _LEAST = 1e120, 1e-120
 _FLOAT_TOLERANCE = 2e-6
-"""Where one of them has a decimal fraction, as math-verify compares those; of values below 1, relative to them."""
+"""The tolerance of math-verify if one of them has a decimal fraction; relative for values below 1."""
 _POINTS = ((1.3171, 0.7193, 2.2361, 1.8437), (-0.8391, 1.6180, -1.4427, 0.5772), (2.0946, -1.2021, 0.3679, -2.5029))
 _LETTERS = re.compile(r"(?<![\\A-Za-z])([A-Za-z])\s+(?=[A-Za-z])")
-"""Letters with blanks between them, which math-verify takes for words and leaves out."""
+"""Letters with blanks between them, which math-verify would treat as words and ignore."""
 _CONSTANTS = {"Pi": "pi", "Exp1": "e", "ImaginaryUnit": "j"}
 _BRANCHED = {"log", "asin", "acos", "atan", "Abs"}
 Equal = Callable[[str, str], bool]
@@ -34,11 +34,11 @@ _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", 
 
 
 class _OutOfTime(BaseException):
-    """Passes every `except Exception` of sympy."""
+    """Ends the judging; as a BaseException it passes every `except Exception` of sympy."""
 
 
 def within_budget(judge: Equal) -> Equal:
-    """Return `judge`, which says False where it would take more than `BUDGET_S` of CPU time. Only in the main thread.
+    """Return a version of `judge` that returns False after `BUDGET_S` of CPU time. It works only in the main thread.
 
     Raises:
         RewardError: math-verify is not installed.
@@ -49,7 +49,7 @@ def within_budget(judge: Equal) -> Equal:
     from sympy.core.parameters import global_parameters  # type: ignore[import-untyped] # noqa: PLC0415
 
     for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
-        # Both warn at every call that their own timeouts are off.
+        # They warn at every call that their own timeouts are off.
         logging.getLogger(name).setLevel(logging.ERROR)
 
     def stop(*_: object) -> None:
@@ -58,7 +58,7 @@ def within_budget(judge: Equal) -> Equal:
     def bounded(answer: str, reference: str) -> bool:
         before = signal.signal(signal.SIGVTALRM, stop)
         try:
-            # Again and again, in case a bare `except` takes the first.
+            # The timer repeats, in case a bare `except` catches the first exception.
             signal.setitimer(signal.ITIMER_VIRTUAL, BUDGET_S, 0.1)
             return judge(answer, reference)
         except _OutOfTime:
@@ -102,11 +102,11 @@ def _parse(text: str) -> list[Any]:
 
 
 class _Undecided(Exception):  # noqa: N818 - not an error
-    """The value is out of bounds or of an unknown function."""
+    """The value is out of bounds or has an unknown function."""
 
 
 def _value(expression: Any, mp: Any, letters: dict[str, Any]) -> Any:  # noqa: ANN401 - sympy and mpmath have no types
-    """Return the value of a sympy expression at one point; raise _Undecided where it has none within bounds."""
+    """Return the value of a sympy expression at one point; raise _Undecided if it has no value within bounds."""
     kind, parts = type(expression).__name__, expression.args
     if expression.is_Symbol:
         return mp.j if expression.name == "i" else letters[expression.name]
@@ -141,7 +141,7 @@ def _value(expression: Any, mp: Any, letters: dict[str, Any]) -> Any:  # noqa: A
 
 
 def _bounded(value: Any, mp: Any) -> Any:  # noqa: ANN401 - as above
-    """Check a value's size, and take off an imaginary part that is rounding: the sign of it would choose a branch."""
+    """Check a value's size, and remove an imaginary part that is only rounding error: its sign would choose a branch."""
     size = abs(value)
     if size and not _LEAST < size < _MOST:
         raise _Undecided
@@ -149,7 +149,7 @@ def _bounded(value: Any, mp: Any) -> Any:  # noqa: ANN401 - as above
 
 
 def _same_values(given: Any, wanted: Any) -> bool | None:  # noqa: ANN401 - as above
-    """Return whether two sympy expressions are the same as far as their values tell; None: ask sympy."""
+    """Return whether two sympy expressions are equal by their values; None: sympy must decide."""
     import mpmath  # noqa: PLC0415 - comes with sympy
     import sympy  # type: ignore[import-untyped] # noqa: PLC0415 - comes with math-verify
 

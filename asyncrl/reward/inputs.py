@@ -1,4 +1,4 @@
-"""What a reward function sees, what comes of it, and the small steps several share. Imported by every reward; imports none."""
+"""The input and result of a reward function, and functions that rewards share. Every reward imports it; it imports none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.schema.samples import FinishReason, Prompt
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """One completion, and the problem it answers."""
+    """One completion, and its prompt."""
 
     prompt: Prompt
     text: str
@@ -26,41 +26,41 @@ class RewardInput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     num_tokens: int
     index: int = 0
-    """Which member of its group it is."""
+    """Its index in its group."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What came of one sample; from a scoring process to the pool."""
+    """The result for one sample; from a scoring process to the pool."""
 
     reward: float = 0.0
     """The weighted sum."""
     parts: dict[str, float] = {}
     """Every value by name, unweighted."""
     late: tuple[int, ...] = ()
-    """Functions that ran out of time, and so score 0."""
+    """Functions that ran out of time and therefore score 0."""
     number: int = 0
-    """Which of the samples it is that the process was sent, from 1."""
+    """Number of the sample among those that the process received, from 1."""
     error: str = ""
     kind: str = ""
     """Type and place of the error (`errors.kind_of`)."""
     trace: str = ""
     seconds: float = 0.0
     out_of_memory: bool = False
-    """There is no reward, and the process ends: what filled the memory may still be held."""
+    """There is no reward, and the process ends, since it may still hold the memory."""
 
 
 MOST_SHOWN_CHARS = 1000
-"""Of what a function raised or returned."""
+"""Maximum number of characters of a text for a function's exception or result."""
 RewardFunction = Callable[[RewardInput], "float | Awaitable[float]"]
-"""Judges one sample; sync or async; what it raises fails the sample with that reason."""
+"""Judges one sample; sync or async. An exception makes the sample fail, with that reason."""
 
 
 Pattern = re.Pattern[Any]
-"""Compiled by RE2, which matches UTF-8; of a `str` it also computes places in characters, three times slower."""
+"""A pattern compiled by RE2, which matches UTF-8; for a `str` it also computes character positions, three times slower."""
 
 
 def linear_pattern(pattern: str) -> Pattern:
-    """Compile with RE2, `.` matching newlines too; raise re2.error where RE2 has no such pattern."""
+    """Compile with RE2, `.` matching newlines too; raise re2.error if RE2 does not support the pattern."""
     options = re2.Options()
     options.dot_nl, options.log_errors = True, False
     return cast("Pattern", re2.compile(pattern, options))
@@ -70,8 +70,8 @@ def compile_pattern(pattern: str, field: str) -> Pattern:
     """Compile a pattern so that it runs in linear time (RE2); `.` matches newlines too.
 
     Raises:
-        ConfigError: It is not a regular expression, or has lookaround or backreferences, with which a completion could make its
-            judge run for ever; the message names `field`.
+        ConfigError: It is not a regular expression, or has lookaround or backreferences, with which a completion could make the
+            judge run without end; the message names `field`.
     """
     try:
         # Python's end of text is RE2's \z; as RE2 has no \Z, the two cannot be confused.
@@ -88,7 +88,7 @@ def compile_pattern(pattern: str, field: str) -> Pattern:
 
 
 def compile_extract(pattern: str, field: str) -> Pattern | None:
-    """Compile an extraction pattern, which must have a group; None where it is empty. Raises as `compile_pattern`."""
+    """Compile an extraction pattern, which must have a group; None if it is empty. Raises as `compile_pattern`."""
     if not pattern:
         return None
     compiled = compile_pattern(pattern, field)
@@ -102,10 +102,10 @@ def extract_answer(text: str, pattern: Pattern | None) -> str | None:
 
     Args:
         text: The completion.
-        pattern: Its first group in the last match is the answer; None takes the whole text.
+        pattern: Its first group in the last match is the answer; None: the whole text is the answer.
 
     Returns:
-        The answer, or None where nothing matches.
+        The answer, or None without a match.
     """
     if pattern is None:
         return text.strip()
@@ -119,10 +119,10 @@ def matches_whole(text: str, pattern: Pattern) -> bool:
 
 
 def import_optional(module: str, kind: str) -> ModuleType:
-    """Import a package that only one reward needs.
+    """Import an optional package that only one reward needs.
 
     Raises:
-        RewardError: It is not installed; the message says which extra brings it.
+        RewardError: It is not installed; the message names the extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -131,12 +131,12 @@ def import_optional(module: str, kind: str) -> ModuleType:
 
 
 def as_number(value: object) -> float:
-    """Return a number that a user's function returned.
+    """Convert the result of a user's function to a number.
 
     Raises:
-        TypeError: It is none: text and bytes, which `float` would read, are none.
+        TypeError: It is not a number. Text and bytes, which `float` would accept, are not numbers.
         ValueError: It is not finite.
-        BaseException: Whatever the value's own method raises.
+        BaseException: An exception of the value's own method.
     """
     if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
         raise TypeError(f"it must be a finite number, got {shown(value)}")
@@ -147,7 +147,7 @@ def as_number(value: object) -> float:
 
 
 def shown(value: object) -> str:
-    """Return what a user's function raised or returned as text that can be sent: bounded, and without lone surrogates."""
+    """Return an exception or result of a user's function as text that can be sent: bounded, and without lone surrogates."""
     try:
         text = str(value) if isinstance(value, BaseException) else repr(value)
     except BaseException:  # noqa: BLE001 - the value's own method, or an integer of too many digits

@@ -1,13 +1,13 @@
-r"""Whether an answer equals a reference as mathematics: one answer is taken by stated rules, and only then math-verify compares.
+r"""Compares an answer with a reference as mathematics: fixed rules select one answer, and then math-verify compares.
 
-1. One answer: what stands in `\boxed{}`, else what stands in `$..$`, `\(..\)` or `\[..\]` (with words around it that only
-   introduce it), else the whole text. Several that differ are none.
+1. One answer: the content of `\boxed{}`, else the content of `$..$`, `\(..\)` or `\[..\]` (with words around it that only
+   introduce it), else the whole text. Several different answers count as no answer.
 2. One form: an answer must have the form of the reference. A number is compared exactly (numbers.py); text as text; tuples,
    intervals, sets, lists, unions and matrices by their brackets and item by item; a relation only with a relation.
-3. One expression: what is left must be one, of known functions and no more letters than the reference has, and small: length,
+3. One expression: the rest must be one expression, with known functions, only letters of the reference, and small: length,
    digits, nesting, powers and factorials are bounded before anything parses or evaluates it.
 
-math-verify alone takes the last number or the last side of what it is given, so `1=7` and `1 or 2 or 7` are 7 to it.
+math-verify alone uses the last number or the last side of its input, so it would read `1=7` and `1 or 2 or 7` as 7.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ _MATRIX = re.compile(r"\\begin\{(?P<kind>[pbB]?matrix|array)\}(?:\{[lcr|]*\})?(?
 _OWN_UNIT = re.compile(
     r"[^A-Za-z]*\d(?:\s*\\text\{\s*(?=[A-Za-z]{4}|[A-Za-z^\d]+/)[A-Za-z/^\d]+\s*\}(?:\^\d)?|\s+[A-Za-z]{5,})", re.ASCII
 )
-"""A reference with a unit that no list has: one word, too long to be a product or a name within `\\mathrm{}`, or with `/`."""
+"""A reference with an unlisted unit: one word, too long to be a product or a name within `\\mathrm{}`, or with `/`."""
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 _OPENING, _CLOSING = "([{", ")]}"
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.ASCII)
-"""Digits and commas that are one number, and not a list: `5,125`, but not `5,125,6`."""
+"""Digits and commas that form one number and not a list: `5,125`, but not `5,125,6`."""
 
 
 def same_mathematics(answer: str, reference: str) -> bool:
-    """Return whether an answer equals a reference; only in `expressions.within_budget`."""
+    """Return whether an answer equals a reference; call it only within `expressions.within_budget`."""
     wanted, given = take_one(reference), take_one(answer)
     return given is not None and _equal(given, wanted or _normal(reference))
 
 
 def take_one(text: str) -> str | None:
-    """Return the one answer that a text gives, normalised; None where it gives none or several that differ."""
+    """Return the single answer in a text, normalised; None if it has no answer or several different ones."""
     text = text[-MAX_TEXT_CHARS:]
     found = list(_boxed(text))
     if not found:
@@ -103,7 +103,7 @@ def take_one(text: str) -> str | None:
 
 
 def _boxed(text: str) -> Iterator[str]:
-    r"""Yield the contents of each `\boxed{}`; one that is not closed ends the search."""
+    r"""Yield the content of each `\boxed{}`; an unclosed one ends the search."""
     position = 0
     while (match := re.compile(r"\\f?boxed\s*\{").search(text, position)) is not None:
         depth, end = 1, match.end()
@@ -118,7 +118,7 @@ def _boxed(text: str) -> Iterator[str]:
 
 
 def _normal(text: str) -> str:
-    """Return LaTeX without what does not change its meaning."""
+    """Return LaTeX without the parts that do not change its meaning."""
     if len(text) > 2 * MAX_ANSWER_CHARS:
         return text
     text = text.strip()
@@ -143,9 +143,9 @@ def _equal(answer: str, reference: str, depth: int = 0) -> bool:
     if depth > 3:
         return False
     words = [text for text in (answer, reference) if _is_text(text)]
-    if len(words) == 2 or (words and not re.fullmatch("[a-z]{2,3}", words[0])):  # beside mathematics, `ab` is a product
+    if len(words) == 2 or (words and not re.fullmatch("[a-z]{2,3}", words[0])):  # in mathematics, `ab` is a product
         return _folded(answer) == _folded(reference)
-    # `x =` and `x \in` are taken off both; either may leave them out, where it is no other equation.
+    # `x =` and `x \in` are removed from both; either side may omit them, unless it is another equation.
     (given_name, given_value), (wanted_name, wanted_value) = _named(answer), _named(reference)
     if given_name and wanted_name and given_name != wanted_name:
         return False
@@ -164,18 +164,18 @@ def _equal(answer: str, reference: str, depth: int = 0) -> bool:
 
 
 def _same_quantities(answer: str, reference: str) -> bool | None:
-    """Compare two quantities; return None where they are not."""
+    """Compare two quantities; return None if they are not quantities."""
     wanted = parse_quantity(reference)
     may_have_own_unit = wanted is None and _OWN_UNIT.fullmatch(reference) is not None
     if may_have_own_unit and (_COMMANDS | _FUNCTIONS).isdisjoint(re.findall("[a-z]+", reference.casefold())[-1:]):
         wanted = parse_quantity(reference, None)
     given = parse_quantity(answer, wanted.unit if wanted else "")
     if wanted is None or given is None:
-        # An expression with the same text behind it, as `7!\text{ ways}`, is compared as one.
+        # An expression followed by the same text, such as `7!\text{ ways}`, is compared as an expression.
         _, text, unit = _squeezed(reference).rpartition(r"\text")
         has_its_text = bool(text) and _squeezed(answer).endswith(text + unit)
         return False if wanted and may_have_own_unit and not has_its_text else None
-    # A letter right behind a number may be a variable: it is a unit only where both have it.
+    # A letter directly after a number may be a variable: it is a unit only if both have it.
     is_variable = given.unit != wanted.unit and any(map(_ATTACHED_LETTER.search, (answer, reference)))
     shares = {each.value / 100 if each.unit == "%" else each.value for each in (given, wanted)}
     is_percentage = {given.unit, wanted.unit} == {"%", ""} and len(shares) == 1
@@ -183,7 +183,7 @@ def _same_quantities(answer: str, reference: str) -> bool | None:
 
 
 def _same_value(answer: str, reference: str) -> bool:
-    """Compare two expressions, or two equations by what is 0 in them: by solutions, those that have none would all be equal."""
+    """Compare two expressions, or two equations as `left - right`: by solutions, all equations without one would be equal."""
     if _relations(reference) != ["="]:
         return same_expression(answer, reference)
     given, wanted = _split(answer, "="), _split(reference, "=")
@@ -194,12 +194,12 @@ def _same_value(answer: str, reference: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without blanks, but for those that keep two words or numbers apart."""
+    """Return a text without blanks, except those between two words or numbers."""
     return re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", re.sub(r"\s+", " ", text))
 
 
 def _is_text(text: str) -> bool:
-    r"""Whether it is words, not mathematics: `\text{(A)}`, `yes`."""
+    r"""Return whether it is words and not mathematics: `\text{(A)}`, `yes`."""
     words = _TEXT.fullmatch(text)
     if words:
         return not _folded(words[1]).replace(".", "", 1).isdigit()
@@ -207,12 +207,12 @@ def _is_text(text: str) -> bool:
 
 
 def _folded(text: str) -> str:
-    """Return words without blanks, parentheses and full stops; the point of a number stays."""
+    """Return words without blanks, parentheses and full stops; a decimal point stays."""
     return re.sub(r"[\s()]+|\.(?!\s*\d)", "", _TEXT.sub(r"\1", text)).casefold()
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return the name in front of an answer, empty where it has none, and the rest."""
+    """Return the name before an answer (empty if it has none), and the rest."""
     match = _NAME.fullmatch(text)
     return (_squeezed(match["name"]), match["rest"]) if match and not _RELATION.search(match["rest"]) else ("", text)
 
@@ -247,7 +247,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separator: str, *, keeps_grouped: bool = False) -> list[str]:
-    """Split where no bracket is open, and not within a number such as `5,125` where these are kept."""
+    """Split outside brackets, and outside numbers such as `5,125` if they are kept."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         character = text[position]
@@ -293,7 +293,7 @@ def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], dep
 
 
 def _one_expression(answer: str, reference: str) -> bool:
-    """Whether an answer is one expression, of the kind that the reference is, and small enough to be evaluated."""
+    """Return whether an answer is one expression of the reference's kind, and small enough to evaluate."""
     if sorted(_relations(answer)) != sorted(_relations(reference)) or _TEXT.findall(answer) != _TEXT.findall(reference):
         return False
     if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
@@ -310,7 +310,7 @@ def _one_expression(answer: str, reference: str) -> bool:
     )
     if any(command not in known for command in re.findall(r"\\([A-Za-z]+)", plain)) or re.search(r"\\[^A-Za-z{}%]", plain):
         return False
-    # math-verify leaves out what it does not understand: an infinity that is a factor, a number behind a letter and a blank.
+    # math-verify ignores what it does not understand: infinity as a factor, a number after a letter and a blank.
     if (r"\infty" in answer) > (r"\infty" in reference) or re.search(r"(?<![A-Za-z])[A-Za-z]\s+\d", answer, re.ASCII):
         return False
     letters = _letters(reference)
@@ -332,7 +332,7 @@ def _relations(text: str) -> list[str]:
 
 
 def _is_small(text: str) -> bool:
-    """Whether digits, nesting, powers, factorials and binomials are bounded."""
+    """Return whether digits, nesting, powers, factorials and binomials are bounded."""
     if re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         return False
     depths = [*accumulate(map(_opens, text), initial=0)]
@@ -348,7 +348,7 @@ def _is_small(text: str) -> bool:
 
 
 def _item(text: str, start: int) -> tuple[str, int]:
-    """Return the group, number or character that begins at `start`, and where it ends."""
+    """Return the group, number or character that begins at `start`, and its end."""
     if text[start : start + 1] and text[start] in _OPENING:
         depths = accumulate(map(_opens, text[start:]))
         end = next((end for end, depth in enumerate(depths, start + 1) if not depth), len(text))
@@ -359,7 +359,7 @@ def _item(text: str, start: int) -> tuple[str, int]:
 
 
 def _largest_power(text: str) -> float:
-    """Return the largest power that a text raises anything to, nested groups multiplied; of a power in an exponent, infinity."""
+    """Return the largest exponent in a text, with nested groups multiplied; infinity if an exponent contains a power."""
     largest, position = 1.0, 0
     while position < len(text):
         item, position = _item(text, position)
@@ -375,7 +375,7 @@ def _largest_power(text: str) -> float:
 
 
 def _trailing_unit(text: str) -> tuple[str, str]:
-    r"""Return an expression and the unit written behind it, in `\text{}` or after a blank."""
+    r"""Return an expression and the unit after it, in `\text{}` or after a blank."""
     match = re.fullmatch(
         r"(.*?[\w})])\s*\\text\{\s*([^{}]*?)\s*\}(\^\{?\d\}?)?|(.*?[\d})])\s+([A-Za-z]{1,20})(\^\{?\d\}?)?", text, re.DOTALL
     )

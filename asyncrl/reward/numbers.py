@@ -1,9 +1,9 @@
 r"""Reading a quantity as people and models write it: `1,234.50`, `$3`, `3/4`, `1 1/2`, `\frac{3}{4}`, `12 km`, `5e-3`, `50%`.
 
-Exact arithmetic (fractions) throughout, so that tolerance is the only source of slack. The rules (docs/rewards.md lists them):
-- wrappers are taken off: `$..$`, `\(..\)`, `\boxed{..}`, `**..**`, parentheses around everything, and a name in front (`x = 5`);
-- one number, with ASCII digits; two numbers, or a word that is no unit, make it no quantity;
-- a unit is one that is listed here, or the very unit of the reference: the task knows its own.
+All arithmetic is exact (fractions), so only the tolerance allows a difference. The rules (docs/rewards.md lists them):
+- wrappers are removed: `$..$`, `\(..\)`, `\boxed{..}`, `**..**`, parentheses around everything, and a name in front (`x = 5`);
+- a quantity has one number, with ASCII digits; a text with two numbers, or with a word that is not a unit, is not a quantity;
+- a unit is listed here, or is the unit of the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _UNIT_OUTSIDE = re.compile(r"\A(?:\$((?:\\.|[^$\\])+)\$|\\\((.+)\\\))\s*([A-Za-z%\u00b0\\].*)", re.DOTALL)
 _OWN_UNIT = re.compile(r"(?![a-z](?:\^\d)?(?: |$))[a-z]+(?:\^\d)?(?:[ /][a-z]+(?:\^\d)?)*", re.ASCII)
-"""A unit that no list has. One letter alone is a variable."""
+"""An unlisted unit. A single letter is a variable."""
 _LATEX_NOISE = re.compile(r"\\[!,;: ]|\\(?:left|right|displaystyle)(?![A-Za-z])")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mbox|textbf|textrm|operatorname)\s*\{([^{}]*)\}")
 _LATEX_FRACTION = re.compile(
@@ -67,7 +67,7 @@ _NO_UNIT_WORDS = """or and to mod modulo plus minus times over by choose divided
     fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth billionth dozen gross score
     quadrillion"""
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split()) | set(_SCALES)
-"""What makes another number of the one before it, in the plural too."""
+"""Words that change the number before them, also in the plural."""
 _UNIT_NAMES = """
     %,percent,per cent,pct; $,dollar,usd,us$,us dollar,buck; €,euro,eur; £,gbp,pound sterling; ¥,yen,jpy; ¢,cent; rupee,inr
     °,degree,deg; °c,degrees celsius,celsius; °f,degrees fahrenheit,fahrenheit; rad,radian
@@ -95,25 +95,25 @@ _UNIT_NAMES = """
 _ENTRIES = [[name.strip() for name in entry.split(",")] for entry in _UNIT_NAMES.replace("\n", ";").split(";")]
 _PLURALS = {f"{name}s": names[0] for names in _ENTRIES for name in names if len(name) > 1}
 UNITS = _PLURALS | {name: names[0] for names in _ENTRIES for name in names if name}
-"""A unit as it may be written, lower case, to the one name it is compared by."""
+"""Maps each written form of a unit, in lower case, to the name for comparison."""
 
 
 class Quantity(NamedTuple):
-    """A number and the unit written after it (empty where there is none)."""
+    """A number and the unit after it (empty without a unit)."""
 
     value: Fraction
     unit: str
     name: str = ""
-    """What stands before the equals sign, in `x = 5`."""
+    """The name before the equals sign, as in `x = 5`."""
 
 
 def parse_quantity(text: str, reference_unit: str | None = "") -> Quantity | None:
-    """Return the one quantity that `text` is, or None where it is anything else.
+    """Return the quantity that `text` is, or None if it is not exactly one quantity.
 
     Args:
-        text: As it was written.
-        reference_unit: A unit that counts as one although it is not listed; None: any words behind a blank do that name no
-            number (`fifths`) and are no variable (`x`).
+        text: The text as written.
+        reference_unit: An unlisted unit to accept; None: accept any words after a blank, except a number word (`fifths`) or a
+            variable (`x`).
     """
     return None if len(text) > MAX_CHARS or ".." in text else _parsed(text, reference_unit)
 
@@ -154,13 +154,13 @@ def same_quantity(answer: str, reference: str, tolerance: float | None = None) -
     """Return whether two texts are the same quantity.
 
     Args:
-        answer: The model's.
-        reference: The task's.
-        tolerance: Largest difference allowed, relative to max(1, |reference|); None: none for whole numbers, else 1e-6 relative
-            to the reference, however small it is.
+        answer: The model's answer.
+        reference: The task's reference answer.
+        tolerance: Maximum difference, relative to max(1, |reference|); None: 0 for whole numbers, otherwise 1e-6 relative to
+            the reference, however small it is.
 
     Returns:
-        True where both are quantities, close enough, of one unit and under one name (either may leave these out).
+        True if both are quantities, close enough, with the same unit and the same name (either text may omit these).
     """
     wanted = parse_quantity(reference, None)
     given = wanted and parse_quantity(answer, wanted.unit)
@@ -181,7 +181,7 @@ def lowered_exponents(text: str) -> str:
 
 
 def _unwrapped(text: str) -> tuple[str, str]:
-    """Take off what stands around an answer; return it and the name in front of it."""
+    """Remove the wrappers of an answer; return it and the name before it."""
     name = ""
     text = text.strip().removesuffix(".")
     while True:
@@ -202,7 +202,7 @@ def _singular(unit: str) -> str:
 
 
 def _unit(text: str, reference_unit: str | None) -> tuple[str | None, int]:
-    """Return the unit that `text` names, None where it names none, and the power of ten of a word before it."""
+    """Return the unit that `text` names (None if it names none), and the power of ten of a word before it."""
     text = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\^\s*\{(\d)\}", r"^\1", text))
     words = text.strip().rstrip(".").casefold().split()
     power = 0

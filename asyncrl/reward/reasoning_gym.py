@@ -1,14 +1,14 @@
-"""1 where a reasoning-gym family's own scorer is satisfied (0.99 and above by default), else 0, with its known holes closed.
+"""1 if the scorer of a reasoning-gym family accepts the answer (0.99 and above by default), else 0; its known holes are closed.
 
 `prompt.reference_json` is `{"family", "family_options", "entry"}` as tasks/registry.py writes it, or a bare entry.
 
-Several families' scorers take things that are no answer: a list of candidates, an answer with junk behind it, `nan`
-(complex_arithmetic), 0 for any probability (coin_flip), anything at all (game_of_life_halting). Others pass the model's text to
-`eval` or to sympy's evaluating parser, which would run model-written code in this process. So a text reaches the scorer only
-where it reads as the reference does, or in the family's own shape where other answers are right (`_SHAPES`).
+Several families' scorers accept texts that are not answers: a list of candidates, an answer followed by other text, `nan`
+(complex_arithmetic), 0 for any probability (coin_flip), any text (game_of_life_halting). Others pass the model's text to `eval`
+or to sympy's evaluating parser, which would run model-written code in this process. So a text reaches the scorer only if it has
+the form of the reference or, for families with several right answers, the family's own form (`_SHAPES`).
 tests/unit/reward/test_reasoning_gym.py tries every family of the installed version against the same probes.
 
-What no scorer can close: in some families a constant answer is often right (letter_counting, syllogism, gcd).
+No scorer can prevent this: in some families a constant answer is often right (letter_counting, syllogism, gcd).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
         try:
             return float(dataset.score_answer(answer, entry) >= config.threshold)
         except Exception as error:
-            # Some scorers raise on an answer they cannot read. That is a wrong answer, unless they cannot read their own either.
+            # Some scorers raise on an answer they cannot parse: it is wrong, unless they cannot parse the reference either.
             with contextlib.suppress(Exception):
                 dataset.score_answer("{}" if right is None else str(right), entry)
                 return 0.0
@@ -83,7 +83,7 @@ def build_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
 
 @lru_cache(maxsize=32)
 def _dataset(family: str, options_json: str) -> Any:  # noqa: ANN401 - reasoning-gym has no types
-    """Return a dataset of the family, for its scorer: some judge by their own config."""
+    """Return a dataset of the family, for its scorer: some scorers use the dataset's config."""
     factory = import_optional("reasoning_gym.factory", "reasoning_gym")
     if family not in factory.DATASETS:
         raise RewardError(f"reasoning-gym has no family {family!r}; it has: {', '.join(sorted(factory.DATASETS))}")
@@ -99,7 +99,7 @@ def _dataset(family: str, options_json: str) -> Any:  # noqa: ANN401 - reasoning
 def _has_shape(family: str, answer: str, entry: Entry) -> bool:
     if answer == str(entry.get("answer")).strip():
         return True
-    # It may not be far longer than question and reference, its numbers not far longer than theirs, and its exponents not large.
+    # The answer and its numbers may not be far longer than those of question and reference, and its exponents may not be large.
     own = f"{entry.get('question')} {entry.get('answer')}"
     if len(answer) > 10 * len(own) + 1000:
         return False
@@ -113,7 +113,7 @@ def _has_shape(family: str, answer: str, entry: Entry) -> bool:
 
 
 def _reads_as(answer: str, reference: str, order: Callable[[list[str]], list[str]] = list, tolerance: float = 1e-3) -> bool:
-    """Whether two texts have the same words, signs and numbers, but for case, blanks, commas, quotes and rounding."""
+    """Return whether two texts have the same words, signs and numbers, ignoring case, blanks, commas, quotes and rounding."""
     given, wanted = (order(_READ.findall(re.sub(r"([-+])\s+(?=\d)", r"\1", text.casefold()))) for text in (answer, reference))
     if len(given) != len(wanted):
         return False
@@ -124,13 +124,13 @@ def _reads_as(answer: str, reference: str, order: Callable[[list[str]], list[str
 
 
 def _same_share(answer: str, reference: str) -> bool:
-    """Whether two probabilities, each a decimal or a fraction, are within a thousandth of each other."""
+    """Return whether two probabilities, each a decimal or a fraction, differ by at most a thousandth."""
     given, wanted = parse_quantity(answer), parse_quantity(reference)
     return given is not None and wanted is not None and abs(given.value - wanted.value) <= abs(wanted.value) / 1000
 
 
 def _is_json(answer: str, reference: str) -> bool:
-    """Whether it is one list or object with nothing around it, or the reference."""
+    """Return whether the answer is one JSON list or object and nothing else, or the reference."""
     try:
         return isinstance(json.loads(answer), list | dict)
     except (ValueError, RecursionError):
@@ -143,7 +143,7 @@ def _statements(text: str) -> list[str]:
 
 
 def _expression(answer: str, _reference: str) -> bool:
-    """Whether it is one algebraic expression of numbers, one-letter variables and the usual functions, safe to be evaluated."""
+    """Return whether it is one algebraic expression of numbers, one-letter variables and usual functions, safe to evaluate."""
     if len(answer) > _MAX_EXPRESSION_CHARS or not answer.isascii():
         return False
     known = _OPERATORS | _FUNCTIONS
@@ -156,10 +156,10 @@ def _expression(answer: str, _reference: str) -> bool:
 
 
 def _magnitude(node: ast.expr) -> float:
-    """Return a bound on the digits of a number, or on the degree of a polynomial, that an expression can become.
+    """Return a bound on the digits or the polynomial degree of an expression's value.
 
     Raises:
-        ValueError: It is none of the expressions that `_expression` lets through.
+        ValueError: `_expression` does not allow this expression.
     """
     match node:
         case ast.Constant(value=int() | float() as value):
@@ -169,7 +169,7 @@ def _magnitude(node: ast.expr) -> float:
         case ast.UnaryOp(operand=operand):
             return _magnitude(operand)
         case ast.Call(args=args):
-            # Of a function only exp grows, and that of a large number is out of bounds by the exponent's rule.
+            # Only exp grows, and exp of a large number is refused by the rule for exponents.
             inner = max(map(_magnitude, args), default=0.0)
             if inner > _MAX_EXPONENT_DIGITS + 1:
                 raise ValueError("a function of a large number")
@@ -189,20 +189,20 @@ def _magnitude(node: ast.expr) -> float:
 _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     # The scorer compares truth values of texts: every text is true.
     "game_of_life_halting": lambda answer, reference: answer.casefold() == reference.casefold(),
-    # Only the reference itself is right: the scorer passes other texts to eval, and pays less than 1 for them anyway.
+    # Only the reference itself is right: the scorer passes other texts to eval, and gives less than 1 for them anyway.
     **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix"), lambda _answer, _reference: False),
-    # eval or sympy's parser, and many right answers.
+    # The scorer uses eval or sympy's parser, and there are many right answers.
     "n_queens": re.compile(r"[Q_\s]+"),
     **dict.fromkeys(
         ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"), _expression
     ),
-    # The scorer looks for an answer anywhere in the text, or ignores what it cannot read.
+    # The scorer searches the whole text for an answer, or ignores what it cannot parse.
     "fraction_simplification": re.compile(r"\$?\s*(?:\\[dt]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|-?\d+\s*/\s*-?\d+)\s*\$?"),
     "knights_knaves": lambda answer, reference: _statements(answer) == _statements(reference),
     "quantum_lock": re.compile(r"\w+(?:\s*(?:→|->|,)\s*\w+)*"),
     "sokoban": re.compile(r"[UDLR]+"),
     **dict.fromkeys(("letter_jumble", "survo"), lambda answer, reference: len(answer.split()) == len(reference.split())),
-    # Several answers are right, and the scorer checks their parts.
+    # Several answers are right; the scorer checks their parts.
     "kakurasu": re.compile(r"[01\s]+"),
     "palindrome_generation": re.compile(r"[A-Za-z]+"),
     "prime_factorization": re.compile(r"\d+(?:\s*\u00d7\s*\d+)*"),
@@ -216,7 +216,7 @@ _SHAPES: dict[str, Shape | re.Pattern[str]] = {
     **dict.fromkeys(
         ("boxnet", "codeio", "graph_color", "group_anagrams", "jugs", "knight_swap", "palindrome_partitioning"), _is_json
     ),
-    # One answer is right, in any order, exactly, or as a fraction or a decimal.
+    # One answer is right: in any order, exactly, or as a fraction or decimal.
     "polynomial_equations": partial(_reads_as, order=sorted),
     "number_sorting": partial(_reads_as, tolerance=0),
     **dict.fromkeys(("coin_flip", "dice"), _same_share),

@@ -1,16 +1,15 @@
-"""From the config's reward functions to callables, and their weighted sum; and rewards by a connected program (`judge_for`).
+"""Builds the config's reward functions, computes their weighted sum, and serves rewards of a connected program (`judge_for`).
 
 A reward function takes one `RewardInput` and returns a number, or an awaitable of one. A new built-in is one `build_*` function
-and one case in `build_reward`; a user's own is named by import path (`PythonReward`) and may take several samples at once.
-Functions are built once per scoring process (worker_process.py); what they raise fails that sample only.
+and one case in `build_reward`; a user's own function is given by import path (`PythonReward`) and may take several samples at
+once. Functions are built once per scoring process (worker_process.py); an exception makes only that sample fail.
 
-The answer of `answer_match` is the first group of the last match of `extract`, or the whole completion. One that names
-several candidates is not an answer: `numeric` takes exactly one number (numbers.py), and `math` exactly one expression
-(math_match.py).
+The answer of `answer_match` is the first group of the last match of `extract`, or the whole completion. A text with several
+candidates is not an answer: `numeric` needs exactly one number (numbers.py), and `math` exactly one expression (math_match.py).
 
-A program that is connected to the run may judge in place of reward workers (`kind = "caller"`). It asks the run what is to be
-judged and says what came of it, over and over. A request stays the run's until its answer has reached the run, which gives it out
-again to whoever asks and does not hold it; so a program that is lost loses no sample, and another may go on.
+A program that is connected to the run may judge instead of reward workers (`kind = "caller"`). In a loop, it asks the run for
+requests and returns the scores. The run keeps each request until its scores arrive, and gives an unanswered request to the next
+program that asks. So if a program is lost, no sample is lost, and another program may continue.
 
 Invariants: names are unique within a run and the same in every process; the sum is finite or the sample is failed.
 """
@@ -54,7 +53,7 @@ from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
 BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[Sequence[float]]"]
 Inputs = TypeVar("Inputs")
 At = Callable[[int, int, bool], None]
-"""Called before each function with the sample's index, the function's, and whether it has several samples."""
+"""Called before each function with the index of the sample, the index of the function, and whether it has several samples."""
 
 
 class NamedReward(NamedTuple):
@@ -64,29 +63,29 @@ class NamedReward(NamedTuple):
     weight: float
     function: RewardFunction
     batch: BatchFunction | None = None
-    """Judges several samples at once; where it is given, `function` does the same for one."""
+    """Judges several samples at once; if given, `function` does the same for one sample."""
     is_async: bool = False
-    """It waits for somebody else: many samples are scored at the same time."""
+    """It is async: many samples are scored at the same time."""
 
 
 class TimeLimit:
-    """What the functions of one sample may take together, of samples that are scored at the same time in one event loop.
+    """The time limit for all functions of one sample, for samples that are scored at the same time in one event loop.
 
-    A plain function holds up all of them. Its time is taken off its own sample's only.
+    A plain (not async) function blocks all samples. Its time counts only for its own sample.
     """
 
     def __init__(self, limit_s: float) -> None:
         """Set the limit of each sample."""
         self.limit_s = limit_s
         self.plain_s = 0.0
-        """How long plain functions took, of all samples."""
+        """Seconds that plain functions took, for all samples."""
 
     def now(self) -> float:
-        """Return the time by a clock that stands still while a plain function runs."""
+        """Return the time of a clock that stops while a plain function runs."""
         return time.monotonic() - self.plain_s
 
     def call(self, function: Callable[[Inputs], object], inputs: Inputs) -> object:
-        """Call a function that may be a plain one."""
+        """Call a function that may be plain."""
         begun_s = time.monotonic()
         try:
             return function(inputs)
@@ -99,13 +98,13 @@ def build_rewards(config: kinds.RewardConfig) -> tuple[NamedReward, ...]:
 
     Raises:
         ConfigError: A pattern or path is wrong, or limits contradict each other.
-        RewardError: A package or tool that a reward needs is not there; the message says what to install.
+        RewardError: A package or tool that a reward needs is missing; the message says what to install.
     """
     for function in config.functions:
         if isinstance(function, kinds.CodeExecReward) and function.wall_s >= config.timeout_s:
             raise ConfigError(
                 f"reward.functions code_exec: wall_s ({function.wall_s:g}) must be under timeout_s ({config.timeout_s:g}): "
-                f"else the time limit of a sample ends a slow program's process before its own does"
+                f"otherwise the sample's time limit ends a slow program's process before wall_s does; lower wall_s"
             )
     return tuple(
         _python_reward(name, each) if isinstance(each, kinds.PythonReward) else NamedReward(name, each.weight, build_reward(each))
@@ -125,7 +124,7 @@ def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
             return build_code_exec(config)
         case kinds.ReasoningGymReward():
             return build_reasoning_gym(config)
-        case kinds.OverlongPenalty():  # a positive weight punishes
+        case kinds.OverlongPenalty():  # a positive weight is a penalty
             return lambda sample: overlong_penalty(sample.num_tokens, config.max_tokens, config.buffer_tokens)
         case kinds.PreferenceReward():
             return _preference
@@ -135,16 +134,16 @@ def build_reward(config: kinds.RewardFunctionConfig) -> RewardFunction:
 async def batch_values(
     rewards: Sequence[NamedReward], items: Sequence[tuple[RewardInput, Sequence[int]]], at: At, limit: TimeLimit
 ) -> dict[int, dict[int, float]]:
-    """Have the functions that take several samples judge those that came together.
+    """Judge samples that arrived together with the functions that take several samples.
 
     Args:
         rewards: As built by `build_rewards`.
         items: The samples, each with the functions that score 0 for it without being called.
         at: See `At`.
-        limit: Of the samples that are being scored meanwhile; these functions are under none.
+        limit: The time limit of samples that are scored meanwhile; it does not apply to these functions.
 
     Returns:
-        By sample, then by function. Where a function failed there is nothing: one of the samples is at fault, and fails alone.
+        Values by sample, then by function. A failed function has no values: the samples are then judged one by one.
     """
     values: dict[int, dict[int, float]] = defaultdict(dict)
     for number, reward in enumerate(rewards):
@@ -176,14 +175,14 @@ async def score_sample(
 
     Args:
         rewards: As built by `build_rewards`.
-        sample: Which.
-        values: What is known already, by function.
+        sample: The sample.
+        values: Known values, by function.
         at: Called before each function with its index.
-        limit: The async function that runs past it scores 0, and those behind it have as long again; None: whoever calls ends
-            the process.
+        limit: An async function that exceeds it scores 0, and the later functions get the same time again; None: the caller
+            ends the process.
 
     Raises:
-        RewardError: It begins with the name of the function that failed.
+        RewardError: A function failed; the message begins with its name.
     """
     total, parts, late = 0.0, {}, list[int]()
     limit = limit or TimeLimit(math.inf)
@@ -196,7 +195,7 @@ async def score_sample(
             try:
                 told = limit.call(function, sample)
                 is_awaited = not isinstance(told, float | int) and inspect.isawaitable(told)
-            except BaseException as error:  # SystemExit too is the function's own
+            except BaseException as error:  # including SystemExit, which the function raised
                 raise _failure(name, error) from error
             until_s -= limit.plain_s - plain_s
             if is_awaited:
@@ -213,9 +212,9 @@ async def score_sample(
 
 
 async def _awaited(name: str, value: Awaitable[object], limit: TimeLimit, until_s: float) -> tuple[object, bool]:
-    """Return what a function's answer is, and whether it is 0 because it ran out of time, at `until_s` by the limit's clock.
+    """Return a function's result, and whether it is 0 because the time ran out, at `until_s` by the limit's clock.
 
-    It has a task of its own: one that cancels its task cancels no other.
+    The function gets its own task: if it cancels its task, it cancels no other.
     """
     waiting = asyncio.ensure_future(_settled(value))  # noqa: TID251 - one that does not heed its end outlives everything
     while not (await asyncio.wait({waiting}, timeout=until_s - limit.now()))[0]:
@@ -229,7 +228,7 @@ async def _awaited(name: str, value: Awaitable[object], limit: TimeLimit, until_
 
 
 async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | None]:
-    """Return what is awaited or what it raises: an exit that is raised in a task of its own would end the loop."""
+    """Return the result or the exception: a SystemExit that leaves a task would end the event loop."""
     try:
         return await value, None
     except BaseException as error:  # noqa: BLE001 - see above
@@ -237,7 +236,7 @@ async def _settled(value: Awaitable[object]) -> tuple[object, BaseException | No
 
 
 def _failure(name: str, error: BaseException) -> RewardError | MemoryError:
-    """Return what a sample has for what its function raised: out of memory, also in a task group, is no failure."""
+    """Return the error of a sample for its function's exception; out of memory (also in a task group) stays a MemoryError."""
     out_of_memory = next((each for each in leaves(error) if isinstance(each, MemoryError)), None)
     return out_of_memory or RewardError(f"{name}: {type(error).__name__}: {shown(error)}")
 
@@ -267,12 +266,12 @@ def _checked_batch(name: str, values: object, num_wanted: int) -> list[float]:
 
 
 def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
-    """Load a user's function. One that takes several samples is called with several; an async one is awaited for many at once."""
+    """Load a user's function. If it takes several samples, it is called with several; if async, many calls run at once."""
     loaded = load_function(config.path, "reward path", REWARD_ARGUMENTS)
     is_async = inspect.iscoroutinefunction(loaded) or inspect.iscoroutinefunction(getattr(loaded, "__call__", None))  # noqa: B004
 
     def outside_the_loop(*arguments: object) -> Any:  # noqa: ANN401 - what the user's function returns
-        """Call a plain function as if no event loop ran, so that it may run one of its own (`asyncio.run`) and not touch ours."""
+        """Call a plain function as if no event loop ran, so that it can run its own (`asyncio.run`) and cannot touch ours."""
         task = asyncio.current_task()
         assert task is not None, "rewards are called in tasks"
         loop = task.get_loop()
@@ -299,7 +298,7 @@ def _python_reward(name: str, config: kinds.PythonReward) -> NamedReward:
 
 
 def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
-    """1 where the completion's answer equals the reference answer: exact, numeric, regex or mathematical equality."""
+    """1 if the completion's answer equals the reference answer: exact, numeric, regex or mathematical equality."""
     extract = compile_extract(config.extract, "reward.functions answer_match extract")
     matchers: dict[str, Equal] = {
         "exact": str.__eq__,
@@ -319,7 +318,7 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
 
 
 def _preference(sample: RewardInput) -> float:
-    """1 for the chosen answer, 0 for the rejected one: the replay engine gives them back as members 0 and 1."""
+    """1 for the chosen answer, 0 for the rejected one: the replay engine returns them as members 0 and 1."""
     if sample.index > 1:
         raise RewardError(f"member {sample.index} of a group is neither the chosen answer (0) nor the rejected one (1)")
     return 1.0 - sample.index
@@ -330,13 +329,13 @@ def _preference(sample: RewardInput) -> float:
 Reward = Callable[[Prompt, str], float | Awaitable[float]]
 """(prompt, completion) to a reward, plain or async."""
 Ask = Callable[[Judged], Awaitable[list[ScoreRequest]]]
-"""Says what was judged, and returns what else is to be."""
+"""Sends scores, and returns the next requests."""
 
 
 async def judge_for(ask: Ask, function: Reward) -> None:
-    """Judge what the run asks for, until `ask` raises: an async function several groups at once.
+    """Judge the run's requests until `ask` raises; an async function judges several groups at once.
 
-    A sample of which the function raises has a Score with the reason.
+    If the function raises, the sample gets a Score with the reason.
     """
     caller, held, done = uuid.uuid4().hex, set[Member](), asyncio.Queue[Scores]()
 

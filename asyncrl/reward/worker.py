@@ -1,20 +1,21 @@
-"""The reward worker: score requests in, scores out, as many samples at once as keep its scoring processes busy.
+"""The reward worker: it takes score requests, returns scores, and keeps its scoring processes busy.
 
-Samples are scored in child processes (worker_process.py), so that no reward ever runs on an event loop, hangs the worker or takes
-it down. Invariants:
-- Every request ends in one Scores, of each sample with a reward or with the reason why there is none. A request is acknowledged
-  once its Scores are handed over. Only a scoring process that cannot be started ends the worker.
-- A sample's process is killed once `timeout_s` has passed since its turn came. A function that a sample makes run out of time or
-  memory scores 0 for it and is counted, the other functions score it as ever: a sample that could fail its judge would escape the
-  score it earns. So it is where a built-in function's process dies. Where a user's own function ends it, the sample fails.
-- What stops a process costs the one sample it was at; the others that it was sent go to its replacement, and a sample that it had
-  not begun is blamed for nothing. Where it may be any of several samples (a function had them at once, what ended the process had
-  been done before, a function wrote into its socket), they are scored again one by one, and only one that does it again fails.
-- A judgement is taken only of a sample that the process has and has not judged yet: no sample gets another's score.
+Samples are scored in child processes (worker_process.py), so that no reward runs on the worker's event loop, hangs the worker or
+ends it. Invariants:
+- Every request gets one Scores with a reward, or the reason why there is none, for each sample. A request is acknowledged once
+  its Scores are handed over. The worker ends only if a scoring process cannot be started.
+- A sample's process is killed `timeout_s` after its turn began. If a sample makes a function run out of time or memory, the
+  function scores 0 for it and is counted, and the other functions score it as usual: otherwise a sample could escape its score by
+  failing its judge. The same applies if a built-in function's process dies. If a user's own function ends the process, the sample
+  fails.
+- A stopped process costs only the sample that it was judging. Its other samples go to its replacement, and samples that it had
+  not begun are not blamed. If several samples may be the cause (a function had them at once, the cause lay before, a function
+  wrote into its socket), they are scored again one by one, and only a sample that stops its process again fails.
+- A judgement is accepted only for a sample that the process has and has not judged yet: no sample gets another's score.
 
-Processes are warm and reused. Cheap rewards are sent several at a time, and the next of them while a process scores the last:
-at most about 40 ms of work waits behind one process while others are idle. Async functions are awaited for up to `MOST_TOGETHER`
-samples at the same time, and none waits for another: where one runs past `timeout_s`, its process goes on.
+Processes stay alive and are reused. Samples of cheap rewards are sent several at a time, and the next ones while a process scores
+the last: at most about 40 ms of work waits at one process while others are idle. Async functions are awaited for up to
+`MOST_TOGETHER` samples at the same time, without waiting for each other: if one exceeds `timeout_s`, its process continues.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
 MAX_BATCH = 32
-"""Cheap samples that are sent at a time."""
+"""Maximum number of cheap samples that are sent at a time."""
 LATE_S = 1.0
-"""A process of async functions that says nothing for so much longer than `timeout_s` is held up, and killed."""
+"""A process of async functions that does not answer for this much longer than `timeout_s` is blocked, and is killed."""
 _BATCH_WORK_S = 0.02
 _MOSTLY = 0.9
-"""Of `timeout_s`: what a sample must have had of it, so that it is the one which ran out of time."""
+"""Share of `timeout_s` that a sample must have used to count as the one that ran out of time."""
 _MAX_LOST = 3
-"""Processes that may end before they began a sample, or for no reason that is known, until the sample fails."""
+"""Number of processes that may end before they began a sample, or for an unknown reason, before the sample fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,27 +72,27 @@ class _Job:
     sample: RewardInput
     done: asyncio.Future[Score]
     number: int = 0
-    """Which of the samples it is that its process was sent, from 1; 0: it was not sent yet."""
+    """Number of the sample among those sent to its process, from 1; 0: not sent yet."""
     skipped: tuple[int, ...] = ()
     over_limit: str = ""
-    """What it ran over in the last of the functions that are skipped."""
+    """The limit that it exceeded in the last of the skipped functions."""
     is_alone: bool = False
-    """It is sent by itself, because a function failed that had it together with others."""
+    """It is sent alone, because a function failed with it and other samples together."""
     num_lost: int = 0
 
 
 @dataclass(slots=True)
 class PoolCounts:
-    """What a pool did since it opened."""
+    """Counts of a pool since it opened."""
 
     scored: int = 0
     failed: int = 0
     replaced: int = 0
-    """Processes killed or lost, and started anew."""
+    """Processes that were killed or lost, and replaced."""
     over_limit: int = 0
     """Functions that scored 0 because a sample made them run out of time or memory, or ended their process."""
     busy_s: float = 0.0
-    """Sum of the time that judging took, failed samples included."""
+    """Total judging time, failed samples included."""
 
 
 class RewardPool:
@@ -103,30 +104,30 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, clock: Clock, name: str = "reward", output: Path | None = None) -> None:
-        """Prepare a pool; nothing is started before it is opened.
+        """Prepare a pool; `open` starts it.
 
         Args:
-            config: Which rewards, how many processes, how long one sample may take.
-            clock: Stamps the scores. Time limits are real time, whatever the clock.
-            name: The worker's, written into each score.
-            output: File for what rewards print; None: standard error.
+            config: The rewards, the number of processes, the time limit of a sample.
+            clock: Gives the time stamps of scores. Time limits always use real time.
+            name: The worker's name, written into each score.
+            output: File for the output of rewards; None: standard error.
         """
         self.counts = PoolCounts()
         self._output_path = output
         self._config, self._clock, self._name = config, clock, name
-        self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # whoever calls `score` bounds it
+        self._waiting: asyncio.Queue[_Job] = asyncio.Queue()  # the callers of `score` bound it
         self._processes: set[ScoringProcess] = set()
         self._judges = Ready().judges
         self.capacity = 1
-        """Samples that are worth handing in at once, known when the pool is open."""
+        """Number of samples to hand in at once for full use; known when the pool is open."""
         self._num_together = 0
-        """Samples that all processes have at the same time, where a function is async."""
+        """Number of samples in all processes at the same time, if a function is async."""
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score samples of one prompt.
 
         Returns:
-            A score of each, in order; where `error` is set there is none, and the error says why.
+            A score of each sample, in order; if `error` is set, there is no reward, and the error says why.
         """
         started_s, loop = self._clock.now(), asyncio.get_running_loop()
         told = zip(request.indices, request.texts, request.finish_reasons, request.lengths, strict=True)
@@ -142,13 +143,13 @@ class RewardPool:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
-        """Start all processes, wait until their rewards are built, and score; at the end kill and reap every process.
+        """Start all processes, wait until their rewards are built, and score; at exit kill and reap every process.
 
-        Samples not yet scored are then abandoned.
+        Samples that are not scored by then are abandoned.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
-            RewardError: They cannot be built here, or a process could not be replaced, which ended the pool.
+            RewardError: The rewards cannot be built here, or a process could not be replaced, which ended the pool.
         """
         self._output = PrintedOutput(self._output_path)
         try:
@@ -162,7 +163,7 @@ class RewardPool:
                     for slot in slots:
                         slot.cancel()
         except BaseException as error:  # noqa: BLE001 - it is raised again
-            # Of a group the first of asyncrl's own errors says why.
+            # In an exception group, asyncrl's own first error has the reason.
             raise next((each for each in leaves(error) if isinstance(each, AsyncRLError)), error) from None
         finally:
             for process in self._processes:
@@ -172,7 +173,7 @@ class RewardPool:
             self._output.close()
 
     async def _serve(self, process: ScoringProcess) -> None:
-        """Keep one scoring process busy, and replace it when it is lost."""
+        """Keep one scoring process busy; replace it if it is lost."""
         mean_s = _BATCH_WORK_S
         while True:
             if self._judges == "concurrently":
@@ -212,16 +213,16 @@ class RewardPool:
                 await self._stop(process)
                 if (guilty := self._guilty(process.mark, jobs, stopped, is_sure=is_sure)) is not None:
                     jobs.remove(guilty)
-                    jobs.appendleft(guilty)  # what was said of those before did not get out: judged again
+                    jobs.appendleft(guilty)  # the results of earlier samples were lost: they are judged again
                     if (failure := self._blame(guilty, process.mark, stopped)) is not None:
                         self._finish(jobs.popleft(), failure)
                 process = await self._replace(process)
                 _send(process, jobs)
 
     async def _keep_full(self, process: ScoringProcess) -> deque[_Job]:
-        """Have samples scored as they come, at the same time, until the process is lost; return those that it still had.
+        """Score samples concurrently as they arrive, until the process is lost; return the samples that it still had.
 
-        Nobody knows which of them it was lost over, so that they go alone from here on.
+        The cause is unknown, so these samples are sent alone from now on.
         """
         sent, has_room = dict[int, _Job](), asyncio.Event()
         clock = asyncio.get_running_loop().time
@@ -237,7 +238,7 @@ class RewardPool:
                 _send(process, jobs)
                 sent.update({job.number: job for job in jobs})
                 self._num_together += len(jobs)
-                await asyncio.sleep(0)  # the other processes take theirs
+                await asyncio.sleep(0)  # let the other processes take samples
                 while len(sent) >= MOST_TOGETHER:
                     has_room.clear()
                     await has_room.wait()
@@ -246,7 +247,7 @@ class RewardPool:
             nonlocal heard_s
             at = process.mark
             while True:
-                if process.mark != at:  # it begins functions, so that none of them holds it up
+                if process.mark != at:  # it begins functions, so no function blocks it
                     heard_s, at = clock(), process.mark
                 if sent and clock() - heard_s > self._config.timeout_s + LATE_S:
                     process.kill()
@@ -277,7 +278,7 @@ class RewardPool:
             jobs.append(self._waiting.get_nowait())
 
     def _guilty(self, mark: Mark, jobs: deque[_Job], stopped: str, *, is_sure: bool) -> _Job | None:
-        """Return which of a process's jobs stopped it. None: it may be any of those that it had begun, and they go alone now."""
+        """Return the job that stopped a process. None: any of the jobs that it had begun, which are now sent alone."""
         if stopped == "memory":
             return jobs[0]
         is_sure = is_sure and mark.function != AT_REST
@@ -297,7 +298,7 @@ class RewardPool:
         return None
 
     def _blame(self, job: _Job, mark: Mark, stopped: str) -> Judgement | None:
-        """Note what stopped a process at a job; return the judgement that fails that sample, if one does."""
+        """Note what stopped a process at a job; return the judgement if the sample now fails."""
         if job.num_lost >= _MAX_LOST:
             return Judgement(error=f"its scoring process ended {_MAX_LOST} times before it was judged, the last time: {stopped}")
         if job.number != mark.sample or not 0 <= mark.function < len(self._config.functions):
@@ -326,7 +327,7 @@ class RewardPool:
             job.sample.index, judgement.reward, judgement.parts, judgement.error[:MAX_ERROR_CHARS],
             error_kind=judgement.kind[:MAX_ERROR_CHARS], trace=judgement.trace, over_limit=job.over_limit,
         )  # fmt: skip
-        if not job.done.done():  # cancelled: nobody waits any more
+        if not job.done.done():  # if cancelled, no caller waits
             job.done.set_result(score)
 
     async def _start(self) -> ScoringProcess:
@@ -352,10 +353,10 @@ def _batch_size(mean_s: float) -> int:
 
 
 def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
-    """Send the first of the jobs together, up to one that goes alone; that one by itself, once it is the first.
+    """Send the first jobs together, up to one that must be sent alone; send such a job by itself when it is the first.
 
-    Nothing is sent behind one that goes alone: where its process ends over the next one while that is being sent, what it said
-    of this one would be lost.
+    Nothing is sent after a job that is alone: if the next job ended the process while it is being sent, the answer for this job
+    would be lost.
     """
     sent = [*takewhile(lambda job: not job.is_alone, jobs)] or [*islice(jobs, 1)]
     for job in jobs:
@@ -367,14 +368,14 @@ def _send(process: ScoringProcess, jobs: deque[_Job]) -> None:
 
 
 class RewardWorker:
-    """One worker.
+    """One reward worker.
 
     Args:
-        config: Of the run.
-        run_folder: Of the run; what rewards print goes to `logs/NAME-printed.log` there.
-        connection: To the controller.
-        clock: Times scores and heartbeats; time limits are real time.
-        name: This process's name, as it said at hello.
+        config: The run's config.
+        run_folder: The run's folder; the output of rewards goes to `logs/NAME-printed.log` in it.
+        connection: The connection to the controller.
+        clock: Times scores and heartbeats; time limits use real time.
+        name: This process's name, as sent in its hello message.
     """
 
     def __init__(self, config: RunConfig, run_folder: Path, connection: Connection, clock: Clock, name: str = "reward-0") -> None:
@@ -396,7 +397,7 @@ class RewardWorker:
         """
 
         async def obey(_: Message) -> None:
-            """Do nothing: but for Shutdown, what is said on this lane is for others."""
+            """Do nothing: on this lane only Shutdown is for this process."""
 
         await self._stage.run(obey, self._serve_requests())
 

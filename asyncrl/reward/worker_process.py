@@ -1,13 +1,13 @@
 """The scoring process: `python -m asyncrl.reward.worker_process FD MARK_FD`, and the pool's side of it.
 
-The process scores in the event loop of its main thread. Functions that take several samples come first, for all samples that came
-together; then it goes from one sample to the next. Where a function is async, all samples are scored at the same time instead,
-and each is answered as it is done. The process may hang, run out of memory or die: the pool notices and replaces it. It dies
-with its parent, holds at most `process_memory_bytes` of data, and never imports torch unless a user's reward does. Before each
-function it writes into a shared mark which sample and which function it is at, so that the pool knows what to blame.
+The process scores in the event loop of its main thread. Functions that take several samples run first, for all samples that
+arrived together; then the samples are scored one after the other. If a function is async, all samples are scored at the same
+time instead, and each is answered when it is done. The process may hang, run out of memory or die: the pool notices and replaces
+it. It dies with its parent, holds at most `process_memory_bytes` of data, and does not import torch unless a user's reward does.
+Before each function it writes the current sample and function into a shared mark, so that the pool can find the cause of a stop.
 
-The two talk in msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order (but for
-those scored at the same time), as many at a time as are made in `TELL_EVERY_S`. A message is its length in 4 bytes,
+Pool and process exchange msgpack over a socket pair: `Begin`, `Ready`, then for each `Work` one `Judgement` per sample, in order
+(unless they are scored at the same time), sent together if made within `TELL_EVERY_S`. A message is its length in 4 bytes,
 little-endian, and the payload.
 """
 
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from asyncrl.reward.registry import NamedReward
 
 START_TIMEOUT_S = 120.0
-"""Importing what rewards need, on a busy machine."""
+"""Time limit for the imports of rewards, on a busy machine."""
 AT_REST = -1
 MOST_TOGETHER = 128
-"""Samples that one process has at a time, where its functions judge several at once or are async."""
+"""Maximum number of samples in one process if its functions judge several at once or are async."""
 TELL_EVERY_S = 0.002
-"""What a process judges faster than this is told together."""
+"""Judgements made within this time are sent together."""
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of judgements at a time; what a process says it is about to send is held in memory."""
+"""Maximum size of one message of judgements, since the pool holds it in memory."""
 MAX_ERROR_CHARS = 2000
-"""Of the reason why a sample has no score. It travels, goes into the ledger and is counted by, and a reward may say anything."""
+"""Maximum length of the reason why a sample has no score: it is sent, stored in the ledger and counted by."""
 STACK_BYTES = 8 << 20
-"""Of a thread, as far as the limit on memory is concerned."""
+"""Stack size of a thread, as counted by the memory limit."""
 MAX_PRINTED_BYTES = 1 << 20
-"""Of what rewards print, in each of two files: the older is overwritten."""
+"""Maximum size of each of two files for the output of rewards; the older one is overwritten."""
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<I")
 _MARK = struct.Struct("<Qi?d")
@@ -69,18 +69,18 @@ class Begin(msgspec.Struct, frozen=True):
 
     config: RewardConfig
     parent_pid: int
-    """Whose death ends the process."""
+    """The process ends when this parent dies."""
     import_paths: tuple[str, ...] = ()
-    """The pool's own `sys.path`, so that a user's modules are found in the process too."""
+    """The pool's `sys.path`, so that the process finds a user's modules too."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Process to pool: the rewards are built, or why they cannot be."""
+    """Process to pool: the rewards are built, or the reason why not."""
 
     error: str = ""
     is_config_error: bool = False
     judges: Literal["one by one", "several", "concurrently"] = "one by one"
-    """Several: a function takes several samples at once. Concurrently: one is async, and samples are answered in any order."""
+    """several: a function takes several samples at once. concurrently: a function is async; answers come in any order."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -96,28 +96,28 @@ class Work(msgspec.Struct, frozen=True):
 
     items: tuple[Item, ...]
     alone: bool = False
-    """One after the other, whatever the functions are: one of them may have ended a process."""
+    """Score them one after the other for all kinds of functions: one sample may have ended a process."""
 
 
 class Mark(NamedTuple):
-    """Where a scoring process is."""
+    """The position of a scoring process."""
 
     sample: int
-    """How many samples it has begun, this one included; 0 before the first."""
+    """Number of samples begun, this one included; 0 before the first."""
     function: int
-    """`AT_REST`: in none; it tells what it judged, or waits for more."""
+    """Index of the function; `AT_REST`: none, since the process sends judgements or waits for samples."""
     in_batch: bool
-    """It is in a function that has several samples, this one the first."""
+    """Whether the function has several samples, of which this is the first."""
     since_s: float
-    """When it began the sample, by `time.monotonic`, which all processes of the machine share."""
+    """Time at which it began the sample, by `time.monotonic`, which all processes of the machine share."""
 
 
 class ProcessDied(Exception):  # noqa: N818 - an event to handle, not an error of ours
-    """The scoring process is gone; the message says how it ended."""
+    """The scoring process has ended; the message says how."""
 
 
 class InvalidJudgements(ProcessDied):
-    """It sent what it cannot have sent: a function wrote into its socket, or came back twice (a fork), at some time before."""
+    """It sent invalid judgements: earlier a function wrote into its socket, or returned twice (a fork)."""
 
 
 _judgements = msgspec.msgpack.Decoder(tuple[Judgement, ...])
@@ -132,9 +132,9 @@ def _message(message: msgspec.Struct | list[Judgement]) -> bytes:
 
 
 class PrintedOutput(asyncio.Protocol):
-    """What rewards print, in a file of at most `MAX_PRINTED_BYTES` and one older; without a path, on standard error and cut.
+    """The output of rewards: a file of at most `MAX_PRINTED_BYTES` and one older file; without a path, standard error, truncated.
 
-    The pipes of all scoring processes lead here.
+    It receives the pipes of all scoring processes.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -143,7 +143,7 @@ class PrintedOutput(asyncio.Protocol):
         self._size = self._file.tell() if path is not None else 0
 
     def data_received(self, data: bytes) -> None:
-        """Add to the file; begin a new one where this one is full. On a full disk what is printed is lost, and nothing else."""
+        """Append to the file; start a new one if it is full. On a full disk only this output is lost."""
         with contextlib.suppress(OSError):
             if self._size + len(data) > MAX_PRINTED_BYTES:
                 if self._path is None:
@@ -162,18 +162,17 @@ class PrintedOutput(asyncio.Protocol):
 class ScoringProcess:
     """A child that scores samples one after the other, in the order sent.
 
-    Owns the process and what connects to it from the constructor on: whoever makes one kills and reaps it, however far `begin`
-    came.
+    Owns the process and its connections from the constructor on: the creator must kill and reap it, even if `begin` failed.
     """
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
 
     def __init__(self, config: RewardConfig, output: PrintedOutput) -> None:
-        """Start the child, which waits to be told what to score by.
+        """Start the child, which then waits for the reward config.
 
         Raises:
-            RewardError: It cannot be started.
+            RewardError: The child cannot be started.
         """
         self.num_sent = 0
         self._config, self._names, self._output = config, frozenset(reward_names(config)), output
@@ -201,14 +200,14 @@ class ScoringProcess:
                 raise RewardError(f"cannot start a scoring process: {error}") from error
             self._open = ours.pop_all()
         self.pid = self._process.pid
-        """Of the child, and of its process group."""
+        """Process id of the child and id of its process group."""
 
     async def begin(self) -> Ready:
-        """Wait until the child has built its rewards; return what it says of them.
+        """Wait until the child has built its rewards; return its Ready message.
 
         Raises:
             ConfigError: The rewards are configured wrongly.
-            RewardError: They cannot be built here (a missing package, no sandbox), or the child did not come up.
+            RewardError: The rewards cannot be built here (a missing package, no sandbox), or the child did not start.
         """
         printing, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, self._printed)
         self._open.callback(printing.close)
@@ -219,77 +218,77 @@ class ScoringProcess:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = msgspec.msgpack.decode(await self._read(), type=Ready)
         except TimeoutError as error:
-            raise RewardError(f"a scoring process did not come up within {START_TIMEOUT_S:g} s") from error
+            raise RewardError(f"a scoring process did not start within {START_TIMEOUT_S:g} s") from error
         except ProcessDied as died:
-            raise RewardError(f"a scoring process could not start: {died}; the worker's log has what it said") from died
+            raise RewardError(f"a scoring process could not start: {died}; the worker's log has its output") from died
         if ready.error:
             raise (ConfigError if ready.is_config_error else RewardError)(ready.error)
         return ready
 
     @property
     def mark(self) -> Mark:
-        """Where the child is; where it was, once it is gone."""
+        """The position of the child, or its last position after its end."""
         if not self._mark_file.closed:
-            written = os.pread(self._mark_file.fileno(), _MARK.size, 0)  # mapped, a file that a function cut short would end us
+            written = os.pread(self._mark_file.fileno(), _MARK.size, 0)  # a mapped file that a function truncates would kill us
             if len(written) == _MARK.size:
                 self._last_mark = Mark(*_MARK.unpack(written))
         return self._last_mark
 
     def send(self, items: list[Item], *, alone: bool = False) -> None:
-        """Hand over samples to score together; a dead child is noticed by `judgements`.
+        """Send samples to score together; `judgements` notices a dead child.
 
-        Does not wait: a hanging child would not read, and its time limit runs in `judgements`. The caller bounds the batch.
+        Does not wait: a hanging child would not read, and `judgements` applies its time limit. The caller bounds the batch.
         """
         self.num_sent += len(items)
         self._writer.write(_message(Work(tuple(items), alone)))
 
     async def judgements(self, numbers: Collection[int], *, in_order: bool = True) -> tuple[Judgement, ...]:
-        """Return the judgements of the next of the samples that it still has, at least one.
+        """Return the next judgements, at least one.
 
         Args:
-            numbers: Of those samples.
-            in_order: It judges them one after the other.
+            numbers: The numbers of the samples that the child still has.
+            in_order: Whether it judges them in order.
 
         Raises:
-            ProcessDied: The child ended instead.
-            InvalidJudgements: What it sent are no judgements, or not of those samples.
+            ProcessDied: The child ended.
+            InvalidJudgements: It sent something other than judgements of those samples.
         """
         try:
             judgements = _judgements.decode(await self._read())
         except msgspec.MsgspecError as error:
-            raise InvalidJudgements("it sent something that is no judgement") from error
+            raise InvalidJudgements("it sent something that is not a judgement") from error
         told = [judgement.number for judgement in judgements]
         expected = islice(numbers, len(told)) if in_order else (number for number in dict.fromkeys(told) if number in numbers)
         if not told or told != [*expected]:
-            raise InvalidJudgements(f"it sent {len(told)} judgements that nobody waits for")
+            raise InvalidJudgements(f"it sent {len(told)} judgements that were not requested")
         for judgement in judgements:
             figures = (judgement.reward, judgement.seconds, *judgement.parts.values())
             knows_names = self._names.issuperset(judgement.parts) and all(0 <= each < len(self._names) for each in judgement.late)
             if not knows_names or not all(map(math.isfinite, figures)):
-                raise InvalidJudgements("it sent a judgement that cannot be")
+                raise InvalidJudgements("it sent an invalid judgement")
         return judgements
 
     @property
     def ending(self) -> str:
-        """How the child ended; empty while it lives. Something that it started may hold its socket open."""
+        """How the child ended; empty while it lives. A process that it started may keep its socket open."""
         status = self._process.poll()
         if status is None:
             return ""
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def kill(self) -> None:
-        """End the child and all it started, now. Safe to repeat."""
+        """Kill the child and its process group. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
     def hang_up(self) -> None:
-        """Read nothing more of it: what it started may hold its socket open after it was killed. Only after `begin`."""
+        """Stop reading: a process that the child started may keep its socket open after the kill. Only after `begin`."""
         self._writer.transport.abort()
 
     async def reap(self) -> None:
-        """Wait for the end of the child, which was killed, and close what connects to it. Safe to repeat, also when cancelled."""
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # cancelled, it is reaped too
+        """Wait for the end of the killed child, and close its connections. Safe to repeat, also when cancelled."""
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._process.wait))  # also reaps if cancelled
         self._last_mark = self.mark
         self._open.close()
 
@@ -297,7 +296,7 @@ class ScoringProcess:
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if size > MAX_MESSAGE_BYTES:
-                raise InvalidJudgements(f"it said that {size} bytes were to come")
+                raise InvalidJudgements(f"it announced {size} bytes")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -309,8 +308,8 @@ class ScoringProcess:
 
 
 def main() -> None:
-    """Serve the pool until it hangs up."""
-    # Here, so that the pool, whose process imports this module too, holds no reward.
+    """Serve the pool until it closes the connection."""
+    # Imported here, since the pool's process also imports this module and must not load rewards.
     from asyncrl.reward.registry import build_rewards  # noqa: PLC0415
 
     with socket.socket(fileno=int(sys.argv[1])) as pool, pool.makefile("rb") as stream:
@@ -318,7 +317,7 @@ def main() -> None:
         mark = mmap.mmap(int(sys.argv[2]), _MARK.size)
         os.close(int(sys.argv[2]))
         begin = msgspec.msgpack.decode(_read_message(stream), type=Begin)
-        # SIGKILL by the kernel when the parent dies: a hanging C call would not see the socket close.
+        # The kernel sends SIGKILL when the parent dies: a hanging C call would not notice a closed socket.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -337,7 +336,7 @@ def main() -> None:
 
 
 async def _score_or_end(scoring: Awaitable[None]) -> None:
-    """End at once where scoring cannot go on: an orderly end would wait for threads and tasks of the functions."""
+    """End the process at once if scoring fails: an orderly end would wait for threads and tasks of the functions."""
     try:
         await scoring
     except BaseException:  # noqa: BLE001 - see above
@@ -357,7 +356,7 @@ async def _score_all(
     decoder, num_read, marker = msgspec.msgpack.Decoder(Work), 0, _Marker(mark)
     limit = TimeLimit(config.timeout_s)
     loop, reading = asyncio.get_running_loop(), ThreadPoolExecutor(1)
-    # `asyncio.to_thread` and look-ups of host names: a thread for each sample, so that none waits for another's.
+    # For `asyncio.to_thread` and host name lookups: one thread per sample, so that no sample waits for another.
     most_threads = min(MOST_TOGETHER, max(config.process_memory_bytes // (4 * STACK_BYTES), 8))
     loop.set_default_executor(ThreadPoolExecutor(most_threads))
 
@@ -379,7 +378,7 @@ async def _score_all(
                 judging = _judge(score_sample(rewards, item.sample, values, at, limit if together else None), first + index)
                 if together:
                     scoring.create_task(tell(judging))
-                    await asyncio.sleep(0)  # what has been awaited goes on before another one is begun
+                    await asyncio.sleep(0)  # let waiting tasks continue before the next one begins
                     continue
                 judgements.append(await judging)
                 if judgements[-1].out_of_memory:

@@ -1,4 +1,4 @@
-"""What processes tell each other about themselves, and what the controller tells them to do."""
+"""Messages in which processes report about themselves, and orders from the controller to them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Literal
 import msgspec
 
 PROTOCOL = 4
-"""Raised whenever a peer of the number before could misread us; checked at hello."""
+"""Protocol number, raised whenever a peer with the previous number could misread a message; checked at hello."""
 
 Phase = Literal["rollout", "inference", "train"]
 """What a shared device is used for; only placements that take turns have phases."""
 Residence = Literal["absent", "disk", "host", "device"]
-"""Where a component is; `absent`: it would have to be made anew."""
+"""Where a component is; `absent`: it must be made again."""
 
 ProcessKind = Literal["controller", "generator", "reward", "inference", "learner", "client"]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What may travel over a channel: a new message is a class with this base and a tag of its own."""
+    """Base class of everything that is sent over a channel; each subclass has its own tag."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First words of whoever connects."""
+    """First message of a connecting process."""
 
     protocol: int
     kind: ProcessKind
@@ -34,27 +34,27 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Any process to the controller, every `control.heartbeat_s`: alive, and what it is doing."""
+    """Any process to the controller, every `supervision.heartbeat_s`: it is alive, and what it is doing."""
 
     name: str
     sent_s: float
     waiting_for: str = ""
-    """Empty while it works; else what it waits for, in words: `weights of version 3`, `a batch`."""
+    """Empty while it works; else what it waits for, as text: `weights of version 3`, `a batch`."""
     waiting_since_s: float = 0.0
     gauges: dict[str, float] = {}
     """Named as in observe/metrics.py: tokens generated so far, running requests, idle seconds, resident bytes."""
 
 
 class LearnerReady(Message, frozen=True, tag="learner_ready"):
-    """Learner to controller: model loaded or resumed; I stand at `version` and the model's folder can be opened."""
+    """Learner to controller: the model is loaded or resumed at `version`, and the model's folder can be opened."""
 
     version: int
     model_folder: str
     """Config and tokenizer (and first weights) in Hugging Face layout, for the generators."""
     metrics: dict[str, float] = {}
-    """Of the warm start, where there was one."""
+    """Metrics of the warm start, if there was one."""
     checkpoint: str = ""
-    """Folder of the checkpoint it comes from; empty: the run's initial model."""
+    """Folder of the checkpoint it was loaded from; empty: the run's initial model."""
 
 
 class LoadModel(Message, frozen=True, tag="load_model"):
@@ -64,18 +64,18 @@ class LoadModel(Message, frozen=True, tag="load_model"):
 
 
 class JoinTerms(Message, frozen=True, tag="join_terms"):
-    """Controller to a generator that it did not start, first thing: what this run is told, and where it is."""
+    """Controller to a joined generator, as the first message: the run's config, and where the run is."""
 
     config_toml: str
     """The resolved config; a generator that joins may differ in its engine's own settings only."""
     run_folder: str
-    """On the run's machine."""
+    """The run's folder on the run's machine."""
     machine: str
-    """Host name of the run's machine: what only one machine can share is refused elsewhere."""
+    """Host name of the run's machine; on another machine, media that work on one machine only are refused."""
 
 
 class EngineReady(Message, frozen=True, tag="engine_ready"):
-    """Generator to controller: the engine is up and can take this much at once."""
+    """Generator to controller: the engine is ready and can run this many requests at once."""
 
     generator: str
     num_slots: int
@@ -84,19 +84,19 @@ class EngineReady(Message, frozen=True, tag="engine_ready"):
 
 
 class EngineRoom(Message, frozen=True, tag="engine_room"):
-    """Generator to controller: the engine can take this much at once by now, as its memory fills and empties."""
+    """Generator to controller: the engine can now run this many requests at once, which changes with its free memory."""
 
     generator: str
     num_slots: int
 
 
 class ModelsReady(Message, frozen=True, tag="models_ready"):
-    """Inference worker to controller: its models are in memory and it judges what it is sent."""
+    """Inference worker to controller: its models are in memory and it can score samples."""
 
     worker: str
     models: tuple[str, ...]
     num_bytes: int
-    """Of their weights."""
+    """Size of the models' weights."""
 
 
 class Pause(Message, frozen=True, tag="pause"):
@@ -104,11 +104,11 @@ class Pause(Message, frozen=True, tag="pause"):
 
 
 class Resume(Message, frozen=True, tag="resume"):
-    """Go on where Pause stopped."""
+    """Continue after Pause."""
 
 
 class ComponentMove(msgspec.Struct, frozen=True):
-    """A component that was moved, or is to be."""
+    """A component that was moved, or will be moved."""
 
     component: str
     """`policy`, `policy optimizer`, `critic`, `reference`, `reward NAME`, `engine weights`, `KV cache`."""
@@ -119,15 +119,15 @@ class ComponentMove(msgspec.Struct, frozen=True):
 
 
 class SetPhase(Message, frozen=True, tag="set_phase"):
-    """Controller to a process on a shared device: bring about what this phase needs of you, give back what it does not."""
+    """Controller to a process on a shared device: load the components that this phase needs, and release the others."""
 
     phase: Phase
     number: int
-    """Grows with every switch; the answer bears it."""
+    """Grows with every phase switch; the answer has the same number."""
 
 
 class PhaseReached(Message, frozen=True, tag="phase_reached"):
-    """Its answer: done, by these moves; this is what I hold on the device now."""
+    """Answer to SetPhase: the moves that were made, and what the process now holds on the device."""
 
     name: str
     phase: Phase
@@ -136,25 +136,25 @@ class PhaseReached(Message, frozen=True, tag="phase_reached"):
     resident: dict[str, int] = {}
     """Component to bytes on the device."""
     peak_bytes: int = 0
-    """Most that was on the device during the phase that ended."""
+    """Peak memory on the device during the phase that ended."""
     finished_s: float = 0.0
     """Clock seconds."""
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
-    """Finish what cannot wait, close, and exit with 0."""
+    """Finish what must be finished, close, and exit with 0."""
 
     reason: str = ""
 
 
 class AbortGroup(Message, frozen=True, tag="abort_group"):
-    """Controller to generator: stop at this group, it was dropped; its members come back as failures."""
+    """Controller to generator: stop generating this group, which was dropped; its members come back as failures."""
 
     group_id: int
 
 
 class Checkpoint(Message, frozen=True, tag="checkpoint"):
-    """Controller to learner: write a checkpoint of the version you hold once you reach it."""
+    """Controller to learner: write a checkpoint once this version is reached."""
 
     version: int
     controller_json: str = ""
@@ -170,9 +170,9 @@ class CheckpointDone(Message, frozen=True, tag="checkpoint_done"):
 
 
 class Fault(Message, frozen=True, tag="fault"):
-    """Any process to the controller: I cannot go on; fatal says whether a restart could help."""
+    """Any process to the controller: it cannot continue; `fatal` says that a restart would not help."""
 
     name: str
     reason: str
     fatal: bool
-    """True where a restart would meet the same end (non-finite loss, wrong config)."""
+    """True if a restart would fail in the same way (non-finite loss, wrong config)."""

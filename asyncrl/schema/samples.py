@@ -1,14 +1,14 @@
-"""What travels between prompts, generators, reward workers, the ledger and the learner.
+"""Data that is sent between prompts, generators, reward workers, the ledger and the learner.
 
-Members of a group that finish together go together. A learner gets one optimizer step's worth of samples, packed in rows.
+Members of a group that finish together are sent together. A learner gets the samples of one optimizer step, packed in rows.
 
 Arrays are raw little-endian bytes: `token_ids` int32, `logprobs` float32, `versions` int32, `loss_mask` uint8; `ids_to_bytes`
 and friends convert. T below is the number of generated (response) tokens of a sample.
 
 A group is one prompt issued once to the generators; it has `group_size` members, numbered from 0. `attempt` counts how often a
-member was handed out (1 at first; more after a generator died). A repeat of a member that the ledger already holds is harmless.
+member was handed out again (0 at first; more after a generator died). A repeat of a member that the ledger has is harmless.
 
-`gc=False`: there are thousands of these, they never refer to themselves, and the collector need not look at them.
+`gc=False`: there are thousands of these structs, without reference cycles, so the garbage collector need not scan them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class ChatMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """One problem: what the model is shown, and what its answer is judged by."""
+    """One problem: the model's input, and the data to score its answer."""
 
     prompt_id: str
     """Stable and unique within the task, `addition/train/4711`."""
     text: str = ""
-    """A plain prompt, tokenised as it stands; used where `messages` is empty."""
+    """A plain prompt, tokenised as it is; used if `messages` is empty."""
     messages: tuple[ChatMessage, ...] = ()
     """A chat prompt; the model's own template turns it into tokens."""
     token_ids: bytes = b""
-    """int32; where given, the tokens themselves, and neither `text` nor `messages` is tokenised."""
+    """int32; if given, these are the prompt's tokens, and neither `text` nor `messages` is tokenised."""
     answer: str = ""
     """The reference answer, in the form that the configured rewards understand."""
     reference_json: str = ""
-    """Whatever else the task's own scorer needs (a reasoning-gym entry, unit tests), as JSON text."""
+    """Other data that the task's own scorer needs (a reasoning-gym entry, unit tests), as JSON text."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -60,14 +60,14 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class PreferenceAnswers(msgspec.Struct, frozen=True):
-    """What `Prompt.reference_json` of a preferences task holds, as JSON."""
+    """The contents of `Prompt.reference_json` in a preferences task, as JSON."""
 
     chosen: str
     rejected: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """How tokens are drawn. Behaviour logprobs are those of the distribution that results from all of it."""
+    """How tokens are sampled. Behaviour logprobs are those of the distribution that results from all these settings."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     top_k: int = 0
     """0 switches it off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's own end-of-sequence ids."""
+    """Stop ids in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Generate exactly `max_new_tokens` tokens (load tests)."""
 
@@ -94,9 +94,9 @@ class GroupWork(Message, frozen=True, gc=False, tag="group_work"):
     """The run's seed; a member's own is `derive_seed(seed, group_id, index)`."""
     purpose: Purpose = "train"
     greedy_index: int = -1
-    """The member that is drawn greedily, as a baseline (ReMax); -1: none."""
+    """The member that is decoded greedily, as a baseline (ReMax); -1: none."""
     is_followed: bool = False
-    """Each member's tokens are told as they come (`Progress`)."""
+    """Whether each member's tokens are sent as they are generated (`Progress`)."""
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -132,14 +132,14 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
 
 class Samples(Message, frozen=True, gc=False, tag="samples"):
-    """Generator to controller: members of one group that finished together, N tokens of theirs end to end."""
+    """Generator to controller: members of one group that finished together; their N tokens are concatenated."""
 
     group_id: int
     attempt: int
     generator: str
     """Name of the process that made them."""
     prompt_ids: bytes
-    """As in `Sample`, of all of them."""
+    """As in `Sample`; the same for all members."""
     indices: tuple[int, ...]
     """Which members they are."""
     lengths: tuple[int, ...]
@@ -172,7 +172,7 @@ class Samples(Message, frozen=True, gc=False, tag="samples"):
         )  # fmt: skip
 
     def members(self) -> list[Sample]:
-        """Return each by itself."""
+        """Return each member as a separate sample."""
         samples, start = list[Sample](), 0
         for index, length, finish_reason, text in zip(self.indices, self.lengths, self.finish_reasons, self.texts, strict=True):
             end = start + length
@@ -188,15 +188,15 @@ class Samples(Message, frozen=True, gc=False, tag="samples"):
 
 
 class Progress(Message, frozen=True, gc=False, tag="progress"):
-    """Generator to controller: further tokens of a member that somebody follows; its `Samples` comes behind the last of them."""
+    """Generator to controller: further tokens of a followed member; its `Samples` message comes after the last of them."""
 
     group_id: int
     index: int
     attempt: int
     start: int
-    """Tokens of this member that were told before; 0 again where it begins anew, in a later attempt or with older weights."""
+    """Number of this member's tokens sent before; 0 again if it starts again, in a later attempt or with older weights."""
     token_ids: bytes
-    """int32 [N], the next N of those that will be in its sample, if it does not begin anew."""
+    """int32 [N], the next N tokens of its sample, unless it starts again."""
     logprobs: bytes
     """float32 [N], as in `Sample`."""
 
@@ -211,13 +211,13 @@ class SampleFailure(Message, frozen=True, tag="sample_failure"):
     reason: str
     purpose: Purpose = "train"
     kind: str = ""
-    """Type and place of what was raised (`errors.kind_of`): failures are counted by it. Empty: the reason stands for it."""
+    """Type and place of the exception (`errors.kind_of`), by which failures are counted. Empty: the reason is used."""
     trace: str = ""
     """The traceback, where there is one."""
 
 
 class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
-    """Controller to reward worker: judge these completions of one prompt; the answer is one `Scores`."""
+    """Controller to reward worker: score these completions of one prompt; the answer is one `Scores`."""
 
     group_id: int
     attempt: int
@@ -242,7 +242,7 @@ class ScoreRequest(Message, frozen=True, gc=False, tag="score_request"):
 
 
 class Score(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """The judgement of one member, or why there is none."""
+    """The score of one member, or why there is none."""
 
     index: int
     reward: float
@@ -258,11 +258,11 @@ class Score(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     trace: str = ""
     """As `SampleFailure.trace`."""
     over_limit: str = ""
-    """Empty, or which function the sample made run out of time or memory; it counts 0 there."""
+    """The function that exceeded its time or memory on this sample, and therefore counts 0; empty: none."""
 
 
 class Scores(Message, frozen=True, gc=False, tag="scores"):
-    """Reward worker to controller: the judgements that a request asked for."""
+    """Reward worker to controller: the scores for one request."""
 
     group_id: int
     attempt: int
@@ -284,12 +284,12 @@ class InferRequest(Message, frozen=True, gc=False, tag="infer_request"):
     token_ids: bytes
     """int32 [T]."""
     temperature: float = 1.0
-    """That the tokens were drawn at; the reference divides its logits by it."""
+    """Temperature at which the tokens were sampled; the reference divides its logits by it."""
     purpose: Purpose = "train"
 
 
 class InferResult(Message, frozen=True, gc=False, tag="infer_result"):
-    """Inference worker to controller: what its models say, or why they cannot."""
+    """Inference worker to controller: the results of its models, or why there are none."""
 
     group_id: int
     index: int
@@ -329,7 +329,7 @@ class ScoredGroup(Message, frozen=True, tag="scored_group"):
 
 
 class PackedSample(msgspec.Struct, frozen=True):
-    """Where one sample lies in the batch, and what advantage computation needs of it."""
+    """The position of one sample in the batch, and the data needed to compute its advantage."""
 
     group_id: int
     index: int
@@ -343,7 +343,7 @@ class PackedSample(msgspec.Struct, frozen=True):
     oldest_version: int
     """The smallest version among its trained tokens."""
     is_greedy: bool = False
-    """The greedy baseline of its group (ReMax): its reward counts, none of its tokens is trained."""
+    """Whether it is its group's greedy baseline (ReMax): its reward counts, but none of its tokens is trained."""
     pair: int = -1
     """Number of the preference pair it belongs to, within the batch; -1: none."""
     is_chosen: bool = False
@@ -351,7 +351,7 @@ class PackedSample(msgspec.Struct, frozen=True):
 
 
 class PackedRow(msgspec.Struct, frozen=True):
-    """L tokens of whole samples, end to end. All arrays little-endian."""
+    """L tokens of complete samples, concatenated. All arrays are little-endian."""
 
     token_ids: bytes
     """int32 [L]."""
@@ -376,11 +376,11 @@ class StepBatch(Message, frozen=True, tag="step_batch"):
     num_trained_tokens: int
     """Sum of the loss masks over all rows and ranks: the denominator of a token mean."""
     temperature: float
-    """That the samples were drawn at; the learner divides its logits by it."""
+    """Temperature at which the samples were generated; the learner divides its logits by it."""
     replay: bool = False
-    """True when this step was trained before on this line of checkpoints and is repeated after a crash."""
+    """True if this step was trained before a crash and is repeated from an earlier checkpoint."""
     settings: dict[str, float | int | None] = {}
-    """What the learner reads anew at each step, by field of the config; left out: as it was started with."""
+    """Config values that the learner reads again at each step, by field; missing fields: as at its start."""
 
 
 class StepDone(Message, frozen=True, tag="step_done"):
@@ -402,7 +402,7 @@ class GroupsTaken(Message, frozen=True, tag="groups_taken"):
     step: int
     groups: tuple[ScoredGroup, ...]
     mask_below: int = 0
-    """Tokens of a version under this one are too old to train (`buffer.policy = "mask"`)."""
+    """Tokens of versions below this one are too old to train (`buffer.policy = "mask"`)."""
 
 
 # -- seeds and arrays ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run says about itself to whoever asks, and what outside code hands to it."""
+"""The run's reports about itself, and requests of outside code to it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 OVER_LIMIT = "over limit"
-"""`FailureSeen.stage` of samples that made a reward run out of time or memory: they score 0 and are not failed."""
+"""`FailureSeen.stage` of samples on which a reward exceeded time or memory: they score 0 and do not fail."""
 
 
 class FailureSeen(msgspec.Struct, frozen=True):
     """One kind of failure of samples."""
 
     kind: str
-    """Type and place of what was raised, `TypeError at rewards.py:3`."""
+    """Type and place of the exception, `TypeError at rewards.py:3`."""
     stage: str
     """`generate`, `reward` or OVER_LIMIT."""
     count: int
-    """Samples that failed so, since this controller began."""
+    """Number of samples that failed in this way, since this controller started."""
     reason: str
-    """Of the first, in words."""
+    """Reason of the first one, as text."""
     trace: str = ""
     """Its traceback, where there is one."""
 
@@ -62,16 +62,16 @@ class Alarm(msgspec.Struct, frozen=True):
     rule: str
     level: AlarmLevel
     version: int
-    """At which it was raised, or ended."""
+    """The version at which it was raised, or ended."""
     value: float
     threshold: float
     text: str
-    """What is seen, and what to do about it."""
+    """What was observed, and what to do about it."""
     is_over: bool = False
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     name: str
     run_folder: str
@@ -79,7 +79,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why it ended, or why it is in this phase."""
     resumed: str = ""
-    """Of a resumed run, once its learner is ready: at which step, from which checkpoint, in words."""
+    """For a resumed run, once its learner is ready: a text with the step and the checkpoint it resumed from."""
     version: int = -1
     """Newest policy version; -1 before the learner is ready."""
     num_steps: int = 0
@@ -88,20 +88,20 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     """Groups dropped or failed, by reason."""
     without_place: int = 0
-    """Groups that a caller asks for and that cannot be issued: it holds all places."""
+    """Number of requested groups that cannot be issued, because the caller holds all places."""
     failed_share: float = 0.0
-    """Of the newest 64 groups that were completed or failed, the share that failed."""
+    """Share of failed groups among the newest 64 groups that were completed or failed."""
     over_limit_share: float = 0.0
-    """Of the newest 256 samples that were scored, the share that made a reward run out of time or memory, which scores 0."""
+    """Share of the newest 256 scored samples on which a reward exceeded time or memory, which scores 0."""
     failures: tuple[FailureSeen, ...] = ()
-    """Kinds of failure so far, in the order of the first of each."""
+    """Kinds of failure so far, in the order of their first occurrence."""
     set_aside: tuple[str, ...] = ()
-    """Ids of prompts that failed so often that they are not issued again."""
+    """Ids of prompts that are not issued again, because they failed too often."""
     alarms: tuple[Alarm, ...] = ()
-    """Those that stand (docs/observability.md)."""
+    """Active alarms (docs/observability.md)."""
     processes: tuple[ProcessStatus, ...] = ()
     waiting: str = ""
-    """Who waits for whom, in one line; empty while everything moves."""
+    """Which process waits for what, in one line; empty while nothing is stuck."""
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     """Sampled accuracy on held-out prompts, first and newest evaluation; None where no rule judges."""
@@ -125,19 +125,19 @@ class ExternalGroup(msgspec.Struct, frozen=True):
 
 
 class SubmitResult(msgspec.Struct, frozen=True):
-    """What became of an `ExternalGroup`."""
+    """Result of submitting an `ExternalGroup`."""
 
     group_id: int
-    """-1 where it was refused."""
+    """The new group's id; -1 if it was refused."""
     refused: str = ""
-    """Empty, or why."""
+    """Why it was refused; empty if it was not."""
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What a program that judges samples itself has done, and whether it wants more to judge."""
+    """Scores of a program that scores samples itself, and whether it wants more samples."""
 
     caller: str
-    """A name of its own."""
+    """The program's own unique name."""
     answers: tuple[Scores, ...] = ()
     held: tuple[Member, ...] = ()
     """The first member of every request that it has not answered."""
@@ -145,40 +145,40 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class GroupAsked(msgspec.Struct, frozen=True):
-    """One group that a caller asks for."""
+    """One group that a caller requests."""
 
     number: int
-    """Within its stream; the same number is the same group."""
+    """Number within its stream; the same number means the same group."""
     prompt: Prompt | None = None
-    """None: as it was said before."""
+    """None: given in an earlier request."""
     size: int = 0
     """Members; 0: as the config says."""
     max_new_tokens: int = 0
     """Of each; 0: the config's."""
     is_followed: bool = False
-    """Its tokens are told as they come."""
+    """Whether its tokens are sent as they are generated."""
 
 
 class GroupsAsked(msgspec.Struct, frozen=True):
-    """What a caller waits for: groups of a stream of its own, in the order in which it wants them."""
+    """The groups that a caller waits for, from one stream of its own, in the order in which it needs them."""
 
     stream: str
-    """The caller's own name for it, never used twice."""
+    """The caller's name for the stream, never used twice."""
     groups: tuple[GroupAsked, ...]
     at_least: int = 1
-    """How many of the first to wait for."""
+    """For how many of these groups, from the first on, the request waits."""
 
 
 class GroupGiven(msgspec.Struct, frozen=True):
-    """What became of a group that was asked for."""
+    """Result for a requested group."""
 
     group: ScoredGroup | None
     why_over: str = ""
-    """Why there is none."""
+    """Why there is no group; empty if there is one."""
 
 
 class Released(msgspec.Struct, frozen=True):
-    """What a caller will not train: a stream with all its groups, or single groups."""
+    """Groups that a caller will not train: all groups of a stream, or single groups."""
 
     stream: str = ""
     groups: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What is said about a weight version; the bytes themselves travel by a medium (see weights/)."""
+"""Announcements of weight versions; the bytes themselves are sent by a medium (see weights/)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class WeightsManifest(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What changed from one version to the next, as a blob that the medium can fetch by its name."""
+    """The changes from one version to the next, as a blob that the medium can fetch by its name."""
 
     version: int
     base_version: int
-    """The version it turns into `version`."""
+    """The version that the delta turns into `version`."""
     base_fingerprint: str
-    """Of that version: another learner's bytes under the same number are another base."""
+    """Fingerprint of the base version, because another learner's bytes may have the same version number."""
     name: str
     num_bytes: int
     fingerprint: str
@@ -43,7 +43,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed token sequence and the learner's logprobs of it under a version: does the generator agree after its swap?"""
+    """A fixed token sequence and the learner's logprobs of it under a version, which a generator compares after its swap."""
 
     token_ids: bytes
     """int32 [T]."""
@@ -60,29 +60,29 @@ class WeightsAvailable(Message, frozen=True, tag="weights_available"):
     """What the medium needs to find the bytes: a folder, a shared-memory name, an address."""
     manifest: WeightsManifest
     fingerprint: str
-    """xxh3-128 of `bucket_fingerprints`, hex: names these very bytes."""
+    """xxh3-128 of `bucket_fingerprints`, hex: identifies exactly these bytes."""
     published_s: float
-    """Clock seconds at which it became fetchable."""
+    """Clock seconds when it became available to fetch."""
     blocked_ms: float = 0.0
-    """How long the learner stood still for it."""
+    """How long publishing blocked the learner."""
     probe: Probe | None = None
     bucket_fingerprints: bytes = b""
     """xxh3-64 of each bucket's bytes, 8 bytes each, little-endian."""
     full_version: int = -1
-    """The version whose whole bytes can be fetched; -1: this one. Another where only its deltas were published since."""
+    """The version that can be fetched complete; -1: this one. It is an earlier one if only deltas were published since."""
     full_bucket_fingerprints: bytes = b""
-    """Of that version, where it is another."""
+    """Bucket fingerprints of `full_version`, if that is another version."""
     deltas: tuple[Delta, ...] = ()
     """Oldest first, each based on the one before; the last leads to `version`."""
 
     @property
     def update_bytes(self) -> int:
-        """What a generator that has the version before fetches: the last delta, or the whole."""
+        """Bytes that a generator with the previous version fetches: the last delta, or the complete version."""
         return self.deltas[-1].num_bytes if self.deltas else self.manifest.total_bytes
 
 
 class VersionLive(Message, frozen=True, tag="version_live"):
-    """Generator to controller: from now on this version samples my tokens."""
+    """Generator to controller: from now on, its tokens are sampled by this version."""
 
     version: int
     generator: str
@@ -90,6 +90,6 @@ class VersionLive(Message, frozen=True, tag="version_live"):
     """Clock seconds; minus `published_s`, the weight-sync time."""
     fetch_ms: float
     swap_ms: float
-    """How long token generation stood still."""
+    """How long the swap blocked token generation."""
     probe_error: float = 0.0
-    """Largest absolute difference of a probe logprob, generator against learner; -1 where there was no probe."""
+    """Largest absolute difference of a probe logprob between generator and learner; -1 if there was no probe."""

@@ -1,4 +1,4 @@
-"""A daemon from Python: submit runs, look at them, wait for them. A study written so survives the script that submitted it."""
+"""Use a daemon from Python: submit runs, read their results, wait for them. The runs continue if the submitting script ends."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from asyncrl.serve.submit import Fork, Submission
 from asyncrl.sweep.statistics import Comparison, compare
 
 LOOK_S = 1.0
-"""Between looks at runs that are waited for."""
+"""Time between two checks of awaited runs."""
 READ_S = 60.0
-"""A download from which nothing has come for so long has failed."""
+"""A download fails if nothing arrives for this long."""
 ComparedValue = Literal["accuracy_before", "accuracy_after", "reward", "staleness", "steps_per_s"]
 """`reward` and `staleness` are means of the last 50 steps."""
 T = TypeVar("T")
@@ -78,17 +78,17 @@ class Server:
         """Queue a run.
 
         Args:
-            config: A TOML file here, the name of a shipped config, tables, or a config.
-            name: Of the run; left out: the config's.
-            presets: Names of shipped configs, laid over it.
-            set: `a.b` to values, laid over all of it.
-            project: To find it by.
-            tags: To find it by.
-            priority: Higher goes first.
-            key: Of this submission: a repeat with the same key and the same arguments gives the same run.
+            config: A TOML file on this machine, the name of a shipped config, tables, or a config.
+            name: The run's name; empty: the config's.
+            presets: Names of shipped configs that override the config.
+            set: Values by field `a.b`, which override everything else.
+            project: Label to find the run by.
+            tags: Labels to find the run by.
+            priority: Runs with a higher number start first.
+            key: Idempotency key: a repeat with the same key and arguments returns the same run.
 
         Raises:
-            RunError: It is refused; the message has every fault.
+            RunError: The submission is refused; the message has every fault.
         """
         given: str | dict[str, Any]
         if isinstance(config, RunConfig):
@@ -103,7 +103,7 @@ class Server:
     async def fork(
         self, run: str, name: str, *, checkpoint: str = "", set: Mapping[str, Any] | None = None  # noqa: A002 - as above
     ) -> RunRecord:  # fmt: skip
-        """Queue a new run that begins with the weights of a checkpoint of another."""
+        """Queue a new run that starts from a checkpoint's weights of another run."""
         return await self._ask("POST", f"/v1/runs/{run}/fork", RunRecord, Fork(name, checkpoint, dict(set or {})))
 
     async def runs(self, **query: str) -> list[RunRecord]:
@@ -132,18 +132,18 @@ class Server:
                 await asyncio.sleep(LOOK_S)
 
     async def download(self, run: str, into: str | Path, *, checkpoint: str = "newest") -> Path:
-        """Fetch a checkpoint; every file of it is compared with its SHA-256.
+        """Download a checkpoint; every file is checked against its SHA-256.
 
         Args:
-            run: Whose.
-            into: A folder, made where it is missing.
+            run: The run's id.
+            into: A folder; created if missing.
             checkpoint: Name of the folder under checkpoints/.
 
         Returns:
-            Its folder, as `into`/step-000050. It is there once it is whole.
+            The checkpoint's folder, such as `into`/step-000050; it appears only when it is complete.
 
         Raises:
-            RunError: There is none, it came damaged, or `into` has it already.
+            RunError: There is no such checkpoint, it arrived damaged, or `into` has it already.
         """
         path, patience = f"/v1/runs/{run}/checkpoints/{checkpoint}", aiohttp.ClientTimeout(total=None, sock_read=READ_S)
         with _place_in(Path(into)) as archive:
@@ -163,11 +163,11 @@ class Server:
         """Compare runs that differ in one field of their configs: means with intervals, and p of differences paired by `seed`.
 
         Args:
-            runs: Those to compare, at most 50; one that has no value, as it has not ended, is left out.
-            by: The field, `buffer.max_staleness`; runs with the same value are one arm.
-                Of two with the same seed, too, the last counts.
-            metric: What is compared.
-            baseline: The value of `by` that the others are compared with, as text; empty: that of the first run.
+            runs: The runs to compare, at most 50; a run without a value, because it has not ended, is left out.
+            by: The field, such as `buffer.max_staleness`; runs with the same value are one arm.
+                Of two runs in an arm with the same seed, the last one counts.
+            metric: The metric to compare.
+            baseline: The value of `by` to compare the others with, as text; empty: the first run's value.
 
         Raises:
             RunError: There is no such run.
@@ -182,7 +182,7 @@ class Server:
         return compare(arms, baseline)
 
     def connect(self, run: str) -> RunClient:
-        """Return a client of a run: status, steps, orders."""
+        """Return a client of one run, for its status, steps and orders."""
         return connect(f"{self._url}/v1/runs/{run}", token=self._token)
 
     async def _ask(
@@ -212,14 +212,14 @@ def _error_in(answer: bytes) -> str:
 
 @contextlib.contextmanager
 def _place_in(folder: Path) -> Iterator[BinaryIO]:
-    """Open a file in a new folder under `folder`, which goes with all that is in it."""
+    """Open a file in a new folder under `folder`; the new folder is removed afterwards with everything in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as place, Path(place, "tar").open("w+b") as archive:
         yield archive
 
 
 def _unpacked(archive: BinaryIO, into: Path) -> Path:
-    """Unpack a tar of one folder beside it, compare its files with their sums, and put it into `into`."""
+    """Unpack a tar of one folder beside it, check its files against their sums, and move the folder into `into`."""
     place = Path(archive.name).parent / "unpacked"
     place.mkdir()
     archive.seek(0)

@@ -1,9 +1,9 @@
-"""`asyncrl serve`, the daemon from its first look at a folder to its end, and `asyncrl view`, its pages for runs where they lie.
+"""`asyncrl serve`, the daemon from start to end, and `asyncrl view`, the daemon's pages for existing run folders.
 
-Invariants: one daemon a folder (a lock that the kernel frees). It listens on loopback unless TLS files or a proxy are named. It
-says READY to systemd once every run of before has been found again, and feeds its watchdog from the event loop. SIGTERM ends it
-and leaves its runs alive, or drains them first with `--drain`, as in a container. `view` owns no run: it looks at their files,
-on loopback, and takes no orders; its records are in a folder that goes with it.
+Invariants: one daemon per folder (a lock that the kernel frees). It listens on loopback unless TLS files or a proxy are given. It
+reports READY to systemd once every earlier run has been found again, and feeds the watchdog from the event loop. SIGTERM ends it
+and leaves its runs alive, or with `--drain` drains them first, as in a container. `view` owns no run: it reads the files of runs,
+serves on loopback, and accepts no orders; its records are in a temporary folder.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 LOCK_FILE = "server.lock"
 URL_FILE = "server.url"
 VIEW_LOOK_S = 1.0
-"""Between looks of `asyncrl view` at runs that are live."""
+"""Time between two reads of live runs by `asyncrl view`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How the daemon is asked to be."""
+    """The daemon's options."""
 
     folder: Path
     host: str = "127.0.0.1"
@@ -67,7 +67,7 @@ async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: The options do not go together.
+        ConfigError: The options contradict each other.
         LaunchError: Another daemon has the folder, or the port is taken.
     """
     context, clock = _check(options), SystemClock()
@@ -102,7 +102,7 @@ async def serve(options: ServeOptions) -> None:
 
 
 async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Serve the pages of runs until SIGTERM or SIGINT; `say` is told the address, with a token behind `#`, which no log gets.
+    """Serve the pages of runs until SIGTERM or SIGINT; `say` gets the address, with a token after `#`, which is never logged.
 
     Raises:
         ConfigError: Two folders have the same name.
@@ -110,7 +110,7 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
     """
     names = [folder.resolve().name for folder in folders]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"runs are told apart by the names of their folders, and two are {', '.join(sorted(twice))}")
+        raise ConfigError(f"run folders must have different names; these are given twice: {', '.join(sorted(twice))}")
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as aside, contextlib.closing(Records(Path(aside))) as records:
         records.elsewhere = {name: folder.resolve() for name, folder in zip(names, folders, strict=True)}
@@ -130,7 +130,7 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
 
 
 class Viewed:
-    """A run that is looked at: its events are read as they come, and of its steps the newest alone."""
+    """A viewed run: its events are read as they come, and only the newest of its steps."""
 
     def __init__(self, keeper: Keeper, name: str, number: int) -> None:
         self.name = name
@@ -139,10 +139,10 @@ class Viewed:
         self._first: RunEvent | None = None
         self._newest: RunEvent | None = None
         self._phase: RunEvent | None = None
-        """The newest that tells one."""
+        """The newest event of a phase."""
 
     def look(self) -> None:
-        """Note what the run's files say of it."""
+        """Read the run's state from its files."""
         folder, live = self._folder, is_live(self._folder)  # asked first: what was written before the end is still read
         for line in self._events.read():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # torn, or of another version
@@ -169,7 +169,7 @@ class Viewed:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, where it started this process (NOTIFY_SOCKET; sd_notify(3))."""
+    """Notify systemd, if it started this process (NOTIFY_SOCKET; sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -189,7 +189,7 @@ async def _notify(keeper: Keeper) -> None:
 
 
 def _check(options: ServeOptions) -> ssl.SSLContext | None:
-    """Refuse an open port without TLS or a proxy; return what TLS needs, if it is asked for."""
+    """Refuse a public address without TLS or a proxy; return the TLS context, if TLS is used."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together")
     try:
@@ -198,7 +198,7 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
         raise ConfigError(f"--host takes an IP address of this machine or localhost, got {options.host!r}") from error
     if not local and options.tls_cert is None and not options.behind_proxy:
         raise ConfigError(
-            f"--host {options.host} is open to others: give --tls-cert and --tls-key, or --behind-proxy where a proxy does TLS"
+            f"--host {options.host} is open to others: give --tls-cert and --tls-key, or --behind-proxy if a proxy does TLS"
         )
     for root in options.code_roots:
         if not root.is_dir():
@@ -217,7 +217,7 @@ def _check(options: ServeOptions) -> ssl.SSLContext | None:
 async def _answering(
     service: Service, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """Answer requests for a while; yield the port, and what SIGTERM and SIGINT set.
+    """Answer requests inside the context; yield the port, and the event that SIGTERM and SIGINT set.
 
     Raises:
         LaunchError: The port is taken, or the address is not this machine's.
@@ -241,7 +241,7 @@ def own_records(folder: Path) -> Iterator[Records]:
     """Open the records of a folder that no daemon serves.
 
     Raises:
-        LaunchError: One does.
+        LaunchError: A daemon serves it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a") as file:

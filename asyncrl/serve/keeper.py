@@ -1,11 +1,11 @@
-"""The daemon's runs from submission to end: started in turn, followed, found again, resumed.
+"""The daemon's runs from submission to end: it starts them in order, follows them, finds them again and resumes them.
 
-A run's controller is detached, so it goes on when the daemon ends. A daemon that begins looks at every run that had not ended:
-one whose controller lives is adopted, in the same attempt; one whose controller is gone is resumed, in the next. `settled` is
-set once every run has had that look.
+A run's controller is detached, so it continues when the daemon ends. A new daemon checks every run that had not ended: if the
+controller is alive, the run is adopted, in the same attempt; if it is gone, the run is resumed, in the next attempt. `settled` is
+set once every run was checked.
 
-Invariants: a run has at most one task that starts or follows it. A controller that is lost is replaced at most MOST_RESTARTS
-times in a row without a step between, with a growing pause.
+Invariants: a run has at most one task that starts or follows it. A lost controller is replaced at most MOST_RESTARTS times in a
+row without a new step, after growing pauses.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from asyncrl.serve.submit import Submission
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Between looks at a live run."""
+"""Time between two checks of a live run."""
 MOST_RESTARTS = 2
 BACKOFF_S = 1.0
 AGAIN_S = 5.0
 START = "start"
-"""In a fork's folder: what it begins with, as hard links: its parent may remove that checkpoint before the fork's turn comes."""
+"""In a fork's folder: the checkpoint to start from, as hard links, since the parent may remove it before the fork starts."""
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """A RunEvent of a controller that may be of another version than this daemon: its kind is any."""
+    """A RunEvent of a controller that may have another version than this daemon: it may have any kind."""
 
     seq: int
     kind: str
@@ -59,15 +59,15 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 class Keeper:
-    """Holds the runs. Open it as a context; `settled` says when all that was there before has been looked at."""
+    """Holds the runs. Use as a context manager; `settled` is set when all earlier runs were checked."""
 
     def __init__(self, records: Records, machine: Machine, clock: Clock) -> None:
         self.records, self.machine, self._clock = records, machine, clock
         self.settled = asyncio.Event()
         self.statuses: dict[str, RunStatus] = {}
-        """The newest of every live run."""
+        """The newest status of every live run."""
         self._clients: dict[str, RunClient] = {}
-        """Of those that are followed."""
+        """Clients of the runs that are followed."""
         self._changed = asyncio.Event()
         self._drains = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -75,7 +75,7 @@ class Keeper:
         self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Look at what was there, then start what is queued, until cancelled; runs that are live stay so."""
+        """Check earlier runs, then start queued ones, until cancelled; live runs continue afterwards."""
         async with asyncio.TaskGroup() as self._group:
             try:
                 begun = [run.id for run in self.records.runs.values() if run.state in {"starting", "live"}]
@@ -97,7 +97,7 @@ class Keeper:
                     task.cancel()
 
     def _start_queued(self) -> None:
-        """Start what the machine has room for; a run that an earlier machine took and this one cannot has failed."""
+        """Start the runs that fit the machine; a run that can never fit this machine (the folder was moved) has failed."""
         if self._drains:
             return
         for record in in_order(self.records.runs.values()):
@@ -110,7 +110,7 @@ class Keeper:
             self._begin(run, of_before=False)
 
     def _settle(self, run: str) -> None:
-        """Note that a run of before has had its look."""
+        """Note that an earlier run was checked."""
         self._unsettled.discard(run)
         if not self._unsettled:
             self.settled.set()
@@ -120,9 +120,9 @@ class Keeper:
         self._tasks[run] = self._group.create_task(self._hold(run, of_before=of_before), name=f"run-{run}")
 
     async def _hold(self, run: str, *, of_before: bool) -> None:
-        """Have a run live to its end, and where that fails look at it again later: the others go on, whatever one meets.
+        """Keep a run alive to its end; after an error, check it again later. Errors of one run do not affect the others.
 
-        One that is held elsewhere and answers nobody here has failed after START_TIMEOUT_S.
+        A run that another process holds and that does not answer has failed after START_TIMEOUT_S.
         """
         held_s = 0.0
         while True:
@@ -136,7 +136,7 @@ class Keeper:
                 if held_s > START_TIMEOUT_S:
                     self._ended(replace(self.records.runs[run], reason=str(error)), "failed")
                     return
-                log.error("the run %s cannot be followed: %s; looked at again in %g s", run, error, AGAIN_S)  # noqa: TRY400
+                log.error("the run %s cannot be followed: %s; checked again in %g s", run, error, AGAIN_S)  # noqa: TRY400
             except Exception as error:
                 log.exception("the run %s cannot be followed", run)
                 if not is_live(self.records.run_folder(run)):
@@ -159,10 +159,10 @@ class Keeper:
     def submit(
         self, asked: Submission, config: RunConfig, demand: Demand, who: str, parent: str, answers: tuple[str, Answered] | None
     ) -> RunRecord:
-        """Queue a run whose config was checked; `answers` is kept with it: an idempotency key and what it stands for.
+        """Queue a run whose config was checked; `answers`, an idempotency key and its meaning, is stored with it.
 
         Raises:
-            RunError: There is a run of that name.
+            RunError: There is a run with that name.
         """
         folder = self.records.run_folder(config.name)
         left = {START, SUBMITTED_FILE, f"{RECORD_FILE}.partial"}  # by a daemon that was killed before the run was queued
@@ -191,10 +191,10 @@ class Keeper:
         return record
 
     def cancel(self, run: str, who: str) -> RunRecord:
-        """Take a queued run out of the queue.
+        """Remove a queued run from the queue.
 
         Raises:
-            RunError: It is not queued.
+            RunError: The run is not queued.
         """
         record = self.records.runs[run]
         if record.state != "queued":
@@ -203,10 +203,10 @@ class Keeper:
         return self.records.runs[run]
 
     def resume_ended(self, run: str, who: str, num_steps: int = 0) -> RunRecord:
-        """Queue a run that has ended, to go on where it stopped.
+        """Queue an ended run, to continue where it stopped.
 
         Raises:
-            RunError: It has not ended, or has done its steps.
+            RunError: The run has not ended, or has done all its steps.
         """
         record = self.records.runs[run]
         if record.state != "ended":
@@ -222,10 +222,10 @@ class Keeper:
         return record
 
     async def ask(self, run: str, what: str, asker: str, **given: Any) -> Any:  # noqa: ANN401 - what the run's client takes and returns
-        """Ask a live run: pause, resume, checkpoint, drain, stop, change. One that is starting ends as soon as it has started.
+        """Send an order to a live run: pause, resume, checkpoint, drain, stop, change. A starting run ends once it has started.
 
         Returns:
-            What the run says; None where it has ended before it could be asked to.
+            The run's answer; None if it ended before it got the order.
 
         Raises:
             RunError: The run is not live, or refuses.
@@ -246,7 +246,7 @@ class Keeper:
             return await getattr(client, what)(**given)
 
     def status(self, run: str) -> RunStatus:
-        """Return a live run's own status, or what is known of one that is not."""
+        """Return a live run's own status, or the recorded status of a run that is not live."""
         if (status := self.statuses.get(run)) is not None:
             return status
         record = self.records.runs[run]
@@ -258,12 +258,12 @@ class Keeper:
         )  # fmt: skip
 
     async def judge(self, run: str, judged: Judged) -> list[ScoreRequest]:
-        """Tell a run what a program has judged; return what it is to judge: nothing yet where the run is not live.
+        """Send a program's scores to a run; return the next samples to score, or none while the run is not live.
 
-        What a controller has not heard of as it is lost, the next one asks for again.
+        Scores that a lost controller did not receive are requested again by the next one.
 
         Raises:
-            RunError: The run has ended, has rewards of its own, or another program judges.
+            RunError: The run has ended, has its own rewards, or another program scores.
         """
         record, client = self.records.runs[run], self._clients.get(run)
         if record.state == "ended":
@@ -279,7 +279,7 @@ class Keeper:
         return []
 
     async def drain_all(self) -> None:
-        """Drain every live run and wait for their ends; nothing else is started. The next daemon goes on with them."""
+        """Drain every live run and wait for their ends; no other run is started. The next daemon continues them."""
         self._drains = True
 
         async def drain(run: str) -> None:
@@ -296,10 +296,10 @@ class Keeper:
     # -- one run ---------------------------------------------------------------------------------------------------------
 
     async def _find_again(self, record: RunRecord) -> bool | None:
-        """Look at a run that an earlier daemon began; where that was starting its controller, wait for it or kill it in time.
+        """Check a run that an earlier daemon began; if its controller was just starting, wait for it, or kill it after a time.
 
         Returns:
-            Whether it has a controller that lives; None where it has ended.
+            Whether it has a live controller; None if the run has ended.
         """
         folder, until_s = self.records.run_folder(record.id), time.monotonic() + START_TIMEOUT_S
         while not is_live(folder) and bool(await asyncio.to_thread(find_controllers, folder)):
@@ -319,10 +319,10 @@ class Keeper:
         return False
 
     async def _keep(self, record: RunRecord, *, lives: bool, of_before: bool) -> None:
-        """Have a run live until it ends: start its controller, follow it, start the next where it is lost.
+        """Keep a run alive until it ends: start its controller, follow it, and start another if it is lost.
 
         Raises:
-            AlreadyRunsError: A controller of this or an earlier daemon has come into sight, so that none was started.
+            AlreadyRunsError: The run already has a controller, of this or an earlier daemon, so none was started.
         """
         in_vain = 0
         while True:
@@ -367,12 +367,12 @@ class Keeper:
             record = self.records.runs[record.id]
 
     async def _start(self, record: RunRecord, starting: contextlib.AsyncExitStack, *, of_before: bool) -> None:
-        """Start a run's controller, in the folder where an earlier one was where there is one; `starting` holds the run.
+        """Start a run's controller, in the run's folder if there is one already; `starting` holds the run.
 
         Raises:
-            RunLostError: It was killed before it answered.
-            AlreadyRunsError: There is one.
-            AsyncRLError: It could not be started.
+            RunLostError: The controller was killed before it answered.
+            AlreadyRunsError: The run already has a controller.
+            AsyncRLError: The controller could not be started.
         """
         folder = self.records.run_folder(record.id)
         resumed = (folder / "config.toml").exists()
@@ -395,9 +395,9 @@ class Keeper:
         self.tell("resumed" if resumed else "started", record.id, f"attempt {record.attempts}")
 
     async def _follow(self, run: str, starting: contextlib.AsyncExitStack) -> tuple[str, str]:
-        """Follow a live run; return its last phase and reason, the phase empty where its controller is lost.
+        """Follow a live run; return its last phase and reason; the phase is empty if its controller is lost.
 
-        One that lives and does not answer is asked again, and killed where it has not answered for CONTROLLER_END_S.
+        A live controller that does not answer is asked again, and killed if it has not answered for CONTROLLER_END_S.
         """
         folder, events = self.records.run_folder(run), self._untold(run)
         status: RunStatus | None = None
@@ -442,7 +442,7 @@ class Keeper:
             self.records.runs[run] = newer
 
     def _untold(self, run: str) -> Tail:
-        """Return what a run has told of itself and the daemon has not yet, also what it told while there was no daemon."""
+        """Return the run's events that the daemon has not recorded yet, also those from times without a daemon."""
         return Tail(self.records.run_folder(run) / EVENTS_FILE, "seq", "event", self.records.runs[run].events_told)
 
     async def _pass_on(self, run: str, events: Tail) -> None:
@@ -462,7 +462,7 @@ class Keeper:
                     self.records.add_event(self._clock.now(), event.kind, run, text, record=told)
 
     async def _conclude(self, record: RunRecord, phase: str, reason: str) -> None:
-        """Note the end that a run itself has told."""
+        """Record the end that a run has reported."""
         folder = self.records.run_folder(record.id)
         newest = await asyncio.to_thread(newest_row, folder / STEPS_FILE, StepReport)
         evals = await asyncio.to_thread(read_evals, folder)
@@ -480,6 +480,6 @@ class Keeper:
 
 
 def _told_end(folder: Path, after: int) -> tuple[str, str] | None:
-    """Return the phase in which a run's events behind number `after` say that it ended, and why; None where they do not."""
+    """Return the final phase and reason from a run's events after number `after`; None if they do not report an end."""
     phases = [(event.subject, event.text) for event in read_events(folder, after) if event.kind == "phase"]
     return phases[-1] if phases and phases[-1][0] in ENDED else None

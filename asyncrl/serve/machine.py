@@ -1,7 +1,7 @@
-"""What this machine has, what a run takes of it, and which queued runs may start now.
+"""What this machine has, what a run needs, and which queued runs may start now.
 
-That is decided purely: all that a run needs or nothing, by priority, then first come first served. Nobody overtakes: while the
-run at the head of the queue does not fit, those behind it wait, however small they are.
+The decision is pure: a run gets all that it needs or nothing, by priority, then in order of submission. No run is started before
+an earlier one: while the first run of the queue does not fit, the others wait, however small they are.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from asyncrl.models.number_format import ask_driver, hardware_format
 from asyncrl.serve.records import Demand, RunRecord
 
 IMPORTED_BYTES = 300 << 20
-"""Of a process that has imported torch and transformers."""
+"""Memory of a process that has imported torch and transformers."""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What there is to give."""
+    """The machine's resources."""
 
     gpus: tuple[str, ...] = ()
     """By UUID."""
@@ -40,10 +40,10 @@ def machine() -> Machine:
 
 
 def demand_of(config: RunConfig, there: Machine) -> Demand:
-    """Return what a run takes: every GPU that one of its processes names, a core for each of its threads, host memory.
+    """Return what a run needs: every GPU that one of its processes names, a core for each of its threads, host memory.
 
-    Of generators that come and go the most that there may be are counted. More threads than the machine has cores count as all of
-    its cores.
+    With elastic scaling, the maximum number of generators is counted. More threads than the machine has cores count as all
+    cores.
 
     Raises:
         ConfigError: A model's folder cannot be read.
@@ -67,7 +67,7 @@ def demand_of(config: RunConfig, there: Machine) -> Demand:
 
 
 def num_gpus(config: RunConfig) -> int:
-    """Return how many GPUs a run takes: up to the last that one of its processes names."""
+    """Return how many GPUs a run needs: up to the highest number that one of its processes names."""
     gpus = set(places_of(config).engine_gpus)
     if config.learner.kind == "builtin" and (first := gpu_of(config.learner.device)) is not None:
         gpus |= set(range(first, first + config.learner.ranks))
@@ -82,11 +82,11 @@ def in_order(runs: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def admit(machine: Machine, runs: Iterable[RunRecord]) -> dict[str, tuple[str, ...]]:
-    """Return the runs that start now, in order, and the GPUs each is given.
+    """Return the runs that start now, in order, and the GPUs that each gets.
 
     Args:
-        machine: All there is.
-        runs: All runs; those that are starting or live hold what they were given.
+        machine: All resources.
+        runs: All runs; starting and live ones hold the resources they got.
     """
     runs = list(runs)
     gpus, cores, memory_bytes = _free(machine, runs)
@@ -115,7 +115,7 @@ def waits(machine: Machine, runs: Iterable[RunRecord]) -> list[str]:
 
 
 def _free(machine: Machine, runs: Sequence[RunRecord]) -> tuple[list[str], int, int]:
-    """Return GPUs, cores and bytes that no run holds; fewer than none where a larger machine gave them."""
+    """Return GPUs, cores and bytes that no run holds; negative if runs hold more, as after a move from a larger machine."""
     busy = [run for run in runs if run.state in {"starting", "live"}]
     held = {gpu for run in busy for gpu in run.gpus}
     cores = machine.cores - sum(run.demand.cores for run in busy)
@@ -124,7 +124,7 @@ def _free(machine: Machine, runs: Sequence[RunRecord]) -> tuple[list[str], int, 
 
 
 def misfits(machine: Machine, demand: Demand) -> list[str]:
-    """Return which sums of a run can never be met here."""
+    """Return which needs of a run this machine can never meet."""
     faults = []
     if demand.gpus > len(machine.gpus):
         faults.append(f"the run takes {demand.gpus} GPUs and this machine has {len(machine.gpus)}")

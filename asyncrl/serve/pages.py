@@ -1,6 +1,6 @@
-"""The page: its files, its session, and what only it asks for. The files ask this origin for everything, and nothing else.
+"""The web page: its files, its session, and the routes only it uses. The page sends requests only to its own origin.
 
-Numbers go out as they are in the run's files. Whatever grows with a run is read from those, never from its controller.
+Numbers are sent as they are in the run's files. All data that grows with a run is read from the files, never from the controller.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ MOST_LOGIN_BYTES = 4096
 MOST_RUNS = 500
 MOST_NAMES = 64
 COUNT_LIMIT_S = 10.0
-"""For the counts of one ledger."""
+"""Time limit for counting one ledger."""
 MOST_SECONDS = 3600
-"""Of one answer, the newest."""
+"""Maximum number of seconds in one answer; the newest are sent."""
 MOST_LOG_LINES = 2000
 MOST_LINE_CHARS = 2000
 STAMP, STAMP_CHARS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "), 23
-"""With what a line of a log begins."""
+"""The time stamp at the start of a log line."""
 MOST_TIMELINES = 4
-"""Runs whose spans stay in memory: 50 MB for a million."""
+"""Number of runs whose spans are kept in memory: 50 MB for a million spans."""
 MOST_TOKENS = 2000
 MOST_GROUPS = 100
-"""Of one answer."""
+"""Maximum number of groups in one answer."""
 
 
 class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ class Login(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _beside(read: Callable[[Pages, web.Request], T]) -> Callable[[Pages, web.Request], Awaitable[T]]:
-    """Have a handler, which reads files that grow with a run, work on a thread."""
+    """Run a handler on a thread, because it reads files that grow with a run."""
 
     @functools.wraps(read)
     def handler(page: Pages, request: web.Request) -> Awaitable[T]:
@@ -93,10 +93,10 @@ class Pages:
     Args:
         records: The runs.
         keeper: Has the newest status of every live run.
-        guard: Gives cookies.
-        is_over: Whether nothing more will come of a run; of none: at all.
-        read_only: No orders are taken.
-        behind_proxy: Browsers speak TLS with a proxy, which this process does not see.
+        guard: Makes cookies.
+        is_over: Returns whether a run (or, without one, the daemon) will send nothing more.
+        read_only: Whether orders are refused.
+        behind_proxy: Whether browsers use TLS with a proxy, which this process cannot see.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Pages:
         self._behind_proxy = behind_proxy
         self._timelines: dict[str, Timeline] = {}
         self._newest: dict[str, tuple[int, str, StepSeen | None]] = {}
-        """By run, version and state of its record, and its newest step then."""
+        """By run: version and state of its record, and its newest step at that time."""
         self._counting = ThreadPoolExecutor(1, "ledger")
-        """A thread that counts what is in ledgers, which takes seconds where a run is long: one count at a time."""
+        """A thread that counts ledgers, one at a time, because that takes seconds for a long run."""
         self._files = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.suffix in TYPES}
 
     def file(self, request: web.Request) -> web.FileResponse:
-        """Return one of the page's files; by itself the page."""
+        """Return one of the page's files; without a name, the page itself."""
         name = request.match_info.get("file", "index.html")
         if name not in self._files:
             raise ForbiddenError(404, "the page has no such file")
@@ -123,7 +123,7 @@ class Pages:
     # -- the session -----------------------------------------------------------------------------------------------------
 
     async def login(self, request: web.Request) -> web.StreamResponse:
-        """Give a cookie for a token."""
+        """Return a cookie in exchange for a token."""
         who = self._guard.by_token(msgspec.json.decode(await read_body(request, MOST_LOGIN_BYTES), type=Login).token)
         if who is None:
             raise ForbiddenError(401, "this is no token of the daemon")
@@ -134,20 +134,20 @@ class Pages:
         return response
 
     def logout(self, request: web.Request) -> web.Response:
-        """Take the cookie back."""
+        """Delete the cookie."""
         response = json_response({})
         response.del_cookie(cookie_name(request))
         return response
 
     def session(self, request: web.Request) -> dict[str, object]:
-        """Say whose page it is; the name is empty where nobody is logged in."""
+        """Return the name and role of the logged-in user; the name is empty if nobody is logged in."""
         who = self._guard.by_cookie(request)
         return {"name": who.name if who else "", "role": who.role if who else "", "read_only": self._read_only}
 
     # -- what comes ------------------------------------------------------------------------------------------------------
 
     async def live_runs(self, request: web.Request) -> web.StreamResponse:
-        """Stream the newest runs' records, with standing alarms and the newest step, all of them whenever one has changed."""
+        """Stream the newest runs' records, with active alarms and the newest step; all are sent whenever one has changed."""
         sent, number = b"", 0
 
         async def rows() -> list[tuple[int, str, bytes]]:
@@ -166,7 +166,7 @@ class Pages:
         return await stream(request, rows, lambda: self._is_over(""))
 
     def _newest_steps(self, runs: Sequence[RunRecord]) -> list[StepSeen | None]:
-        """Return the newest step of each; it is read again once the run's version or state is another."""
+        """Return the newest step of each run; it is read again when the run's version or state has changed."""
         for run in runs:
             if self._newest.get(run.id, ())[:2] != (run.version, run.state):
                 step = next(newest_rows(self._records.run_folder(run.id) / STEPS_FILE, StepSeen), None)
@@ -174,7 +174,7 @@ class Pages:
         return [self._newest[run.id][2] for run in runs]
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """Stream a run's status, steps and events; the number of each row is that of the newest step."""
+        """Stream a run's status, steps and events; each row has the number of the newest step."""
         run, newest = request.match_info["run"], last_event_id(request)
         folder = self._records.run_folder(run)
         steps = Tail(folder / STEPS_FILE, "step", "step", newest, number_of(request, "offset"))
@@ -200,9 +200,9 @@ class Pages:
 
     @_beside
     def series(self, request: web.Request) -> dict[str, Any]:
-        """Return values over all steps, null where a step has none; the newest step; the byte where reading ended; the bound.
+        """Return values over all steps (null if a step has none), the newest step, the byte where reading ended, and the bound.
 
-        Only what is asked for of each line is kept: a run may have 10,000, of 150 values each.
+        Only the requested values of each line are kept: a run may have 10,000 lines with 150 values each.
         """
         names = [name for name in request.query.get("names", "").split(",") if name]
         if len(names) > MOST_NAMES:
@@ -229,7 +229,7 @@ class Pages:
 
     @_beside
     def alarms(self, request: web.Request) -> dict[str, Any]:
-        """Return the alarms that a run has raised, newest first, and the rules with what is done about each."""
+        """Return the alarms that a run has raised, newest first, and the rules with the action for each."""
         folder, source = self._folder(request), self._records.config_file(request.match_info["run"])
         chosen = {str(rule): what for rule, what in load_config(source).observe.alarms.items()}
         shown = ("name", "level", "meets", "needed", "of", "source", "advice")
@@ -238,13 +238,13 @@ class Pages:
 
     @_beside
     def seconds(self, request: web.Request) -> dict[str, Any]:
-        """Return how a run stood in each of its newest seconds, and the byte where reading ended."""
+        """Return a run's state in each of its newest seconds, and the byte where reading ended."""
         path = self._folder(request) / SECONDS_FILE
         num_bytes = path.stat().st_size if path.exists() else 0  # first: what comes meanwhile is said twice, and not left out
         return {"rows": list(deque(read_lines(path, SecondReport), MOST_SECONDS)), "offset": num_bytes}
 
     async def ledger(self, request: web.Request) -> dict[str, Any]:
-        """Return counts of the ledger; one that is waited for no more is not begun."""
+        """Return counts of the ledger; the count is not started if the request was cancelled before."""
         return await asyncio.get_running_loop().run_in_executor(self._counting, self._counts, request)
 
     def _counts(self, request: web.Request) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Pages:
 
     @_beside
     def groups(self, request: web.Request) -> list[dict[str, Any]]:
-        """Return the newest groups that are in a state, with what is known of their members; no text of a completion."""
+        """Return the newest groups in a state, with data of their members but no texts of completions."""
         state = request.query.get("state", "")
         if state not in get_args(GroupState):
             raise ForbiddenError(400, f"state is one of {', '.join(get_args(GroupState))}, got {state[:40]!r}")
@@ -274,7 +274,7 @@ class Pages:
 
     @_beside
     def samples(self, request: web.Request) -> dict[str, Any]:
-        """Return the kept samples of a step, the newest where none is named, and which steps there are; of repeats the last."""
+        """Return the kept samples of a step (default: the newest), and the list of steps; of repeated steps the last is used."""
         folder, step = self._folder(request), number_of(request, "step", -1)
         steps: set[int] = set()
         rows: dict[tuple[int, int], SampleRow] = {}
@@ -301,7 +301,7 @@ class Pages:
 
     @_beside
     def tokens(self, request: web.Request) -> dict[str, Any]:
-        """Return what the learner saw of a sample, MOST_TOKENS tokens from one on, and its group's rewards; none: not kept."""
+        """Return the learner's figures for up to MOST_TOKENS tokens of a sample, and its group's rewards; empty if not kept."""
         step, group, index, first = (number_of(request, name) for name in ("step", "group", "index", "first"))
         folder = self._folder(request)
         parts = read_tokens(folder, step).get((group, index))
@@ -321,12 +321,12 @@ class Pages:
 
     @_beside
     def logs(self, request: web.Request) -> list[tuple[str, str]]:
-        """Return the newest lines of all processes that have a text, whatever its case, or match a pattern, by time."""
+        """Return the newest log lines of all processes, by time, that contain a text (ignoring case) or match a pattern."""
         wanted, pattern = request.query.get("q", "").lower(), request.query.get("pattern", "")
         try:
             found = linear_pattern(f"(?i){pattern}") if pattern else None
         except re2.error as error:
-            raise ForbiddenError(400, f"{pattern[:100]!r} is no pattern that RE2 takes: {error}") from error
+            raise ForbiddenError(400, f"{pattern[:100]!r} is not a valid RE2 pattern: {error}") from error
 
         def has(line: str) -> bool:
             if found is None:
@@ -349,7 +349,7 @@ class Pages:
         return [(process, line) for _, process, line in rows[-MOST_LOG_LINES:]]
 
     def timeline(self, request: web.Request) -> Awaitable[dict[str, object]]:
-        """Return the spans of a window, in bins where they are many; seconds are those since the first."""
+        """Return the spans of a time window, in bins if there are many; times are seconds since the first span."""
         limits = [request.query.get(name, "") for name in ("from", "to")]
         try:
             from_s, to_s = (float(given or default) for given, default in zip(limits, ("-inf", "inf"), strict=True))
@@ -357,7 +357,7 @@ class Pages:
             raise ForbiddenError(400, f"from and to must be seconds, got {limits}") from error
         num_bins = number_of(request, "bins", 800)
         if not (from_s <= to_s and 1 <= num_bins <= MAX_BINS):
-            raise ForbiddenError(400, f"from must not be behind to, and bins be from 1 to {MAX_BINS}")
+            raise ForbiddenError(400, f"from must not be after to, and bins must be from 1 to {MAX_BINS}")
         run = request.match_info["run"]
         known = self._timelines.pop(run, None) or Timeline(self._folder(request))
         self._timelines[run] = known  # the newest is the last
@@ -366,7 +366,7 @@ class Pages:
         return asyncio.to_thread(known.window, from_s, to_s, num_bins)
 
     def changeable(self, request: web.Request) -> dict[str, Any]:
-        """Return what can change while a run goes on, with the values in force."""
+        """Return the fields that can change during a run, with their current values."""
         config = load_config(self._folder(request) / "config.toml")
         alarms = {f"{ALARMS}{rule}": config.observe.alarms.get(rule, "warn") for rule in get_args(AlarmRule)}
         return {"fields": settings_of(config) | {name: value_at(config, name) for name in OF_CONTROLLER}, "alarms": alarms}
@@ -381,7 +381,7 @@ class Pages:
 
 
 def _columns(parts: Sequence[TokenRow]) -> dict[str, Any]:
-    """Return what the learner saw of a sample: an array [T] by name, the texts, the reward."""
+    """Return the learner's figures for a sample: arrays [T] by name, the texts, the reward."""
     floats = ("behaviour", "learner", "weights", "entropy", "advantages")
     columns: dict[str, Any] = {
         name: np.concatenate([logprobs_from_bytes(getattr(part, name)) for part in parts]).astype(float) for name in floats

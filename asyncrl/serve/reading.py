@@ -1,8 +1,7 @@
-"""What is read from files of runs for an answer: rows as they come, files, tars, newest metrics, runs beside each other.
+"""Answers read from the files of runs: streams of rows, files, tars, newest metrics, comparisons of runs.
 
-Rows are sent as server-sent events with numbers, or as JSON lines. They come from files and from the database, never from a run's
-controller: readers cost a run nothing, however many and however slow they are. A reader that is too slow is held back by its own
-connection.
+Rows are sent as numbered server-sent events, or as JSON lines. They come from files and from the database, never from a run's
+controller: readers cost a run nothing, however many and however slow they are. A slow reader slows only its own connection.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, STEPS_FILE, EvalRe
 from asyncrl.serve.records import PRIVATE, ForbiddenError, Records
 
 MOST_SERIES = 300
-"""Metrics of one run in /metrics, by name; how many more there are is a metric too."""
+"""Maximum number of metrics of one run in /metrics; the number of omitted ones is a metric too."""
 OWN_METRICS = {
     "version": "the run's policy version",
     "serve_metrics_left_out": "metrics of the run that are not here, as they are too many",
 }
-"""What the daemon says of each live run beside its metrics, and what it means."""
+"""The daemon's own metrics of each live run, with their descriptions."""
 LAST_STEPS = 50
-"""Over which reward and staleness are compared."""
+"""Number of last steps over which reward and staleness are compared."""
 LOOK_S = 0.5
-"""Between looks for new rows."""
+"""Time between two checks for new rows."""
 BEAT_S = 15.0
-"""After this long without a row a comment is sent, so that a connection which is gone is found."""
+"""After this long without a row a comment is sent, to detect a broken connection."""
 MOST_CHUNK_BYTES = 4 << 20
 SUMS_FILE = "SHA256SUMS"
-"""Last member of a tar: the digest of every other, as `sha256sum -c` reads it."""
+"""Last member of a tar: the digests of all other members, for `sha256sum -c`."""
 
 Rows = Callable[[], Awaitable[list[tuple[int, str, bytes]]]]
-"""What has come since it was called last: number, kind, JSON."""
+"""Returns the rows since its last call: number, kind, JSON."""
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - anything msgspec encodes
@@ -53,10 +52,10 @@ def json_response(value: Any, status: int = 200) -> web.Response:  # noqa: ANN40
 
 
 def number_of(request: web.Request, name: str, default: int = 0, header: str = "") -> int:
-    """Return a whole number of the query, or of this header, which comes first; `default` where it is left out, or given.
+    """Return a whole number from this header, else from the query; if neither is given, return `default`.
 
     Raises:
-        ForbiddenError: It is none, or not from 0 to 2^63 - 1.
+        ForbiddenError: The value is not a whole number from 0 to 2^63 - 1.
     """
     given = request.headers.get(header) or request.query.get(name, "")
     if given in {"", str(default)}:
@@ -68,12 +67,12 @@ def number_of(request: web.Request, name: str, default: int = 0, header: str = "
 
 
 def last_event_id(request: web.Request) -> int:
-    """Return behind which number a reader goes on: `Last-Event-ID`, or `?after=`; -1 for all."""
+    """Return the number after which a reader continues: `Last-Event-ID`, or `?after=`; -1 for all."""
     return number_of(request, "after", -1, header="Last-Event-ID")
 
 
 async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) -> web.StreamResponse:
-    """Send rows until there are no more: as events where the reader accepts those, else as JSON lines."""
+    """Send rows until there are no more: as server-sent events if the reader accepts them, else as JSON lines."""
     as_events = "text/event-stream" in request.headers.get("Accept", "")
     kind = "text/event-stream" if as_events else "application/x-ndjson"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
@@ -103,10 +102,10 @@ async def stream(request: web.Request, rows: Rows, is_over: Callable[[], bool]) 
 
 
 async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
-    """Send a folder as a tar that ends with SUMS_FILE; without it, the download was cut off. Links are sent as what they mean.
+    """Send a folder as a tar that ends with SUMS_FILE; without it, the download was cut off. Links are sent as their targets.
 
     Raises:
-        ForbiddenError: The folder has gone.
+        ForbiddenError: The folder was removed.
     """
     headers = {"Content-Type": "application/x-tar", "Content-Disposition": f'attachment; filename="{folder.name}.tar"'}
     response, sums = web.StreamResponse(headers=headers), io.BytesIO()
@@ -139,10 +138,10 @@ async def send_tar(request: web.Request, folder: Path) -> web.StreamResponse:
 
 
 def file_or_list(folder: Path, asked: str) -> web.StreamResponse:
-    """Return a file of a run's folder (ranges and ETag are understood), or what is in a folder of it.
+    """Return a file of a run's folder (with support for ranges and ETag), or the list of a folder.
 
     Raises:
-        ForbiddenError: There is none, or it is not for download.
+        ForbiddenError: The file does not exist, or may not be downloaded.
     """
     folder = folder.resolve()
     try:
@@ -166,7 +165,7 @@ def file_or_list(folder: Path, asked: str) -> web.StreamResponse:
 
 
 class _File(web.FileResponse):
-    """A file that is sent whole where `If-Range` has another ETag than it has now: aiohttp looks at dates alone."""
+    """A file that is sent complete if its ETag differs from `If-Range`; aiohttp compares only dates."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         if (given := request.headers.get("If-Range", "")).startswith(('"', "W/")):
@@ -183,7 +182,7 @@ class _File(web.FileResponse):
 
 
 class StepSeen(msgspec.Struct, frozen=True):
-    """What the list of runs shows of a run's newest step; see `StepReport`."""
+    """The part of a run's newest step that the list of runs shows; see `StepReport`."""
 
     step: int
     reward_mean: float
@@ -220,7 +219,7 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
 
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return results of runs, and those settings in which they differ; of a long run the first step and the newest are read."""
+    """Return results of runs, and the settings in which they differ; of a long run, only the first and newest steps are read."""
     rows = list[dict[str, Any]]()
     for record, folder in ((records.runs[name], records.run_folder(name)) for name in names):
         newest: dict[int, StepReport] = {}

@@ -1,12 +1,12 @@
-"""What the daemon remembers: runs, tokens and events, in server.sqlite; of each run a copy in its own folder. Who may ask what.
+"""The daemon's database (runs, tokens, events) in server.sqlite, a copy of each record in its run's folder, and access control.
 
-Invariants: what was answered to a client is committed. A database that is damaged is moved aside, and the runs are found again
-from their folders; tokens and events are lost then, and a new admin token is written.
+Invariants: everything that was answered to a client is committed. A damaged database is moved aside, and the runs are found again
+from their folders; tokens and events are then lost, and a new admin token is written.
 
-A browser sends the cookie of a page to whoever has the address, so every request's Host must be one of the daemon's own names,
-and its Origin, where there is one, must be the daemon's. Programs send a bearer token, the page a cookie. The cookie is no token:
-it is signed with the daemon's key and the token's hash, and is void after SESSION_S, or once the token is removed. With it, a
-request that is no GET must name the daemon's Origin. Only hashes of tokens are kept.
+A browser may send the page's cookie to another server at the same address, so every request's Host must be one of the daemon's
+names, and its Origin, if given, must be the daemon's. Programs send a bearer token, the page a cookie. The cookie is not a token:
+it is signed with the daemon's key and the token's hash, and is invalid after SESSION_S, or once the token is removed. With a
+cookie, every request except GET must have the daemon's Origin. Only hashes of tokens are kept.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ DATABASE = "server.sqlite"
 TOKEN_FILE = "admin.token"  # noqa: S105 - its name
 SESSION_KEY_FILE = "session.key"
 OWN_FILES = frozenset({TOKEN_FILE, SESSION_KEY_FILE})
-"""In the daemon's folder, beside the database: what no run may read."""
+"""Files in the daemon's folder, beside the database, that no run may read."""
 RUNS = "runs"
-"""Below the daemon's folder: a folder for each run."""
+"""Name of the folder, in the daemon's folder, with one folder per run."""
 RECORD_FILE = "served.json"
 """In a run's folder: its record."""
 SUBMITTED_FILE = "submitted.toml"
 """In a run's folder: its config as it was accepted."""
 PRIVATE = frozenset({"keys", "api.json", "api.json.partial", "endpoint", "owner.sock"})
-"""In a run's folder: what nobody reads over HTTP."""
+"""Names in a run's folder that are never readable over HTTP."""
 MOST_EVENTS = 100_000
 
 Role = Literal["viewer", "operator", "submitter", "admin"]
 ROLES: tuple[Role, ...] = ("viewer", "operator", "submitter", "admin")
-"""Each may do what those before it may."""
+"""Each role may do everything that the roles before it may do."""
 State = Literal["queued", "starting", "live", "ended"]
 Outcome = Literal["", "done", "failed", "stopped", "cancelled"]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a run takes of the machine."""
+    """Resources that a run needs."""
 
     gpus: int = 0
     cores: int = 1
@@ -76,17 +76,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     submitted_by: str = ""
     demand: Demand = Demand()
     gpus: tuple[str, ...] = ()
-    """That it was given."""
+    """GPUs that the run was given."""
     attempts: int = 0
-    """Controllers it has had."""
+    """Number of controllers that were started for it."""
     events_before: int = 0
-    """Number of the run's newest event as the newest of them was started."""
+    """Number of the run's newest event when its last controller was started."""
     events_told: int = 0
-    """Number of the run's newest event that is among the daemon's too."""
+    """Number of the run's newest event that the daemon has recorded too."""
     drains: bool = False
-    """It was told to end: no resume."""
+    """Whether it was told to end, so that it is not resumed."""
     parent: str = ""
-    """What it was forked from, RUN/checkpoints/NAME."""
+    """The checkpoint it was forked from, RUN/checkpoints/NAME."""
     queued_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -113,14 +113,14 @@ class ServerEvent(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     run: str = ""
     kind: str
-    """`submitted`, `started`, `adopted`, `resumed`, `ended`, `asked`, or what the run said of itself: `phase`, `death`, ..."""
+    """`submitted`, `started`, `adopted`, `resumed`, `ended`, `asked`, or the kind of a run's own event: `phase`, `death`, ..."""
     text: str = ""
     who: str = ""
-    """Name of the token that asked."""
+    """Name of the token of the request."""
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What an idempotency key stands for."""
+    """The run and request that belong to an idempotency key."""
 
     body_digest: str
     run: str
@@ -139,13 +139,13 @@ class Records:
     """The daemon's database. Used on one thread; every write is committed when it returns.
 
     Raises:
-        sqlite3.Error: On any call, where the disk is full, say; what was asked is not done then.
+        sqlite3.Error: On any call, for example if the disk is full; the call has then no effect.
     """
 
     def __init__(self, folder: Path, timeout_s: float = 10.0) -> None:
         self._folder = folder
         self.elsewhere: dict[str, Path] = {}
-        """Folders of runs that are looked at where they lie (`asyncrl view`)."""
+        """Folders of viewed runs outside the daemon's folder (`asyncrl view`)."""
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
         path = folder / DATABASE
@@ -179,12 +179,12 @@ class Records:
         return self.elsewhere.get(run) or self._folder / RUNS / run
 
     def config_file(self, run: str) -> Path:
-        """Return where a run's config is: as it is now, or, before its first start, as it was submitted."""
+        """Return the file of a run's current config, or before its first start that of the submitted config."""
         path = self.run_folder(run) / "config.toml"
         return path if path.exists() else path.with_name(SUBMITTED_FILE)
 
     def put_run(self, record: RunRecord, answers: tuple[str, Answered] | None = None) -> None:
-        """Keep a run's record as it is now, here and in its folder, and the idempotency key that it answers."""
+        """Store a run's record, here and in its folder, together with its idempotency key."""
         folder = self.run_folder(record.id)
         folder.mkdir(mode=0o700, exist_ok=True)
         aside = folder / f"{RECORD_FILE}.partial"
@@ -197,26 +197,26 @@ class Records:
         self.runs[record.id] = record
 
     def put_token(self, record: TokenRecord) -> None:
-        """Keep a token."""
+        """Store a token."""
         with self._db:
             self._put("tokens", "name", record.name, record)
         self.tokens[record.name] = record
 
     def forget_token(self, name: str) -> None:
-        """Forget a token."""
+        """Delete a token."""
         with self._db:
             self._db.execute("DELETE FROM tokens WHERE name = ?", (name,))
         self.tokens.pop(name, None)
 
     def answer(self, key: str) -> Answered | None:
-        """Return what an idempotency key stands for."""
+        """Return the record of an idempotency key."""
         row = self._db.execute("SELECT record FROM keys WHERE key = ?", (key,)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=Answered)
 
     def add_event(
         self, now: float, kind: str, run: str = "", text: str = "", who: str = "", record: RunRecord | None = None
     ) -> None:  # fmt: skip
-        """Keep an event; `record` is its run's that says so, kept with it or not at all."""
+        """Store an event; `record`, the changed record of its run, is stored in the same transaction."""
         with self._db:
             if record is not None:
                 self._put("runs", "id", record.id, record)
@@ -227,7 +227,7 @@ class Records:
             self.runs[record.id] = record
 
     def events(self, after: int) -> list[ServerEvent]:
-        """Return events behind number `after`, oldest first, at most 1,000."""
+        """Return events after number `after`, oldest first, at most 1,000."""
         rows = self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq LIMIT 1000", (after,))
         found = []
         for seq, body in rows:
@@ -264,14 +264,14 @@ def _open(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 WHO = web.RequestKey("who", TokenRecord)
 OPEN = "open"
-"""In place of a role: of routes that ask for no token."""
+"""Used instead of a role, for routes that need no token."""
 ANYBODY = TokenRecord("anybody", "viewer", "", 0.0)
 MOST_TOKENS = 1000
 SESSION_S = 12 * 3600
 
 
 class ForbiddenError(AsyncRLError):
-    """The request is refused with a status of its own."""
+    """The request is refused, with a given HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -279,10 +279,10 @@ class ForbiddenError(AsyncRLError):
 
 
 def new_token(records: Records, name: str, role: str, clock: Clock) -> str:
-    """Make a token and return it; it cannot be had again.
+    """Make a token and return it; it cannot be read again later.
 
     Raises:
-        ConfigError: There is no such role, or a token of that name.
+        ConfigError: The role does not exist, or a token with that name exists already.
     """
     if role not in ROLES:
         raise ConfigError(f"the role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -298,13 +298,13 @@ def new_token(records: Records, name: str, role: str, clock: Clock) -> str:
 
 
 class Guard:
-    """Lets requests in, or says why not.
+    """Accepts requests, or returns why not.
 
     Args:
         records: Has the tokens.
-        names: Hosts by which the daemon may be asked.
+        names: Host names that requests may use.
         clock: Ends the page's sessions.
-        key: Signs their cookies; left out: one that is gone with this object.
+        key: Signs the page's cookies; not given: a new key, which only this object has.
     """
 
     def __init__(self, records: Records, names: Collection[str], clock: Clock | None = None, key: bytes = b"") -> None:
@@ -312,10 +312,10 @@ class Guard:
         self._clock, self._key = clock or SystemClock(), key or secrets.token_bytes(32)
 
     def check(self, request: web.Request, least: Role | str) -> TokenRecord:
-        """Return who asks.
+        """Return the token that a request comes from.
 
         Raises:
-            ForbiddenError: Host, Origin, token or role are not right.
+            ForbiddenError: Host, Origin, token or role is wrong.
         """
         host = request.headers.get("Host", "").lower()
         if host.removesuffix(f":{host.rpartition(':')[2]}") not in self._names and host not in self._names:
@@ -331,16 +331,16 @@ class Guard:
         if who is None:
             raise ForbiddenError(401, "a bearer token is needed; `asyncrl token add NAME ROLE` makes one")
         if ROLES.index(who.role) < ROLES.index(least):  # type: ignore[arg-type]
-            raise ForbiddenError(403, f"{who.name} is a {who.role}, and this wants at least a {least}")
+            raise ForbiddenError(403, f"{who.name} is a {who.role}, and this needs at least a {least}")
         return who
 
     def by_token(self, token: str) -> TokenRecord | None:
-        """Return whose token it is."""
+        """Return the record of a bearer token."""
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
         return next((one for one in self._records.tokens.values() if hmac.compare_digest(one.digest, digest)), None)
 
     def by_cookie(self, request: web.Request) -> TokenRecord | None:
-        """Return whose page it is."""
+        """Return the token record behind a page's cookie."""
         if request.headers.get("Sec-Fetch-Site", "same-origin") not in {"same-origin", "none"}:
             return None  # another port of this machine is another origin, and gets the cookie all the same
         given = request.cookies.get(cookie_name(request), "")
@@ -351,7 +351,7 @@ class Guard:
         return next((one for one, right in signed if hmac.compare_digest(right, given.encode("utf-8", "surrogateescape"))), None)
 
     def cookie(self, who: TokenRecord) -> str:
-        """Return the cookie of a page that has shown a token."""
+        """Return the cookie for a page that has given a token."""
         return self._signed(int(self._clock.now()) + SESSION_S, who)
 
     def _signed(self, ends: int, who: TokenRecord) -> str:

@@ -1,8 +1,8 @@
-"""The daemon's HTTP interface, version 1: one table of routes, each with the role it asks for.
+"""The daemon's HTTP interface, version 1: one table of routes, each with the role that it needs.
 
-JSON in and out. Errors are `{"error": text}`; those of a submission have `faults`, each with field, given and allowed. Streams
-are server-sent events with numbers, and go on behind `Last-Event-ID`. Where msgpack is accepted, status, evaluations and the
-orders of a run answer in it: `asyncrl.connect(url, token=...)` speaks to a run here as to one on its own machine.
+JSON in and out. Errors are `{"error": text}`; errors of a submission have `faults`, each with field, given and allowed. Streams
+are numbered server-sent events and continue after `Last-Event-ID`. If the client accepts msgpack, status, evaluations and orders
+of a run are answered in it: `asyncrl.connect(url, token=...)` uses a run here like one on its own machine.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ MOST_LISTED = 1000
 MOST_KEY_CHARS = 200
 MOST_COMPARED = 50
 MOST_AT_ONCE = 200
-"""Requests of one token that are being answered, streams too."""
+"""Maximum number of open requests of one token, streams included."""
 MOST_JUDGED_BYTES = 16 << 20
-"""Of what a program has judged; what its function raised is in it."""
+"""Maximum size of a program's scores; they include errors that its function raised."""
 LEAST_FREE_BYTES = 256 << 20
-"""A disk with less room than this takes no new run."""
+"""New runs are refused if the disk has less free space than this."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 FILE, MADE = (200, 206, 304), (200, 201)
-"""Statuses of a file, whole, in part or as it is known already; of a run that was made, before or now."""
+"""HTTP statuses of a file (complete, partial, not modified), and of a run that was made (before or now)."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[web.Request], object]
-"""A response, or a value that becomes one; or what is awaited for either."""
+"""A response, or a value that is converted to one; or an awaitable of either."""
 
 
 class Route(NamedTuple):
@@ -65,18 +65,18 @@ class Route(NamedTuple):
     method: str
     path: str
     least: str
-    """Role, or OPEN."""
+    """The least role, or OPEN."""
     handler: Answer
     summary: str
-    """With the query's parameters, as `?state= &tag=`."""
+    """Includes the query's parameters, such as `?state= &tag=`."""
     body: Any = None
-    """Struct of what is asked; msgpack where the summary says so, else JSON."""
+    """Struct of the request's body; in msgpack if the summary says so, else JSON."""
     statuses: tuple[int, ...] = (200,)
-    """Of an answer that is no refusal."""
+    """HTTP statuses of answers that are not refusals."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Body of an answer from 400 on; of 422 with all that is wrong."""
+    """Body of answers with a status from 400 on; for 422 it has all faults."""
 
     error: str
     faults: Sequence[Fault] = ()
@@ -84,7 +84,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 @dataclass
 class Service:
-    """What the routes work on."""
+    """The handlers of the routes, and their state."""
 
     records: Records
     keeper: Keeper
@@ -93,17 +93,17 @@ class Service:
     code_roots: Sequence[Path] = ()
     draining: bool = False
     show_samples: bool = False
-    """To every viewer; else to operators."""
+    """Whether viewers may read samples; else only operators may."""
     read_only: bool = False
-    """Answers what is asked, and takes no orders (`asyncrl view`)."""
+    """Whether orders are refused (`asyncrl view`)."""
     behind_proxy: bool = False
-    """A proxy in front does TLS."""
+    """Whether a proxy in front provides TLS."""
     answered: dict[int, int] = field(default_factory=dict)
-    """Requests by status."""
+    """Number of requests by HTTP status."""
     _asking: dict[str, set[asyncio.Task[Any]]] = field(default_factory=dict)
     """Requests that are being answered, by the digest of their token."""
     _checkers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "check"))
-    """Threads that check submissions: one that takes long holds no run up."""
+    """Threads that check submissions, so that a slow check delays no run."""
 
     def routes(self) -> list[Route]:
         """Return every route there is."""
@@ -117,31 +117,31 @@ class Service:
         table = [
             Route("GET", "/", OPEN, page.file, "The page.", statuses=FILE),
             Route("GET", "/page/{file:.*}", OPEN, page.file, "The page's files.", statuses=FILE),
-            Route("POST", "/v1/login", OPEN, page.login, "Give the page a cookie for a token.", Login),
-            Route("POST", "/v1/logout", OPEN, page.logout, "Take the page's cookie back."),
+            Route("POST", "/v1/login", OPEN, page.login, "Exchange a token for the page's cookie.", Login),
+            Route("POST", "/v1/logout", OPEN, page.logout, "Delete the page's cookie."),
             Route("GET", "/v1/session", OPEN, page.session, "Who is logged in on this page, and in which role."),
             Route("GET", "/v1/live", "viewer", page.live_runs, "The newest runs, whenever one has changed, as a stream."),
             Route("GET", "/healthz", OPEN, lambda _: {"ok": True}, "Whether the daemon's loop runs."),
-            Route("GET", "/readyz", OPEN, self.readyz, "Whether it takes work: runs are found again, the disk has room.",
+            Route("GET", "/readyz", OPEN, self.readyz, "Whether it accepts runs: earlier runs are found, the disk has room.",
                   statuses=(200, 503)),
             Route("GET", "/version", OPEN, lambda _: {"version": __version__, "api": 1}, "The daemon's version."),
             Route("GET", "/openapi.json", OPEN, self.openapi, "This interface, as OpenAPI 3.1."),
             Route("GET", "/metrics", "viewer", self.metrics, "Every run's newest metrics, in Prometheus' text form."),
             Route("GET", "/v1/runs", "viewer", self.list_runs, "Runs, newest first: ?state= &project= &tag= &limit= &before=."),
-            Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; with an Idempotency-Key once.", Submission, MADE),
+            Route("POST", "/v1/runs", "submitter", self.submit, "Submit a run; only once per Idempotency-Key.", Submission, MADE),
             Route("GET", "/v1/queue", "viewer", self.queue, "Queued runs in the order in which they start; what each waits for."),
             Route("GET", "/v1/machine", "viewer", self.machine, "What there is, and what is in use."),
-            Route("GET", "/v1/compare", "viewer", self.compare, "Runs beside each other: ?runs=A,B."),
-            Route("GET", "/v1/events", "viewer", self.events, "What happened here and to all runs, as a stream; ?after=."),
+            Route("GET", "/v1/compare", "viewer", self.compare, "Compare runs: ?runs=A,B."),
+            Route("GET", "/v1/events", "viewer", self.events, "Events of the daemon and of all runs, as a stream; ?after=."),
             Route("GET", run, "viewer", lambda asked: known[asked.match_info["run"]], "One run's record."),
-            Route("GET", f"{run}/status", "viewer", self.status, "Where a run stands and who waits for whom."),
-            Route("GET", f"{run}/steps", "viewer", steps, "Step reports, past and coming, as a stream; ?first= &after=."),
+            Route("GET", f"{run}/status", "viewer", self.status, "A run's progress, and which process waits for what."),
+            Route("GET", f"{run}/steps", "viewer", steps, "Step reports, past and future, as a stream; ?first= &after=."),
             Route("GET", f"{run}/evaluations", "viewer", self.evaluations, "Held-out evaluations, oldest first."),
-            Route("GET", f"{run}/events", "viewer", events, "What happened to a run, as a stream; ?first= &after=."),
+            Route("GET", f"{run}/events", "viewer", events, "Events of a run, as a stream; ?first= &after=."),
             Route("GET", f"{run}/live", "viewer", page.live, "All of it as one stream: ?offset= &events= &seconds= &after=."),
             Route("GET", f"{run}/series", "viewer", page.series, "Values over all steps: ?names=reward_mean,ratio/ess."),
             Route("GET", f"{run}/alarms", "viewer", page.alarms, "Alarms that were raised, and the rules with their advice."),
-            Route("GET", f"{run}/seconds", "viewer", page.seconds, "How a run stood in each second of its newest hour."),
+            Route("GET", f"{run}/seconds", "viewer", page.seconds, "A run's state in each second of its newest hour."),
             Route("GET", f"{run}/timeline", "viewer", page.timeline, "Spans of a window: ?from= &to= (seconds) &bins=."),
             Route("GET", f"{run}/ledger", "viewer", page.ledger, "Groups by state, and samples by version."),
             Route("GET", f"{run}/groups", reads_text, page.groups, "The newest groups in a state: ?state=dropped."),
@@ -149,15 +149,15 @@ class Service:
             Route("GET", f"{run}/tokens", reads_text, page.tokens, "One token by token: ?step= &group= &index= &first=."),
             Route("GET", f"{run}/logs", "operator", page.logs, "Newest lines of all processes: ?q= text, ?pattern= of RE2."),
             Route("GET", f"{run}/config", "viewer", self.config, "A run's config, as TOML."),
-            Route("GET", f"{run}/changeable", "viewer", page.changeable, "What can change while a run goes on."),
+            Route("GET", f"{run}/changeable", "viewer", page.changeable, "Fields that can change during a run."),
             Route("PATCH", f"{run}/config", "operator", self.change, "Change a live run's config, field by field.", ConfigChange),
-            Route("POST", f"{run}/change", "operator", self.change, "The same, as a run's client asks: msgpack.", ConfigChange),
+            Route("POST", f"{run}/change", "operator", self.change, "The same, for a run's client: msgpack.", ConfigChange),
             Route("GET", f"{run}/files/{{path:.*}}", "operator", self.files, "A file, or the list of a folder.", None, FILE),
             Route("GET", f"{run}/checkpoints/{{name}}", "operator", self.checkpoint, "A checkpoint, or `newest`, as a tar."),
             *(Route("POST", f"{run}/{name}", "operator", order, f"Have a live run {name}.") for name, order in orders),
-            Route("POST", f"{run}/resume", "operator", self.resume, "Go on, paused or ended.", Resume),
-            Route("POST", f"{run}/cancel", "operator", self.cancel, "Take a queued run out of the queue."),
-            Route("POST", f"{run}/score", "submitter", self.score, "Judge a run's samples, as its client does: msgpack.", Judged),
+            Route("POST", f"{run}/resume", "operator", self.resume, "Continue a paused or ended run.", Resume),
+            Route("POST", f"{run}/cancel", "operator", self.cancel, "Remove a queued run from the queue."),
+            Route("POST", f"{run}/score", "submitter", self.score, "Score a run's samples, as its client does: msgpack.", Judged),
             Route("POST", f"{run}/fork", "submitter", self.submit, "A new run from a checkpoint of this one.", Fork, MADE),
             Route("GET", "/v1/tokens", "admin", self.list_tokens, "Names and roles of tokens."),
             Route("POST", "/v1/tokens", "admin", self.add_token, "Make a token; it is shown once.", NewToken, (201,)),
@@ -173,7 +173,7 @@ class Service:
         return app
 
     def runner(self) -> web.AppRunner:
-        """Return what serves the application; a connection whose next request's head is not there in time is closed."""
+        """Return the application's runner; a connection is closed if its next request's head does not arrive in time."""
         return web.AppRunner(
             self.app(), access_log=None, shutdown_timeout=2.0, handler_cancellation=True, keepalive_timeout=READ_TIMEOUT_S
         )
@@ -185,7 +185,7 @@ class Service:
                 raise ForbiddenError(404, f"there is no run {run!r}")
             asking = self._asking.setdefault(who.digest, set())
             if who is not ANYBODY and len(asking) >= MOST_AT_ONCE:
-                raise ForbiddenError(429, f"{MOST_AT_ONCE} requests of {who.name} are being answered: end some of them first")
+                raise ForbiddenError(429, f"{MOST_AT_ONCE} requests of {who.name} are open: end some of them first")
             answer = route.handler(request)
             if inspect.isawaitable(answer):
                 task = asyncio.current_task()
@@ -239,7 +239,7 @@ class Service:
     # -- the daemon ------------------------------------------------------------------------------------------------------
 
     async def readyz(self, _: web.Request) -> web.StreamResponse:
-        """Answer 200 where work is taken, else 503 with the reason."""
+        """Answer 200 if runs are accepted, else 503 with the reason."""
         reason = self._refusal() if self.keeper.settled.is_set() else "runs of before are being looked at"
         return json_response({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
@@ -285,13 +285,13 @@ class Service:
         return web.Response(text=await asyncio.to_thread(metrics_text, self.records, dict(self.answered)))
 
     def machine(self, _: web.Request) -> dict[str, Any]:
-        """Return the inventory and what runs hold of it."""
+        """Return the machine's resources, and those that runs hold."""
         busy = [run for run in self.records.runs.values() if run.state in {"starting", "live"}]
         in_use = [{"run": run.id, "gpus": run.gpus, "demand": run.demand} for run in busy]
         return {"has": self.keeper.machine, "in_use": in_use}
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Stream what happens."""
+        """Stream the daemon's events."""
         seen = last_event_id(request)
 
         async def rows() -> list[tuple[int, str, bytes]]:
@@ -323,10 +323,10 @@ class Service:
         return {"runs": in_order(runs), "waits": waits(self.keeper.machine, runs)}
 
     async def submit(self, request: web.Request) -> RunRecord | web.Response:
-        """Check a submission whole, beside the loop and apart from what follows runs, and queue it; a fork is one too.
+        """Check a submission (a fork too) completely, on threads for that purpose, and queue it.
 
         Returns:
-            The run, as made; or the one that the same key has made before.
+            The new run, or the run that the same key has made before.
         """
         body, key = await read_body(request), request.headers.get("Idempotency-Key", "")
         if len(key) > MOST_KEY_CHARS:
@@ -359,7 +359,7 @@ class Service:
         return json_response(self.keeper.submit(submission, config, demand, request[WHO].name, parent, answers), 201)
 
     def _checkpoint(self, run: str, name: str) -> Path:
-        """Return a checkpoint of a run, the newest where none is named."""
+        """Return a checkpoint of a run; by default the newest."""
         found = {path.name: path for path in sorted((self.records.run_folder(run) / "checkpoints").glob("step-*"))}
         numbers = {one: int(number) for one in found if (number := one.removeprefix("step-")).isdecimal()}
         name = name or max(numbers, key=numbers.__getitem__, default="")
@@ -373,7 +373,7 @@ class Service:
         return await send_tar(request, self._checkpoint(request.match_info["run"], "" if name == "newest" else name))
 
     def _refusal(self) -> str:
-        """Return why no work is taken; empty: it is."""
+        """Return why no runs are accepted; empty if they are."""
         folder = self.records.run_folder("")
         free_bytes = shutil.disk_usage(folder).free
         full = f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
@@ -384,7 +384,7 @@ class Service:
             raise ForbiddenError(503, reason)
 
     def status(self, request: web.Request) -> RunStatus:
-        """Return a live run's own status, or what is known of one that is not."""
+        """Return a live run's own status, or the recorded status of another run."""
         return self.keeper.status(request.match_info["run"])
 
     def evaluations(self, request: web.Request) -> Awaitable[list[EvalReport]]:
@@ -400,7 +400,7 @@ class Service:
         )
 
     def is_over(self, run: str = "") -> bool:
-        """Return whether nothing more will come, of a run or at all."""
+        """Return whether a run, or the daemon, will send nothing more."""
         return self.draining or bool(run and self.records.runs[run].state == "ended")
 
     async def config(self, request: web.Request) -> web.StreamResponse:
@@ -425,17 +425,17 @@ class Service:
         return file_or_list(self.records.run_folder(request.match_info["run"]), request.match_info["path"])
 
     async def order(self, name: str, request: web.Request) -> object:
-        """Ask a live run for something."""
+        """Send an order to a live run."""
         answer = await self.keeper.ask(request.match_info["run"], name, request[WHO].name)
         return self.status(request) if answer is None else answer
 
     async def score(self, request: web.Request) -> list[ScoreRequest]:
-        """Take in what a program has judged of a run, and return what it is to judge next."""
+        """Enter a program's scores of a run, and return the next samples to score."""
         judged = msgspec.msgpack.decode(await read_body(request, MOST_JUDGED_BYTES), type=Judged)
         return await self.keeper.judge(request.match_info["run"], judged)
 
     async def resume(self, request: web.Request) -> object:
-        """Have a paused run go on, or queue one that has ended again."""
+        """Continue a paused run, or queue an ended run again."""
         run = request.match_info["run"]
         if self.records.runs[run].state != "ended":
             return await self.order("resume", request)
@@ -471,7 +471,7 @@ class Service:
         return json_response({"name": asked.name, "role": asked.role, "token": token}, 201)
 
     async def remove_token(self, request: web.Request) -> dict[str, str]:
-        """Remove a token, and cut off what is being answered to it."""
+        """Remove a token, and end its open requests."""
         name = request.match_info["name"]
         if name == request[WHO].name:
             raise RunError("a token cannot remove itself")

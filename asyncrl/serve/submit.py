@@ -1,8 +1,8 @@
-"""What a client submits, and from there to a checked config: every fault at once, and nothing started.
+"""Submissions of clients, and how they become checked configs: all faults are reported at once, and nothing is started.
 
-What a config would have this machine run is code of the client's: functions, a model's own code, what vLLM imports, programs of a
-model without a sandbox. It is refused unless its file lies below one of the daemon's code roots; what has no file asks for the
-root `/`. The daemon's own files, tokens and keys of runs among them, are not to be named at all.
+A config can name code of the client: functions, a model's own code, modules for vLLM, model-written programs without a sandbox.
+The code is refused unless its file is below one of the daemon's code roots; code without a file needs the root `/`. A config must
+never name the daemon's own files, including tokens, and keys of runs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from asyncrl.serve.machine import Machine, demand_of, misfits, num_gpus
 from asyncrl.serve.records import DATABASE, OWN_FILES, PRIVATE, RUNS, Demand, Role
 
 MOST_CONFIG_CHARS = 1 << 16
-"""Of a config as TOML text: its reader takes the square of the depth of a key."""
+"""Maximum length of a config as TOML text: the TOML reader's time grows with the square of a key's depth."""
 MOST_NAME_CHARS = 100
-"""Of a shipped config."""
+"""Maximum length of a shipped config's name."""
 MOST_DEPTH = 50
-"""Of tables in tables."""
+"""Maximum depth of nested tables."""
 MOST_PATH_CHARS = 4096
-"""As Linux has it; each part of a longer one would be looked up before it is refused."""
+"""Linux's limit; in a longer path each part would be looked up before the path is refused."""
 MOST_SAID, MOST_SAID_CHARS = 100, 4096
-"""Faults of one answer, and characters of a field, of what was given and of what is said of it."""
+"""Maximum number of faults in one answer, and maximum length of a fault's field, given value and text."""
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]*", re.ASCII)
-"""Of vLLM's settings those that name neither a path nor a class."""
+"""Values of vLLM's settings that can name neither a path nor a class."""
 PATH_FIELD = re.compile(r"(^|[._])(path|folder|file)$")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*", re.ASCII)
 """Names that mean the same in a path, a URL and a metric's label."""
@@ -55,11 +55,11 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str | dict[str, Any] = "quickstart"
     """TOML text, its tables as JSON, or the name of a shipped config."""
     presets: tuple[str, ...] = ()
-    """Names of shipped configs laid over it."""
+    """Names of shipped configs that override it."""
     set: dict[str, Any] = {}
-    """`a.b` to values, laid over all of it."""
+    """Values by field `a.b`, which override everything else."""
     name: str = ""
-    """Of the run; left out: the config's."""
+    """The run's name; empty: the config's."""
     project: Label = ""
     tags: Labels = ()
     priority: Priority = 0
@@ -70,7 +70,7 @@ class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     checkpoint: str = ""
-    """Name of the folder under checkpoints/; left out: the newest."""
+    """Name of the folder under checkpoints/; empty: the newest."""
     set: dict[str, Any] = {}
     priority: Priority = 0
     project: Label = ""
@@ -81,7 +81,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/runs/{run}/resume; may be left out."""
 
     num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
-    """Of a run that has ended: the goal from now on; 0: as before."""
+    """For an ended run, the new number of steps; 0: as before."""
 
 
 class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class NewToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RefusedError(AsyncRLError):
-    """A submission that cannot run, with everything that is wrong with it."""
+    """A submission that cannot run, with all its faults."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         most = MOST_SAID_CHARS
@@ -102,10 +102,10 @@ class RefusedError(AsyncRLError):
 
 
 def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], there: Machine) -> tuple[RunConfig, Demand]:
-    """Return the config of a run below `folder`, and what it takes.
+    """Return the config of a run below `folder`, and the resources it needs.
 
     Raises:
-        RefusedError: With every fault.
+        RefusedError: The submission has faults; all are listed.
     """
     raw, faults = _raw(submission)
     raw["folder"] = str(folder)
@@ -142,7 +142,7 @@ def resolve(submission: Submission, folder: Path, code_roots: Sequence[Path], th
 
 
 def of_fork(asked: Fork, checkpoint: Path, project: str) -> Submission:
-    """Return a run that begins with a checkpoint of another, which has a config beside its checkpoints, and a project."""
+    """Return the submission of a run that starts from a checkpoint of another run, with that run's config and project."""
     config = read_toml(checkpoint.parents[1] / "config.toml")
     kept = {field: value for field, value in config["model"].items() if field in PretrainedModel.__struct_fields__}
     return Submission(
@@ -165,7 +165,7 @@ def change_faults(config: RunConfig, values: Mapping[str, Any], there: Machine) 
 
 
 def _raw(submission: Submission) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the tables that a submission comes to, without what cannot be laid over them, and that."""
+    """Return the tables of a submission after valid overrides, and the faults of the invalid ones."""
     given, faults = submission.config, list[Fault]()
     if isinstance(given, str) and len(given) > MOST_CONFIG_CHARS:
         raise RefusedError([Fault("config", len(given), f"at most {MOST_CONFIG_CHARS:,} characters of TOML, got {len(given):,}")])
@@ -201,7 +201,7 @@ def _check_depth(table: Any, left: int = MOST_DEPTH) -> None:  # noqa: ANN401 - 
 
 
 def _shipped(name: str) -> dict[str, Any]:
-    """Return a shipped config; nothing else on this machine can be named."""
+    """Return a shipped config; a submission can name no other file on this machine."""
     files = {path.relative_to(SHIPPED).as_posix(): path for path in SHIPPED.rglob("*.toml")}
     path = files.get(name.removeprefix("configs/").removesuffix(".toml") + ".toml")
     if path is None:
@@ -211,7 +211,7 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return what a config would have run that lies outside the code roots, and why not."""
+    """Return the code named by a config that is outside the code roots, with the reason for refusing it."""
     refused, roots = [], ", ".join(map(str, code_roots)) or "none is set (serve --code-root)"
     if config.trusts_code and isinstance(config.model, PretrainedModel):
         critic, reference = config.algorithm.critic, config.algorithm.reference
@@ -244,7 +244,7 @@ def foreign_code(config: RunConfig, code_roots: Sequence[Path]) -> list[tuple[st
 
 
 def _wrong_paths(config: RunConfig, runs: Path) -> list[Fault]:
-    """Return which paths of a config are the daemon's own, its tokens and records or keys of a run, and which lead nowhere."""
+    """Return paths of a config that are not allowed (the daemon's tokens and records, keys of runs) or do not resolve."""
     faults, home = [], runs.resolve().parent
     for field, value in leaves_of(msgspec.to_builtins(config)):
         if PATH_FIELD.search(field) and isinstance(value, str) and value and field != "folder":
@@ -261,7 +261,7 @@ def _wrong_paths(config: RunConfig, runs: Path) -> list[Fault]:
 
 
 def _shown(value: Any) -> Any:  # noqa: ANN401 - what was given
-    """Return a value as JSON can have it, a long one cut short."""
+    """Return a value in a form that JSON can hold; a long one is cut."""
     try:
         text = msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):
@@ -270,7 +270,7 @@ def _shown(value: Any) -> Any:  # noqa: ANN401 - what was given
 
 
 def _is_inside(path: str, roots: Sequence[Path]) -> bool:
-    """Return whether a path lies below one of the roots; one that leads nowhere does not."""
+    """Return whether a path is below one of the roots; a path that does not resolve is not."""
     try:
         return len(path) <= MOST_PATH_CHARS and any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots)
     except (OSError, RuntimeError, ValueError):

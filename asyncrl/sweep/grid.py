@@ -1,8 +1,8 @@
-"""A sweep's TOML file: a base config, axes that change it, seeds, and what is compared. From it, the cells in their order.
+"""Reads a sweep's TOML file (a base config, axes that change it, seeds, comparisons) and returns its cells in order.
 
-An arm is one combination of the axes' values, or a command that is no run of ours (`external`). A cell is an arm with a seed.
-Cells go seed by seed, and within a seed in an order drawn by that seed: a sweep that is cut short has whole seeds, and a machine
-that grows slower does not do so on one arm.
+An arm is one combination of the axes' values, or a command of another trainer (`external`). A cell is an arm with a seed. Cells
+run seed by seed, and within a seed in an order drawn by that seed: an interrupted sweep has complete seeds, and a machine that
+becomes slower does not affect one arm alone.
 
 Invariants: every cell's config is checked before the first runs; no two arms have one label, and none the same settings unless
 `same_settings` says so.
@@ -30,9 +30,9 @@ from asyncrl.observe.metrics import unknown_names
 
 SWEEP_FILE, RESULTS_FILE = "sweep.toml", "results.jsonl"
 SIGNIFICANT = 0.05
-"""Corrected p below which arms are told apart."""
+"""Significance level for corrected p."""
 OWN_FIELDS = {"seed", "name", "folder"}
-"""What the sweep sets itself, cell by cell."""
+"""Fields that the sweep sets itself in each cell."""
 
 Metric = str
 """One of OUTCOMES, or a metric of steps, as `bias/length_ratio`: its mean over the last `window` steps that have it."""
@@ -41,14 +41,14 @@ OUTCOMES = ("seconds_to_bar", "samples_to_bar", "accuracy", "reward")
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that is varied: a field with its values, or a name with choices."""
+    """One varied setting: a field with its values, or a name with choices."""
 
     field: str = ""
-    """As `buffer.max_staleness`."""
+    """A config field, for example `buffer.max_staleness`."""
     values: tuple[bool | int | float | str, ...] = ()
     name: str = ""
     choices: dict[str, str | dict[str, Any]] = {}
-    """By label: tables laid over the config, or a TOML file of them, as presets are."""
+    """By label: tables that override the config, or a TOML file of such tables, like a preset."""
 
 
 class External(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,11 +56,11 @@ class External(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: str
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """{config}, {seed} and {out} stand for the resolved config's file, the seed and the cell's folder."""
+    """{config}, {seed} and {out} are replaced by the resolved config's file, the seed and the cell's folder."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared, declared before anything runs. Every line of results has it: a report needs nothing else."""
+    """The comparisons, declared before any cell runs. Every line of results has the plan: a report needs no other file."""
 
     name: str
     arms: tuple[str, ...]
@@ -77,25 +77,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the TOML file says."""
+    """The content of the TOML file."""
 
     base: str | tuple[str, ...]
-    """A config, or the name of a shipped one, and files laid over it; beside the sweep's file or from the working folder."""
+    """A config (a file or a shipped name) and files that override it; relative to the sweep's folder or the working folder."""
     name: str = ""
-    """Left out: the folder's."""
+    """Default: the folder's name."""
     set: dict[str, Any] = {}
     """`"a.b" = value` for all cells."""
     seeds: Annotated[int, Meta(ge=1)] | Annotated[tuple[int, ...], Meta(min_length=1)] = 8
-    """A number counts from 0."""
+    """The seeds, or their number (then they count from 0)."""
     metrics: Annotated[tuple[Metric, ...], Meta(min_length=1)] = ("accuracy",)
-    """What the report compares; fewer comparisons need fewer seeds."""
+    """Metrics that the report compares; fewer comparisons need fewer seeds."""
     baseline: str = ""
-    """The arm that all others are compared with; left out, the first."""
+    """The arm that all others are compared with; default: the first."""
     bar: float | None = None
-    """A mean reward, over the last `window` steps."""
+    """A threshold for the mean reward over the last `window` steps."""
     window: Annotated[int, Meta(ge=1)] = 10
     same_settings: bool = False
-    """Arms may have the same settings under two names: a null control."""
+    """Whether two arms may have the same settings under different names, as a null control."""
     axes: tuple[Axis, ...] = ()
     external: tuple[External, ...] = ()
 
@@ -104,40 +104,40 @@ class Cell(msgspec.Struct, frozen=True):
     """One arm with one seed."""
 
     id: str
-    """Name of its folder."""
+    """The name of its folder."""
     arm: str
     seed: int
     config: RunConfig
     command: tuple[str, ...] = ()
-    """Of an external arm."""
+    """The command of an external arm."""
 
     @property
     def settings(self) -> str:
-        """Return a hash of what decides the outcome; not of where it lies."""
+        """Return a hash of the settings that determine the outcome; it does not depend on folders."""
         config = replace(self.config, name="", folder="")
         return str(xxhash.xxh3_64_hexdigest(msgspec.json.encode((config, self.command))))
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """A sweep, checked."""
+    """A checked sweep."""
 
     folder: Path
     results: Path
     cells_folder: Path
     plan: Plan
     cells: tuple[Cell, ...]
-    """In the order in which they are run."""
+    """Cells in run order."""
 
 
 def load_sweep(given: Path, results: Path | None = None) -> Sweep:
     """Read and check a sweep.
 
     Args:
-        given: Its file, or the folder with its sweep.toml.
-        results: Its file of results; None: results.jsonl beside it. Each has a folder of cells of its own.
+        given: The sweep's file, or the folder with its sweep.toml.
+        results: The results file; None: results.jsonl beside the sweep. Each results file has its own folder of cells.
 
     Raises:
-        ConfigError: The file or a cell's config is wrong, two cells are the same, or a metric has no bar.
+        ConfigError: The file or a cell's config is invalid, two cells are the same, or a metric needs a bar and there is none.
     """
     path = given / SWEEP_FILE if given.is_dir() else given
     if not path.is_file():
@@ -195,7 +195,7 @@ def _near(path: Path, name: str) -> Path:
 
 
 def _arms(file: SweepFile, path: Path) -> dict[str, dict[str, Any]]:
-    """Return what each combination of the axes lays over the base, by its label."""
+    """Return the overrides of each combination of the axes, by label."""
     steps: list[list[tuple[str, dict[str, Any]]]] = []
     for number, axis in enumerate(file.axes, 1):
         where = f"{path}: axis {number}"
@@ -224,11 +224,11 @@ def _arms(file: SweepFile, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _nested(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `{"a.b": value}` as tables in tables."""
+    """Return `{"a.b": value}` as nested tables."""
     nested: dict[str, Any] = {}
     for key, value in table.items():
         if key in OWN_FIELDS:
-            raise ConfigError(f"{where}: the sweep itself sets {key}; for seeds there is `seeds`")
+            raise ConfigError(f"{where}: the sweep itself sets {key}; remove it (for seeds, set `seeds`)")
         laid = dict[str, Any]()
         set_value(laid, key, value, where)
         nested = lay_over(nested, laid)

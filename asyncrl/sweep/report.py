@@ -1,7 +1,7 @@
-"""A sweep's results as a Markdown table and as a picture, from results.jsonl alone: no other file is read, no number typed.
+"""A sweep's results as a Markdown table and a picture. All numbers come from results.jsonl; no other file is read.
 
-Means over seeds with bootstrap intervals of 95 %. Comparisons are paired by seed: the same prompts in the same order, the same
-version 0. A cell that never reached the bar counts as the longest of the file, which is less than it would have taken.
+Means over seeds have 95 % bootstrap intervals. Comparisons are paired by seed: the same prompts in the same order, the same
+version 0. A cell that never reached the bar counts as the longest in the file, which underestimates its true time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METRICS: dict[Metric, tuple[str, int]] = {
     "seconds_to_bar": ("seconds to {bar:g}", 1), "samples_to_bar": ("samples to {bar:g}", 0),
     "accuracy": ("held-out accuracy", 3), "reward": ("reward, last {window} steps", 3),
 }  # fmt: skip
-"""Title, and digits that are shown."""
+"""Title and number of decimals."""
 
 
 def _shown(metric: Metric) -> tuple[str, int]:
@@ -35,7 +35,7 @@ GRID_POINTS = 80
 
 
 class Results:
-    """The lines of a file, by arm in the order of the plan, each arm's by seed."""
+    """The lines of a results file: arms in the order of the plan, each arm's cells by seed."""
 
     def __init__(self, given: Path) -> None:
         self.path = given / RESULTS_FILE if given.is_dir() else given
@@ -52,7 +52,7 @@ class Results:
         self._longest = {"seconds_to_bar": max(one.train_s for one in made), "samples_to_bar": max(one.samples for one in made)}
 
     def values(self, arm: str, metric: Metric) -> dict[int, float]:
-        """Return an arm's values by seed, where it has one."""
+        """Return an arm's values by seed; seeds without a value are left out."""
         found: dict[int, float] = {}
         for line in self.arms.get(arm, []):
             value = value_of(line.outcome, metric)
@@ -61,7 +61,7 @@ class Results:
         return found
 
     def title(self, metric: Metric) -> str:
-        """Return what a metric is called."""
+        """Return the title of a metric."""
         return _shown(metric)[0].format(bar=self.plan.bar, window=self.plan.window)
 
 
@@ -69,7 +69,7 @@ def write_report(given: Path) -> str:
     """Write the report beside the results, RESULTS.md for results.jsonl, and return it.
 
     Raises:
-        ConfigError: There are no results, or they are of different code.
+        ConfigError: There are no results, or they are from different code versions.
     """
     results = Results(given)
     plan, lines = results.plan, results.lines
@@ -107,7 +107,7 @@ def write_report(given: Path) -> str:
 
 
 def _comparison_lines(results: Results) -> list[str]:
-    """Return every arm against the baseline by every metric of the plan."""
+    """Return the comparison of every arm with the baseline, for every metric of the plan."""
     made: list[tuple[str, Metric, list[float]]] = []
     for metric in results.plan.metrics:
         of_base = results.values(results.plan.baseline, metric)
@@ -149,7 +149,7 @@ def _mean_with_interval(results: Results, arm: str, metric: Metric) -> str:
 
 
 def write_picture(given: Path) -> Path:
-    """Draw curves over seconds and over samples, and by arm the first metric with idle shares, into a PNG beside the results.
+    """Write a PNG beside the results: curves over seconds and samples, and for each arm the first metric and idle shares.
 
     Raises:
         ConfigError: As `write_report`.
@@ -186,7 +186,7 @@ def write_picture(given: Path) -> Path:
 
 
 def _draw_band(axes: Any, curves: Sequence[NDArray[np.float64]], column: int, colour: str, label: str) -> None:  # noqa: ANN401 - matplotlib's
-    """Draw the mean over seeds with its interval, as far as all seeds go."""
+    """Draw the mean over seeds with its interval, up to the end of the shortest seed."""
     if not curves:
         return
     grid = np.linspace(max(one[0, column] for one in curves), min(one[-1, column] for one in curves), GRID_POINTS)

@@ -1,7 +1,7 @@
-"""What came of a cell, as one line of results.jsonl, and what of a run it is taken from.
+"""The result of a cell, one line of results.jsonl, and its measurement from a run.
 
-Seconds are those of training: from when version 0 had been evaluated (where the run does not, from a typical step before the
-first one's end), without the time in which an interrupted cell did not run. A line is written once, when its cell has ended.
+Seconds are training time. They start when version 0 has been evaluated (without this evaluation: one typical step before the end
+of the first step), and exclude the time in which an interrupted cell did not run. A line is written once, when its cell ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.observe.steps import read_evals, read_lines, read_steps
 from asyncrl.sweep.grid import OUTCOMES, Metric, Plan
 
 CURVE_POINTS = 100
-"""Most points of a curve that are kept."""
+"""Maximum number of points of a stored curve."""
 
 Floats = NDArray[np.float64]
 
@@ -36,40 +36,40 @@ class Code(msgspec.Struct, frozen=True):
 
     version: str
     commit: str
-    """Of the checkout; empty outside of one."""
+    """The commit of the checkout; empty outside a checkout."""
     files: str
-    """Hash of the package's Python files: what may not change within one file of results."""
+    """Hash of the package's Python files; it must be the same in one results file."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured."""
+    """The measured values of a cell."""
 
     fault: str = ""
-    """Why it failed; what came before is measured all the same."""
+    """Why it failed; values from before the failure are still measured."""
     steps: int = 0
     samples: int = 0
     train_s: float = 0.0
     seconds_to_bar: float | None = None
-    """Until the mean reward of the last `window` steps reached the bar; None where it never did."""
+    """Until the mean reward of the last `window` steps reached the bar; None if it never did."""
     samples_to_bar: float | None = None
     accuracy_before: float | None = None
     accuracy: float | None = None
     reward: float | None = None
     learner_idle: float | None = None
-    """Share of the seconds of training."""
+    """Share of the training seconds."""
     generators_idle: float | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
     values: dict[str, float] = {}
-    """Of the plan's metrics of steps, their mean over the last `window` steps that have them."""
+    """The plan's step metrics: means over the last `window` steps that have them."""
     curve: tuple[tuple[float, int, float], ...] = ()
-    """Seconds, samples, mean reward; each the mean of steps that lie side by side, at the last of them."""
+    """Seconds, samples, mean reward; each point is the mean of consecutive steps, at the last of them."""
     evals: tuple[tuple[float, int, float], ...] = ()
     """Seconds, samples, held-out accuracy."""
 
 
 def value_of(outcome: Outcome, metric: Metric) -> float | None:
-    """Return what a cell came to by a metric; None where it has no value."""
+    """Return a cell's value of a metric; None if it has none."""
     value: float | None = getattr(outcome, metric) if metric in OUTCOMES else outcome.values.get(metric)
     return value
 
@@ -85,28 +85,28 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     code: Code
     machine: str
     attempts: int = 1
-    """More than one: it was interrupted, and resumed."""
+    """Above 1: it was interrupted and resumed."""
     jobs: int = 1
-    """Cells that ran beside each other; times of such cells say little."""
+    """Number of cells that ran at the same time; above 1, times are not reliable."""
     ended: str = ""
     """UTC."""
     plan: Plan
 
 
 class ExternalResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an external arm's command writes into {out}/result.json."""
+    """The result.json that an external arm's command writes into {out}."""
 
     seconds: tuple[float, ...]
-    """Since training began, at the end of each step."""
+    """Seconds since training began, at the end of each step."""
     rewards: tuple[float, ...]
-    """Mean of each step's samples."""
+    """Mean reward of each step's samples."""
     accuracy: tuple[float, float] | None = None
-    """Held out, of version 0 and of the last."""
+    """Held-out accuracy of version 0 and of the last version."""
 
 
 @cache
 def code_now() -> Code:
-    """Return which code this is."""
+    """Return the version of the running code."""
     package, digest = Path(__file__).parents[1], xxhash.xxh3_64()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -120,7 +120,7 @@ def code_now() -> Code:
 
 @cache
 def machine_now() -> str:
-    """Return what the machine is, in words."""
+    """Return a description of the machine."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         named = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
@@ -129,10 +129,10 @@ def machine_now() -> str:
 
 
 def read_results(path: Path) -> list[CellResult]:
-    """Return the lines of a file of results.
+    """Return the lines of a results file.
 
     Raises:
-        ConfigError: A line is not one of results, or a cell is there twice.
+        ConfigError: A line is not a result, or a cell appears twice.
     """
     lines = list(read_lines(path, CellResult))
     cells = [(line.arm, line.seed) for line in lines]
@@ -142,14 +142,14 @@ def read_results(path: Path) -> list[CellResult]:
 
 
 def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Sequence[float], fault: str = "") -> Outcome:
-    """Return what a run came to.
+    """Measure a run.
 
     Args:
-        run_folder: It has ended.
-        config: Its own.
-        plan: Of the sweep.
-        starts_s: Clock seconds at which its processes were started; the first, and one for each resume.
-        fault: Why it failed.
+        run_folder: The folder of the run, which has ended.
+        config: The run's config.
+        plan: The sweep's plan.
+        starts_s: Clock seconds of each start of its processes: the first start and each resume.
+        fault: Why it failed; empty if it did not.
     """
     steps, evals = read_steps(run_folder), read_evals(run_folder)
     judged = [report for report in evals if report.accuracy is not None]
@@ -159,14 +159,14 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
         return Outcome(fault=fault, accuracy_before=before)
     ends_N = np.array([report.time_s for report in steps])
     gaps_N = np.diff(ends_N, prepend=evals[0].finished_s if evals and evals[0].version == 0 else np.nan)
-    # Between two steps with a start between them the run did not run, or did again what it had done.
+    # In the interval between two steps that contains a start, the run was stopped or repeated work.
     resumed = np.searchsorted(ends_N, starts_s[1:])
     gaps_N[resumed[resumed < len(gaps_N)]] = np.nan
     typical_s = float(np.nanmedian(gaps_N)) if not np.isnan(gaps_N).all() else 0.0
     gaps_N = np.where(np.isnan(gaps_N), typical_s, gaps_N)
     seconds_N, weights_N = np.cumsum(gaps_N), np.maximum(gaps_N, 1e-9)
     measured = measure_curve(seconds_N, np.array([report.reward_mean for report in steps]), config.samples_per_step, plan)
-    # A controller that is killed between a step and its line leaves that line out.
+    # A controller that is killed between a step and its line leaves the line out.
     num_steps = steps[-1].version
     seconds_by_version = {0: 0.0} | {report.version: float(second) for report, second in zip(steps, seconds_N, strict=True)}
     values = {}
@@ -186,10 +186,10 @@ def measure_run(run_folder: Path, config: RunConfig, plan: Plan, starts_s: Seque
 
 
 def measure_external(path: Path, config: RunConfig, plan: Plan) -> Outcome:
-    """Return what a command's result.json says.
+    """Measure an external arm from its command's result.json.
 
     Raises:
-        ConfigError: It is not there, or is not one.
+        ConfigError: The file is missing or invalid.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ExternalResult)
@@ -209,7 +209,7 @@ def measure_external(path: Path, config: RunConfig, plan: Plan) -> Outcome:
 
 
 def measure_curve(seconds_N: Floats, rewards_N: Floats, samples_per_step: int, plan: Plan) -> Outcome:
-    """Return what follows from seconds and mean rewards [num_steps] alone."""
+    """Return the outcome that follows from seconds and mean rewards [num_steps] alone."""
     num_steps, window = len(rewards_N), min(plan.window, len(rewards_N))
     means = np.convolve(rewards_N, np.ones(plan.window) / plan.window, mode="valid") if num_steps >= plan.window else np.array([])
     reached = np.flatnonzero(means >= plan.bar - 1e-12) if plan.bar is not None else np.array([])

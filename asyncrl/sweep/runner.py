@@ -1,10 +1,11 @@
-"""Runs a sweep's cells, each an ordinary run in a folder of its own, and writes a line of results as each ends.
+"""Runs a sweep's cells, each an ordinary run in its own folder, and writes a line of results when each ends.
 
-What a sweep knows lies in files: results.jsonl has the cells that are done, cells/ID/cell.json says of what settings and code one
-that was begun is. So a sweep that was killed goes on: done cells are not run again, one that was begun is resumed as any run is.
-A run that fails is a result with its fault. One that is lost (killed, no disk) is none: the sweep stops, and can be resumed.
+The state of a sweep is in files: results.jsonl has the finished cells, and cells/ID/cell.json the settings and code of a started
+cell. So a killed sweep can continue: finished cells are not run again, and a started cell is resumed like any run. A run that
+fails is a result with its fault. A run that is lost (killed, disk full) is no result: the sweep stops, and can be resumed.
 
-Invariants: one sweep works on a folder at a time; a file of results has lines of one code and one settings of each cell.
+Invariants: one sweep works on a folder at a time; all lines of a results file are from the same code, and each cell has the same
+settings in all files.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CELL_FILE = "cell.json"
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A cell that was begun: cell.json in its folder."""
+    """A started cell: cell.json in its folder."""
 
     settings: str
     code: Code
@@ -52,18 +53,18 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
-    """Return the cells that are done, and those that were begun and are not done, by their ids.
+    """Return the finished cells, and the started cells that are not finished, by their ids.
 
     Raises:
-        ConfigError: What is there is of other settings, or cannot be read.
+        ConfigError: Existing results or cells have other settings, or cannot be read.
     """
     done, begun = dict[str, CellResult](), dict[str, Begun]()
     by_name = {(cell.arm, cell.seed): cell for cell in sweep.cells}
     for line in read_results(sweep.results):
         cell = by_name.get((line.arm, line.seed))
         if cell is None or line.settings != cell.settings:
-            other = f"{line.arm} seed {line.seed} of other settings than the sweep's file says now"
-            raise ConfigError(f"{sweep.results} has {other}; give them results of their own: --results NAME.jsonl")
+            other = f"{line.arm} seed {line.seed} with other settings than the sweep's file has now"
+            raise ConfigError(f"{sweep.results} has {other}; write to another results file: --results NAME.jsonl")
         done[cell.id] = line
     for cell in sweep.cells:
         path = sweep.cells_folder / cell.id / CELL_FILE
@@ -72,25 +73,25 @@ def standing(sweep: Sweep) -> tuple[dict[str, CellResult], dict[str, Begun]]:
         try:
             begun[cell.id] = msgspec.json.decode(path.read_bytes(), type=Begun)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is damaged ({error}); remove its folder, and the cell is run anew") from error
+            raise ConfigError(f"{path} is damaged ({error}); remove its folder to run the cell again") from error
         if begun[cell.id].settings != cell.settings:
-            raise ConfigError(f"{path.parent} was begun with other settings than the sweep's file says now; remove that folder")
+            raise ConfigError(f"{path.parent} was begun with other settings than the sweep's file has now; remove that folder")
     return done, begun
 
 
 async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, jobs: int = 1, resumed: bool = False) -> None:
-    """Run every cell that is not done, and append a line of results as each ends.
+    """Run every unfinished cell, and append a line of results when each ends.
 
     Args:
         sweep: What to run.
-        clock: Of the times that are noted.
-        say: Is told of each cell.
-        jobs: Cells beside each other.
-        resumed: It may have been begun before.
+        clock: The clock for recorded times.
+        say: Called with a line of text for each cell.
+        jobs: Number of cells to run at the same time.
+        resumed: Whether the sweep may have started before.
 
     Raises:
-        ConfigError: Results or cells that are there are of other code or settings, or another sweep works here.
-        RunError: A run was lost, or ended before its goal; `asyncrl sweep resume` goes on.
+        ConfigError: Existing results or cells have other code or settings, or another sweep works in this folder.
+        RunError: A run was lost, or ended before its goal; `asyncrl sweep resume` continues.
     """
     sweep.cells_folder.mkdir(parents=True, exist_ok=True)
     with _locked(sweep.cells_folder) as lock:
@@ -101,7 +102,7 @@ async def run_sweep(sweep: Sweep, clock: Clock, say: Callable[[str], None], *, j
         for other in [line.code for line in done.values()] + [one.code for one in begun.values()]:
             if other.files != code.files:
                 codes = f"{other.version} {other.commit} ({other.files}), this is {code.version} {code.commit} ({code.files})"
-                advice = "Results of two codes are not mixed: go on with that code, or begin anew with --results NAME.jsonl"
+                advice = "Results of two codes are not mixed: use that code, or start a new file with --results NAME.jsonl"
                 raise ConfigError(f"{sweep.results} or {sweep.cells_folder} has cells of code {codes}. {advice}")
         num_seeds, smallest_p = len(sweep.plan.seeds), sweep.plan.smallest_p
         if len(sweep.plan.arms) > 1 and smallest_p >= SIGNIFICANT:
@@ -133,12 +134,12 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
     folder = sweep.cells_folder / cell.id
     steps, evals = ([], []) if cell.command else (read_steps(folder), read_evals(folder))
     judged = not cell.config.eval.at_end or (bool(evals) and evals[-1].version >= cell.config.num_steps)
-    # One that has done all that its config says, whose sweep was killed just then, is not started again.
+    # A run that is complete, but whose sweep was killed before its line was written, is not started again.
     if steps and steps[-1].version >= cell.config.num_steps and judged:
         outcome = measure_run(folder, cell.config, sweep.plan, begun.starts_s)
     else:
-        if not await until_gone(folder, CONTROLLER_END_S):  # of a run whose owner was killed: it ends by itself
-            raise LaunchError(f"{folder} runs; `asyncrl drain {folder}` ends it")
+        if not await until_gone(folder, CONTROLLER_END_S):  # the controller of a run whose owner was killed: it ends by itself
+            raise LaunchError(f"{folder} is still running; end it with `asyncrl drain {folder}`")
         begun = msgspec.structs.replace(begun, starts_s=(*begun.starts_s, clock.now()))
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CELL_FILE, msgspec.json.encode(begun), onto_disk=False)
@@ -155,7 +156,7 @@ async def _run_cell(cell: Cell, sweep: Sweep, begun: Begun, clock: Clock, jobs: 
 
 
 async def _run(cell: Cell, folder: Path) -> str:
-    """Start a run, or resume it, and wait for its end; return why it failed."""
+    """Start or resume a run, and wait for its end; return why it failed, or an empty string."""
     run = Run(resume=folder) if (folder / "config.toml").exists() else Run(cell.config)
     try:
         async with run:
@@ -170,9 +171,9 @@ async def _run(cell: Cell, folder: Path) -> str:
 
 
 async def _run_command(cell: Cell, folder: Path, sweep: Sweep, lock: int) -> Outcome:
-    """Run an external arm's command in the sweep's folder; it is begun anew where it was interrupted.
+    """Run an external arm's command in the sweep's folder; an interrupted command starts again.
 
-    It holds the lock too: where the sweep is killed and the command is not, no other sweep begins before that has ended.
+    The command inherits the lock: if only the sweep is killed, no other sweep can start before the command has ended.
     """
     (folder / "result.json").unlink(missing_ok=True)
     (folder / "base.toml").write_text(dump_config(cell.config), encoding="utf-8")
@@ -199,7 +200,7 @@ async def _run_command(cell: Cell, folder: Path, sweep: Sweep, lock: int) -> Out
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Hold a folder of cells; a killed sweep's hold ends with it."""
+    """Lock a folder of cells; the lock of a killed sweep ends with its process."""
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,7 +210,7 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 def status_text(sweep: Sweep) -> str:
-    """Return where every cell stands, an arm a line."""
+    """Return the state of every cell, one line per arm."""
     (done, begun), width = standing(sweep), max(map(len, sweep.plan.arms))
     lines = []
     for arm in sweep.plan.arms:

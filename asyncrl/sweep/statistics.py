@@ -1,7 +1,7 @@
-"""Intervals and tests for a few seeds: numpy, and nothing that draws without a seed.
+"""Confidence intervals and tests for a few seeds, in numpy; every random draw has a fixed seed.
 
 With n seeds the smallest two-sided p of a paired test is 2 / 2^n: six are needed for one comparison at 0.05, more for several.
-A bootstrap interval over few seeds is somewhat too narrow (about 90 % for 8 at 95 %): what is claimed follows from p.
+A bootstrap interval over few seeds is somewhat too narrow (a 95 % interval of 8 seeds covers about 90 %): claims rely on p.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Values = Sequence[float] | NDArray[np.float64]
 
 DRAWS = 100_000
 MOST_EXACT = 16
-"""Pairs up to which all 2^n signs are tried."""
+"""Up to this number of pairs all 2^n signs are tried."""
 
 
 def bootstrap_interval(values: Values, repeats: int = 10_000) -> tuple[float, float]:
@@ -35,7 +35,7 @@ def bootstrap_interval(values: Values, repeats: int = 10_000) -> tuple[float, fl
 def sign_flip_p(differences: Values) -> float:
     """Return the two-sided p of paired differences: how often random signs give a sum that is as far from 0.
 
-    Exact up to MOST_EXACT pairs; above, from DRAWS drawn signs, the observed ones counted among them.
+    Exact up to MOST_EXACT pairs; above that, from DRAWS random signs that include the observed ones.
     Source: Fisher, The Design of Experiments, 1935, section 21.
     """
     sizes = np.asarray(differences, dtype=np.float64)
@@ -50,7 +50,7 @@ def sign_flip_p(differences: Values) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values that hold for all of a family at once, in the order given.
+    """Return p-values corrected for the whole family, in the given order.
 
     Source: Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979.
     """
@@ -63,36 +63,36 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One arm of a comparison, against the baseline by seed."""
+    """One arm compared with the baseline, by seed."""
 
     arm: str
     num: int
-    """Seeds that have a value."""
+    """Number of seeds with a value."""
     mean: float
     interval: tuple[float, float]
-    """Of the mean, 95 %."""
+    """95 % interval of the mean."""
     pairs: int
-    """Seeds that the baseline has too; 0 of the baseline itself."""
+    """Number of seeds that the baseline has too; 0 for the baseline itself."""
     difference: float
-    """Mean over the pairs, from the baseline; 0.0 without pairs."""
+    """Mean difference from the baseline over the pairs; 0.0 without pairs."""
     p: float
-    """Two-sided, of the pairs; 1.0 without any."""
+    """Two-sided p of the pairs; 1.0 without pairs."""
     family_p: float
-    """The same, corrected for the number of arms."""
+    """The same p, corrected for the number of arms."""
 
 
 def compare(arms: Mapping[str, Mapping[int, float]], baseline: str = "") -> list[Comparison]:
     """Compare arms by their values, which are paired by seed.
 
     Args:
-        arms: By name, values by seed; an arm without any is left out.
+        arms: By name, values by seed; an arm without values is left out.
         baseline: Name of the arm that the others are compared with; empty: the first.
 
     Returns:
-        In the order given: means with bootstrap intervals, p by `sign_flip_p`, corrected by `holm`.
+        In the given order: means with bootstrap intervals, p by `sign_flip_p`, corrected by `holm`.
 
     Raises:
-        ConfigError: There is no such arm.
+        ConfigError: `baseline` is not an arm with values.
     """
     arms = {arm: values for arm, values in arms.items() if values}
     baseline = baseline or next(iter(arms), "")

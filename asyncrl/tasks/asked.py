@@ -1,9 +1,9 @@
-"""Prompts that a caller asks groups for while the run goes on, in place of the task's (`learner.kind = "driven"`).
+"""Prompts that a caller requests groups for during the run, instead of the task's prompts (`learner.kind = "driven"`).
 
-A caller numbers what it asks for within streams of its own, so asking for the same again changes nothing. Groups are issued in
-the order in which they were asked for. Invariant: what is asked for is queued, issued, ready or over (with the reason), until its
-group is trained, its caller was told that it never comes, or its stream is closed; nothing of a closed stream is taken in any
-more, so a request that was cancelled and comes late leaves nothing behind.
+A caller numbers its requests within its own streams, so a repeated request changes nothing. Groups are issued in the order of
+the requests. Invariant: a request is queued, issued, ready or over (with the reason) until its group is trained, its caller was
+told that the group never comes, or its stream is closed. Requests for a closed stream are refused, so a cancelled request that
+arrives late leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,66 +18,66 @@ from asyncrl.schema.samples import Progress, Prompt
 from asyncrl.schema.status import GroupsAsked
 
 MOST_QUEUED = 1 << 16
-"""Prompts that wait to be issued."""
+"""Maximum number of prompts that wait to be issued."""
 MOST_CLOSED = 1024
-"""Closed streams that are remembered."""
+"""Number of closed streams that are remembered."""
 MOST_OVER = 1 << 14
-"""Groups that were ready and cannot be trained any more, and of which the reason is remembered."""
+"""Number of groups that became ready, can no longer be trained, and whose reason is remembered."""
 CLOSED = "this stream is closed; open another"
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One group that is asked for."""
+    """One requested group."""
 
     stream: str
     number: int
     prompt: Prompt
     size: int
     max_new_tokens: int
-    """0: the config's."""
+    """0: the value of the config."""
     is_followed: bool = False
     pieces: list[Progress] = field(default_factory=list)
-    """Its tokens so far, where it is followed."""
+    """Its tokens so far, if a caller follows it."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever a piece came, and at its end."""
+    """Set when a piece arrives, and at its end."""
     group_id: int = -1
     """-1: not issued yet."""
     oldest: int = -1
-    """Version of its oldest token, as far as it is known."""
+    """Version of its oldest token, as far as known."""
     is_ready: bool = False
     why_over: str = ""
     """Empty while it can still be trained."""
 
 
 class AskedPrompts:
-    """What is asked for, by stream and number."""
+    """Requested groups, by stream and number."""
 
     def __init__(self) -> None:
         self.moved = asyncio.Event()
-        """Set, and replaced by another, whenever a group is ready or over."""
+        """Set, and replaced by a new event, when a group becomes ready or over."""
         self.num_waiting = 0
-        """Callers that wait for groups; while there is none, it is the callers' turn."""
+        """Number of callers that wait for groups; if 0, the run waits for the callers."""
         self.queue: deque[Asked] = deque()
-        """What waits to be issued, oldest first."""
+        """Requests that wait to be issued, oldest first."""
         self.by_group: dict[int, Asked] = {}
-        """What groups were issued for."""
+        """Requests with an issued group, by group id."""
         self._streams: dict[str, dict[int, Asked]] = {}
         self._closed: deque[str] = deque(maxlen=MOST_CLOSED)
         self._over: deque[int] = deque()
-        """Groups that were ready, and are over since; oldest first."""
+        """Groups that became ready and are now over, oldest first."""
 
     def enter(self, asked: GroupsAsked) -> list[Asked]:
-        """Queue what is not known yet; return all of these. Groups before the first of them that are over were given: let go.
+        """Queue the new requests; return all of them. Groups that are over and come before the first were delivered: forget them.
 
         Raises:
-            RunError: The stream is closed, too much is queued, or a prompt that is not known is left out.
+            RunError: The stream is closed, too many prompts are queued, or an unknown request has no prompt.
         """
         if asked.stream in self._closed:
             raise RunError(CLOSED)
         stream = self._streams.get(asked.stream, {})
         first = min((one.number for one in asked.groups), default=0)
-        # One that was ready stays: its caller may still try to train it, and is told why that cannot be.
+        # A group that became ready stays: its caller may still try to train it, and then gets the reason why that is impossible.
         for given in [one for number, one in stream.items() if number < first and one.why_over and not one.is_ready]:
             del stream[given.number], self.by_group[given.group_id]
         for one in asked.groups:
@@ -98,7 +98,7 @@ class AskedPrompts:
         self.by_group[group_id] = asked
 
     def progress(self, piece: Progress) -> None:
-        """Note further tokens of a group, for whoever follows it."""
+        """Note further tokens of a group, for the caller that follows it."""
         if asked := self.by_group.get(piece.group_id):
             asked.pieces.append(piece)
             asked.news.set()
@@ -122,15 +122,15 @@ class AskedPrompts:
                 self.forget([self._over.popleft()])
 
     def wake(self) -> None:
-        """Have everyone who waits look again."""
+        """Wake all waiting callers, so that they check again."""
         self.moved.set()
         self.moved = asyncio.Event()
 
     def settled(self, asked: GroupsAsked) -> list[Asked]:
-        """Return the first of these that are ready or over; none while there are fewer than are wanted at least.
+        """Return the first requests that are ready or over; none while there are fewer than the requested minimum.
 
         Raises:
-            RunError: The stream was closed since they were asked for.
+            RunError: The stream was closed after the request.
         """
         stream, first = self._streams.get(asked.stream), list[Asked]()
         if stream is None:
@@ -143,7 +143,7 @@ class AskedPrompts:
         return first if len(first) >= min(asked.at_least, len(asked.groups)) else []
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Let go of groups that were ready, and that a step has taken or their caller has released."""
+        """Forget ready groups that a step has taken or their caller has released."""
         for group_id in group_ids:
             if (one := self.by_group.get(group_id)) is not None and one.is_ready:
                 del self.by_group[group_id], self._streams[one.stream][one.number]
@@ -151,7 +151,7 @@ class AskedPrompts:
                     del self._streams[one.stream]
 
     def close(self, stream: str) -> list[int]:
-        """Let go of a stream; return the groups that were issued for it."""
+        """Forget a stream; return the groups that were issued for it."""
         self._closed.append(stream)
         mine = list(self._streams.pop(stream, {}).values())
         for one in mine:

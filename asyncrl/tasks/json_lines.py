@@ -1,7 +1,7 @@
 """Tasks from files of one JSON object a line: prompts with answers (`jsonl`), and preferences (`preferences`).
 
-Files are read at run time; nothing of them is kept or shipped. Invariants: no prompt is in two of {shots, held-out, train},
-repeated lines included; every complaint names file and line.
+Files are read at run time; their content is not stored or shipped. Invariants: no prompt is in two of {shots, held-out, train},
+repeated lines included; every error names file and line.
 
 Preferences: one JSON object a line with a prompt, the answer chosen and the one rejected. Prompts and answers are text, or lists
 of chat messages `{"role", "content"}`: an answer's last message is the assistant's and is the answer; messages before it, if any,
@@ -55,7 +55,7 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
         if not line.strip():
             continue
         try:
-            # As `prompt.columns` reads it: json.loads takes NaN, 1e400 and half of a surrogate pair.
+            # Use the parser of `prompt.columns`: json.loads accepts NaN, 1e400 and half of a surrogate pair.
             fields = msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
@@ -65,7 +65,7 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
 
 
 def text_of(line: JsonLine, name: str, knob: str) -> str:
-    """Return a field as text; numbers are written out.
+    """Return a field as text; a number is converted to text.
 
     Raises:
         ConfigError: The field is missing, or holds something else.
@@ -82,7 +82,7 @@ def value_of(line: JsonLine, name: str, knob: str) -> Any:  # noqa: ANN401 - any
     """Return a field as it is.
 
     Raises:
-        ConfigError: It is missing; the message lists those that are there.
+        ConfigError: The field is missing; the message lists the fields of the line.
     """
     if name not in line.fields:
         raise ConfigError(f"{line.where}: no field {name!r} ({knob}); this line has {', '.join(sorted(line.fields)) or 'none'}")
@@ -135,7 +135,7 @@ def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
 
 
 def _read(path: Path, config: JsonlTask) -> list[tuple[Prompt, str]]:
-    """Return the distinct problems, each known by its line's number and with its question as text, and their whole solutions."""
+    """Return the distinct problems (id: line number; with the question as text) and their whole solutions."""
     try:
         pattern = re.compile(config.answer_regex)
     except re.error as error:
@@ -187,7 +187,7 @@ def build_preferences(config: PreferencesTask, seed: int) -> TaskData:
 
 
 def _pair(line: JsonLine, config: PreferencesTask) -> tuple[Prompt, PreferenceAnswers]:
-    """Return the prompt of a line, known by its number, and the answers."""
+    """Return the prompt of a line (id: line number) and its answers."""
     text = ""
     messages: Messages = ()
     before_chosen, chosen = _answer(line, config.chosen_field, "task.chosen_field", chat=config.chat)
@@ -213,7 +213,7 @@ def _pair(line: JsonLine, config: PreferencesTask) -> tuple[Prompt, PreferenceAn
 
 
 def _answer(line: JsonLine, name: str, knob: str, *, chat: bool) -> tuple[Messages, str]:
-    """Return what is before an answer, and the answer."""
+    """Return the messages before an answer, and the answer."""
     if not chat or not isinstance(value_of(line, name, knob), list):
         return (), text_of(line, name, knob)
     messages = _messages(line, name, knob)
@@ -223,7 +223,7 @@ def _answer(line: JsonLine, name: str, knob: str, *, chat: bool) -> tuple[Messag
 
 
 def _messages(line: JsonLine, name: str, knob: str) -> Messages:
-    """Return a field as chat messages; text is one turn of the user."""
+    """Return a field as chat messages; text becomes one user message."""
     value = value_of(line, name, knob)
     if not isinstance(value, list):
         return (ChatMessage("user", text_of(line, name, knob)),)

@@ -1,4 +1,4 @@
-"""Task builders by the config's kind, with the short ones. A new task is one function, one config struct and one row here.
+"""The table of task builders by config kind, and the short builders. A new task is a function, a config struct and a row here.
 
 The only file of this stage that imports reasoning_gym (the `tasks` extra); the reward has its own.
 """
@@ -81,7 +81,7 @@ def build_reasoning_gym(config: ReasoningGymTask, seed: int) -> TaskData:
 
 
 def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any]]:
-    """Generate the family's entries, first of each question, and make sure that they can be answered right."""
+    """Generate the family's entries, the first of each question, and check that its scorer accepts a reference answer."""
     try:
         import reasoning_gym  # noqa: PLC0415 - an extra, and it is slow to import
         from reasoning_gym.factory import DATASETS  # noqa: PLC0415
@@ -98,13 +98,13 @@ def _distinct_entries(config: ReasoningGymTask, seed: int) -> list[dict[str, Any
         raise ConfigError(f"reasoning-gym refused task.family_options {options} of {config.family!r}: {error}") from error
     first = entries[0]
     if first["answer"] is None or dataset.score_answer(str(first["answer"]), json.loads(json.dumps(first, default=str))) < 1:
-        why = "no single reference answer that its own scorer takes as right, so nothing is scored strictly: choose another"
+        why = "no single reference answer that its own scorer accepts, so no completion can be right: choose another"
         raise ConfigError(f"task.family {config.family!r} has {why}")
     return entries
 
 
 def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: dict[str, Any], split: str) -> Prompt:
-    # What JSON cannot hold (a date, a fraction) is kept as its text.
+    # Values that JSON cannot hold (a date, a fraction) are stored as text.
     reference = {"family": config.family, "family_options": config.family_options, "entry": entry}
     return Prompt(
         prompt_id=f"{config.family}/{split}/{entry['metadata']['source_index']}",
@@ -117,11 +117,11 @@ def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: d
 def build_python(config: PythonTask, seed: int) -> TaskData:
     """Call the user's function with the run's seed.
 
-    The prompts of a list or tuple are checked now, those of any other sequence whenever they are read.
+    The prompts of a list or tuple are checked now. The prompts of another sequence are checked when they are read.
 
     Raises:
-        ConfigError: The path names no function, it raised, it returned something other than a usable TaskData, or a prompt has a
-            field of another type than Prompt's.
+        ConfigError: The path names no function, the function raised or returned no usable TaskData, or a field of a prompt has
+            a wrong type.
     """
     function = load_function(config.path, "task.path", TASK_ARGUMENTS)
     where = f"task.path {config.path!r}"
@@ -142,7 +142,7 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
 
 
 def _as_it_travels(prompt: object, where: str) -> Prompt:
-    """Return a prompt as other processes read it. Types are looked at only there: a Prompt can be made of anything."""
+    """Return a prompt as other processes decode it. Only decoding checks types: a Prompt can be built from any values."""
     if not isinstance(prompt, Prompt):
         raise ConfigError(f"{where} must give prompts as asyncrl.schema.samples.Prompt, got {type(prompt).__name__}")
     try:
@@ -161,11 +161,11 @@ BUILDERS: dict[type[TaskConfig], Callable[[Any, int], TaskData]] = {
 
 
 def build_task(config: TaskConfig, seed: int) -> TaskData:
-    """Build the task a run is configured with.
+    """Build the task that a run's config describes.
 
     Args:
         config: Any variant of `[task]`.
-        seed: The run's seed; decides the split and the shots.
+        seed: The run's seed; it determines the split and the shots.
 
     Returns:
         The same task for the same arguments, in every process.

@@ -1,4 +1,4 @@
-"""What a task is: problems to train on, problems held out, what a model made from nothing needs to know of them; and their order.
+"""A task: problems to train on, held-out problems, the alphabet and examples for a scratch model, and the order of prompts.
 
 Invariants: `train` and `held_out` share no problem; both are random access and never change once built; the same config and
 seed give the same task in every process and after every restart (a resume depends on it). No torch, no network.
@@ -6,7 +6,7 @@ Built by tasks/registry.py, once, in the controller (prompts) and in the learner
 
 The order in which prompts are issued is a pure function of the seed and a cursor: every prompt comes once per epoch; each epoch
 has an order of its own; index i gives the same prompt in every process and after every restart, so the cursor (how many groups
-were ever issued) is all that a checkpoint has to remember; there is no last index, so the end of the data never ends a run.
+were ever issued) is all that a checkpoint has to store; there is no last index, so the end of the data never ends a run.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from asyncrl.schema.samples import Prompt, derive_seed
 T = TypeVar("T")
 ROUNDS = 6
 MOST_EXAMPLES = 200_000
-"""Worked examples that a warm start draws from."""
+"""Maximum number of worked examples for a warm start."""
 _WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
-    """Everything a run asks of its task."""
+    """All that a run uses of its task."""
 
     train: Sequence[Prompt]
-    """Problems the policy is trained on; at least one."""
+    """Problems to train on; at least one."""
     held_out: Sequence[Prompt]
-    """Problems that are only evaluated on; may be empty."""
+    """Problems for evaluation only; may be empty."""
     alphabet: str = ""
     """Every character that prompts and answers use, sorted; the vocabulary of a scratch model's tokenizer."""
     worked_examples: Sequence[tuple[str, str]] = ()
-    """Prompt text and full right completion, without an end token, of the train split only; for a warm start."""
+    """Prompt text and full correct completion, without an end token, from the train split only; for a warm start."""
 
 
 class ComputedSequence(Sequence[T], Generic[T]):
-    """A sequence whose items are made when asked for, so that 80 million problems cost no memory.
+    """A sequence that computes each item on access, so that 80 million problems use no memory.
 
     Example:
         >>> list(ComputedSequence(3, lambda index: index * index))
@@ -73,7 +73,7 @@ def alphabet_of(prompts: Iterable[Prompt]) -> str:
 
 
 def warm_start_examples(task: TaskData, seed: int) -> list[tuple[str, str]]:
-    """Return the task's worked examples in order; of more than `MOST_EXAMPLES`, so many, drawn by `seed`."""
+    """Return the task's worked examples in order; if there are more than `MOST_EXAMPLES`, that many, drawn by `seed`."""
     examples = task.worked_examples
     if len(examples) <= MOST_EXAMPLES:
         return list(examples)
@@ -95,7 +95,7 @@ class PromptSequence:
         """Order `train`, at least one, by `seed`."""
         self._train, self._seed = train, seed
         self.epoch_length = len(train)
-        """How many indices one epoch has."""
+        """Number of indices in one epoch."""
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the prompt at `index`, any integer from 0 up."""

@@ -1,13 +1,13 @@
-"""Who may talk to a run over TCP: CURVE keys for its listener, for the processes it starts and for its guests, made once per run.
+"""Which processes may connect to a run over TCP: CURVE keys for its listener, its own processes and joined generators.
 
     RUN/keys/          0700
       listener.key     0600   the listener's pair
       own.key          0600   the pair by which the run's own processes connect, and the listener's public key
       client.key       0600   the same for joined generators; weights go by it from process to process
 
-A joining machine needs `client.key` only, which lets nobody in under the name of a process of the run. A file that others can
-read is refused, as ssh does. Every socket of asyncrl that listens asks `zap_reply`, the one handler of ZeroMQ's authentication
-requests (ZAP), and lets in exactly the keys it names.
+The keys are made once per run. A joining machine needs only `client.key`, with which no process can use the name of one of the
+run's own. A key file that others can read is refused, as ssh does. Every listening socket of asyncrl authenticates through
+`zap_reply`, the one handler of ZeroMQ's authentication requests (ZAP), and accepts exactly the keys given to it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LISTENER_FILE = "listener.key"
 OWN_FILE = "own.key"
 CLIENT_FILE = "client.key"
 OWN, GUEST = b"own", b"guest"
-"""Whose key it is, as the listener is told with every packet."""
+"""Owner of the key, which ZeroMQ gives the listener with every packet."""
 
 _CLIENT_KEY = "client key: bring RUN/keys/client.key from the run's machine"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7
 
 Z85Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")]
-"""32 bytes as ZeroMQ writes them down."""
+"""32 bytes in ZeroMQ's text form."""
 _Keys = TypeVar("_Keys", "ListenerKeys", "ClientKeys")
 
 
@@ -48,7 +48,7 @@ class ListenerKeys(msgspec.Struct, frozen=True):
     secret: Z85Key
     own_public: Z85Key
     client_public: Z85Key
-    """The two keys that are let in."""
+    """The two keys that are accepted."""
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
@@ -57,15 +57,15 @@ class ClientKeys(msgspec.Struct, frozen=True):
     public: Z85Key
     secret: Z85Key
     listener_public: Z85Key
-    """The one listener that is believed."""
+    """The public key of the only trusted listener."""
 
 
 def make_keys(run_folder: Path) -> ListenerKeys:
-    """Return the run's listener keys; make the key files where there are none yet (a resumed run keeps its keys).
+    """Return the run's listener keys; make the key files if there are none (a resumed run keeps its keys).
 
     Raises:
-        ConfigError: One of the files is damaged, or open to others. Who connects by
-            the clients' file could tell nobody.
+        ConfigError: One of the files is damaged, or others can read it. Also the client files
+            are checked here, because a connecting process could not report the fault.
     """
     folder = run_folder / KEYS_FOLDER
     if not (folder / OWN_FILE).exists() or not (folder / LISTENER_FILE).exists():
@@ -89,17 +89,17 @@ def is_encrypted(config: TransportConfig, address: str) -> bool:
 
 
 def load_connecting_keys(run_folder: Path) -> ClientKeys:
-    """Return what a process connects to the run with: its own pair where the folder is the run's, else a guest's.
+    """Return the keys with which a process connects: the run's own pair if the folder is the run's, else the guests' pair.
 
     Raises:
-        ConfigError: As `load_client_keys`.
+        ConfigError: As in `load_client_keys`.
     """
     own = run_folder / KEYS_FOLDER / OWN_FILE
     return _read_keys(own, ClientKeys, "key of this run") if own.exists() else load_client_keys(run_folder)
 
 
 def load_client_keys(run_folder: Path) -> ClientKeys:
-    """Return the pair of the run's guests, by which weights go too.
+    """Return the pair for joined generators, which is also used to send weights.
 
     Raises:
         ConfigError: There are no keys, they are damaged, or they are open to others.
@@ -119,7 +119,7 @@ def bring_client_keys(file: Path, folder: Path) -> None:
 
 
 def secure_server(socket: zmq.SyncSocket, keys: ListenerKeys | ClientKeys) -> None:
-    """Make a socket speak CURVE only, as the end that others connect to; call before it binds, with `open_zap_socket` open."""
+    """Make a listening socket accept CURVE only; call it before the socket binds, with `open_zap_socket` open."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
     socket.zap_domain = b"asyncrl"
@@ -132,9 +132,9 @@ def secure_client(socket: zmq.SyncSocket, keys: ClientKeys, server_public: str) 
 
 
 def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
-    """Return the socket on which libzmq asks whom to let in to this context's sockets; answer it with `zap_reply`.
+    """Return the socket on which libzmq sends this context's authentication requests; answer them with `zap_reply`.
 
-    It must be open before the first peer shakes hands. Once it is closed, nobody is let in any more.
+    It must be open before the first peer's handshake. Once it is closed, no peer is accepted any more.
     """
     socket = context.socket(zmq.REP)
     socket.linger = 0
@@ -143,11 +143,11 @@ def open_zap_socket(context: zmq.SyncContext) -> zmq.SyncSocket:
 
 
 def zap_reply(request: Sequence[bytes], allowed: Mapping[str, bytes]) -> list[bytes]:
-    """Return the answer to one question: 200 to a bearer of an allowed key, 400 to every other (ZeroMQ RFC 27).
+    """Return the answer to one authentication request: 200 for an allowed key, 400 for any other (ZeroMQ RFC 27).
 
     Args:
-        request: The frames that came.
-        allowed: Public keys as Z85 text, and whose each is: every packet of its bearer says so (`User-Id`).
+        request: The frames of the request.
+        allowed: Public keys as Z85 text, with their owners; every packet of a peer then carries its owner (`User-Id`).
     """
     keys = {zmq.utils.z85.decode(key): whose for key, whose in allowed.items()}
     is_known = len(request) == _ZAP_FRAMES and request[5] == b"CURVE" and request[6] in keys

@@ -1,7 +1,7 @@
-"""What every worker of a run does around its own work: obey orders until Shutdown, say twice a second what it waits for, end.
+"""What every worker of a run does besides its own work: obey orders until Shutdown, send heartbeats, and end.
 
-A worker gives its loops, what it does with an order, and what it reports. It ends when its work does, when an order is Shutdown,
-or when the connection closes. Then all loops are cancelled. An error in any of them ends the others and is raised by itself.
+A worker supplies its loops, a handler of orders, and a report for heartbeats. It ends when its work ends, at the order Shutdown,
+or when the connection closes. Then all loops are cancelled. An error in any of them ends the others and is raised alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 Loop = Coroutine[object, object, None]
 Report = Callable[[], tuple[str, Mapping[str, float]]]
-"""What it waits for (empty: nothing), and its gauges beside those that all have."""
+"""What the worker waits for (empty: nothing), and its own gauges."""
 
 
 class Stage:
@@ -43,12 +43,12 @@ class Stage:
         self._process = psutil.Process()
 
     async def run(self, obey: Callable[[Message], Awaitable[None]], *loops: Loop, work: Loop | None = None) -> bool:
-        """Run everything until the end; return whether that was not the connection's.
+        """Run everything until the end; return False if it ended because the connection closed.
 
         Args:
-            obey: Called with each order, Shutdown too, before it is acknowledged.
-            loops: Run beside the orders.
-            work: What the worker ends with; None: it ends with the orders.
+            obey: Called with each order, including Shutdown, before the order is acknowledged.
+            loops: Loops to run beside the orders.
+            work: The worker ends when this ends; None: it ends with the orders.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -69,7 +69,7 @@ class Stage:
         return True
 
     async def requests(self, kind: type[M]) -> AsyncIterator[tuple[M, Delivery]]:
-        """Yield what comes on the data lane; whoever takes it acknowledges it."""
+        """Yield the messages of the data lane; the caller must acknowledge each."""
         while True:
             delivery = await self.connection.receive(Lane.DATA)
             if isinstance(delivery.message, kind):
@@ -107,25 +107,25 @@ class Stage:
 
 
 class IdleMeter:
-    """Adds up the time in which nothing ran, and that in which whatever was there stood still."""
+    """Adds up idle time, in which nothing ran or running work was stopped, and busy time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._num_running = 0
         self._stands_still = False
         self.since_s = clock.now()
-        """Clock seconds at which it last became idle or busy."""
+        """Clock seconds of the last change between idle and busy."""
         self._idle_s = 0.0
         self._busy_s = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs now."""
+        """Whether it is idle now."""
         return self._stands_still or self._num_running == 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count one more thing that runs."""
+        """Count one more running task inside the context."""
         self._change(self._num_running + 1, self._stands_still)
         try:
             yield
@@ -133,7 +133,7 @@ class IdleMeter:
             self._change(self._num_running - 1, self._stands_still)
 
     def stand_still(self, stands_still: bool) -> None:
-        """Note that from now on nothing goes on, whatever is there; or that it does again."""
+        """Note that all work is stopped from now on, even if tasks are running; or that it continues."""
         self._change(self._num_running, stands_still)
 
     def totals_s(self) -> tuple[float, float]:

@@ -1,11 +1,11 @@
-"""The connecting end over ZeroMQ: one DEALER socket that finds its way back.
+"""The connecting end over ZeroMQ: one DEALER socket that reconnects by itself.
 
     connecting --handshake done--> greeting --Welcome--> open --GreetAgain, link broken--> greeting | connecting
     any --Refusal, Goodbye, close, too long without a listener--> closed
 
-Invariants: nothing is sent but in `open`, so nothing piles up towards a listener that is not there; what was lost on the way is
-unacknowledged and is sent again at the next Welcome. A socket that cannot be opened (no descriptor is left, say) is tried
-again until the connection is given up. A Welcome to another session (the listener was restarted, or had given us up) starts the
+Invariants: messages are sent only in `open`, so none queue up for a listener that is gone; lost messages are unacknowledged and
+are sent again at the next Welcome. If a socket cannot be opened (for example, no file descriptor is left), it is tried again
+until the connection is given up. A Welcome to another session (the listener was restarted, or had given up this peer) starts the
 numbers from 0. No tasks: reader callbacks and one timer.
 """
 
@@ -49,14 +49,14 @@ async def open_connection(
 
     Args:
         address: `Listener.address`.
-        hello: Who connects (see `new_hello`); its name is unique within the run.
+        hello: This process's hello (see `new_hello`); its name is unique within the run.
         config: Its encryption is read.
-        run_folder: Where `keys/own.key` lies, or `keys/client.key` alone.
+        run_folder: The folder with `keys/own.key`, or with only `keys/client.key`.
         timeout_s: How long to wait for the listener's welcome.
         limits: Overrides the default times (tests).
 
     Raises:
-        TransportError: Nobody answered, or the listener refused us; the message says why.
+        TransportError: The listener did not answer, or refused the connection; the message says why.
         ConfigError: The key file is unusable.
     """
     keys = load_connecting_keys(run_folder) if is_encrypted(config, address) else None
@@ -71,9 +71,9 @@ class ZmqConnector:
 
         Args:
             address: As `Listener.address` gives it.
-            hello: Who connects.
-            limits: Times; the sizes are the listener's.
-            keys: Speak CURVE with these; None is plain text.
+            hello: This process's hello.
+            limits: Times; the sizes come from the listener.
+            keys: Use CURVE with these; None: plain text.
         """
         self._address = address
         self._hello = hello
@@ -102,7 +102,7 @@ class ZmqConnector:
         """Return the open connection.
 
         Raises:
-            TransportError: The listener refused us (with its reason), or there was no answer in `timeout_s`.
+            TransportError: The listener refused the connection (with its reason), or did not answer within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -118,7 +118,7 @@ class ZmqConnector:
         return self._session
 
     async def close(self, reason: str = "") -> None:
-        """Say goodbye where there is somebody, and release everything; safe to repeat."""
+        """Say goodbye if connected, and release everything; safe to repeat."""
         if self._phase != "closed":
             self._session.pump()
             if self._phase == "open":
@@ -145,7 +145,7 @@ class ZmqConnector:
         self._enter("connecting")
 
     def _reopen(self) -> None:
-        """Start with a new socket: whatever is queued in the old one is stale."""
+        """Start with a new socket, because everything queued in the old one is outdated."""
         self._lose()
         self._enter("greeting")  # to nobody, until there is a socket
         self._watch.close()
@@ -153,7 +153,7 @@ class ZmqConnector:
         try:
             self._open_socket()
         except zmq.ZMQError as error:
-            _log.warning("no socket to %s could be opened, it is tried again: %s", self._address, error.strerror)
+            _log.warning("no socket to %s could be opened; trying again: %s", self._address, error.strerror)
 
     def _on_link_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -170,7 +170,7 @@ class ZmqConnector:
         self._socket.send([wire.build_greeting(self._hello, self._token, self._session_id)])
 
     def _lose(self) -> None:
-        """Stop sending; remember since when."""
+        """Stop sending, and remember the time."""
         if self._phase == "open":
             self._session.wire = None
             self._lost_s = self._loop.time()
@@ -180,7 +180,7 @@ class ZmqConnector:
         self._phase_s = self._loop.time()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        """Judge one multipart message; what is no packet, or of another session, is passed over."""
+        """Handle one multipart message; ignore it if it is no packet, or belongs to another session."""
         if self._phase == "closed":
             return
         self._heard_s = self._loop.time()
@@ -209,7 +209,7 @@ class ZmqConnector:
                     self._shut(packet.reason or GOODBYE, 0)
 
     def _tick(self) -> None:
-        """Say that we are there; notice when nobody answers, unless it was this loop that stood still."""
+        """Send a ping; notice when the listener does not answer, unless this event loop itself was blocked."""
         limits = self._limits
         self._timer = self._loop.call_later(limits.ping_s, self._tick)
         self._socket.drain()
@@ -228,7 +228,7 @@ class ZmqConnector:
             self._reopen()
 
     def _fail(self, reason: str) -> None:
-        """End for good, with the reason for whoever still waits to be connected."""
+        """End for good; a `connect` that still waits gets the reason."""
         if not self._welcomed.done():
             self._welcomed.set_exception(TransportError(reason))
         self._shut(reason, 0)

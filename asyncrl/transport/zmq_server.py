@@ -1,9 +1,9 @@
-"""The controller's end over ZeroMQ: one ROUTER socket, one `Connection` a peer.
+"""The controller's end over ZeroMQ: one ROUTER socket, one `Connection` per peer.
 
-Invariants: a peer is known by its name and at most one incarnation of a name is open; a packet counts only when it comes over
-the route its session last greeted from; nothing a peer sends raises here, it is counted in `refused`. A peer whose packets went
-missing (its link broke, ours was restarted) is told `GreetAgain`, and both sides send what is unacknowledged; repeats are known
-by their numbers. No tasks: reader callbacks and one timer.
+Invariants: a peer is identified by its name, and at most one incarnation of a name is open; a packet is accepted only over the
+route of its session's last greeting; a wrong packet raises no error, it is counted in `refused`. If packets of a peer were lost
+(its link broke, or this listener was restarted), it gets `GreetAgain`, and both sides send unacknowledged messages again; repeats
+are recognised by their numbers. No tasks: reader callbacks and one timer.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from asyncrl.transport.zmq_wire import GOODBYE_LINGER_MS, MOST_DRAINED, LoopSock
 
 MAX_PEERS = MOST_DRAINED
 MOST_TOKENS = 64
-"""Of a name that are remembered."""
+"""Maximum number of tokens remembered for one name."""
 MIN_QUEUE = 1024
-"""Of a peer: packets that wait for us to read, and for it. Twice what four full windows need; one that floods us, or reads
-nothing, fills its own queues and no more."""
+"""Queue length per peer and direction, in packets: twice what four full windows need. A peer that sends too much, or reads
+nothing, fills only its own queues."""
 MAX_IPC_PATH_BYTES = 100
-"""A Unix socket's path ends at 107 bytes on Linux and 103 elsewhere."""
+"""A Unix socket's path may have at most 107 bytes on Linux and 103 elsewhere."""
 _HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 Judge = Callable[[Hello, bool], str]
-"""Of who greets, and whether by the key of the run's own processes (without keys, all do): why it may not come in, or nothing."""
+"""(hello, whether it has the key of the run's own processes; without keys, True) -> why it is refused; empty: accepted."""
 
 
 async def open_listener(
@@ -57,16 +57,16 @@ async def open_listener(
     judge: Judge = lambda _hello, _is_own: "",
     limits: LinkLimits | None = None,
 ) -> Listener:
-    """Listen for the processes of a run; makes the run's keys where the config wants CURVE and there are none.
+    """Listen for the processes of a run; make the run's keys if the config asks for CURVE and there are none.
 
     Args:
         config: Kind, host, encryption, window, message size.
-        run_folder: Where `keys/` lies.
-        judge: Why a peer may not come in, in words it is told; empty lets it in.
+        run_folder: The folder of `keys/`.
+        judge: Returns why a peer is refused, which the peer is told; empty accepts it.
         limits: Overrides the config's sizes and the default times (tests).
 
     Returns:
-        A listener; hand its `address` to those who connect. The socket of `ipc` lies in a private temporary folder.
+        A listener; give its `address` to connecting processes. The socket of `ipc` is in a private temporary folder.
 
     Raises:
         TransportError: The address cannot be bound.
@@ -87,7 +87,7 @@ async def open_listener(
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One open connection and the way to it."""
+    """One open connection and the route to it."""
 
     token: str
     session_id: str
@@ -114,21 +114,21 @@ class ZmqListener:
     hello: Hello
     limits: LinkLimits
     keys: ListenerKeys | None = field(default=None, repr=False)
-    """Speaks CURVE with these; None is plain text."""
+    """Use CURVE with these; None: plain text."""
     judge: Judge = lambda _hello, _is_own: ""
-    """Why a peer may not come in; empty lets it in."""
+    """Returns why a peer is refused; empty accepts it."""
     owned_folder: OwnedFolder | None = None
-    """Removed at close (where the ipc socket lies)."""
+    """Folder of the ipc socket; removed at close."""
     refused: Refused = field(default_factory=Refused, init=False)
 
     def __post_init__(self) -> None:
         self._by_route: dict[bytes, _Peer] = {}
         self._by_name: dict[str, _Peer] = {}
         self._tokens: dict[str, deque[str]] = {}
-        """Of all that were let in under a name. Only the last may come back: the others have successors, however long they were
-        cut off. An empty one, which nobody has, is behind one whose connection we closed."""
+        """Tokens of all peers accepted under a name. Only the last one may come back; the others have been replaced. After a
+        connection that this side closed, an empty token is added, which no peer has."""
         self._accepted = asyncio.Queue[Connection | None]()
-        """None: it is closed."""
+        """None: the listener is closed."""
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         try:
@@ -165,7 +165,7 @@ class ZmqListener:
                 self.owned_folder.close()
 
     def _open_sockets(self, address: str) -> str:
-        """Return the address bound to; nothing is left open where that fails."""
+        """Bind and return the address; if that fails, nothing is left open."""
         self._context: zmq.SyncContext = zmq.Context()
         self._zap: LoopSocket | None = None
         with contextlib.ExitStack() as undo:
@@ -193,7 +193,7 @@ class ZmqListener:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        """Take one multipart message; what is wrong is counted, and whoever has no session on this route is asked to greet."""
+        """Handle one multipart message; count it if it is wrong, and ask a peer without a session on this route to greet."""
         route = frames[0].bytes
         if sum(map(len, frames)) > self.limits.max_packet_bytes:
             self.refused["oversized"] += 1
@@ -224,7 +224,7 @@ class ZmqListener:
             self.refused["malformed"] += 1
 
     def _on_greeting(self, route: bytes, greeting: wire.Greeting, *, is_own: bool) -> None:
-        """Let a new peer in, or an old one back in."""
+        """Accept a new peer, or a known one that reconnects."""
         if greeting.protocol != PROTOCOL:
             self.refused["wrong protocol"] += 1
             self._tell(route, wire.Refusal(f"{self.hello.name} speaks protocol {PROTOCOL}, you speak {greeting.protocol}"))
@@ -266,7 +266,7 @@ class ZmqListener:
         self._socket.send([route, wire.build(packet)])
 
     async def _dismiss(self, session: Connection, reason: str) -> None:
-        """Say goodbye to a peer that this side closes; one that was cut off may come back, it would only hear it then."""
+        """Say goodbye to a peer that this side closes; a peer that was cut off gets it only when it comes back."""
         peer = self._by_name.get(session.peer.name)
         if peer is not None and peer.session is session:
             if self._loop.time() - peer.heard_s <= self.limits.reconnect_after_s:
@@ -275,14 +275,14 @@ class ZmqListener:
             self._forget(peer, "closed on this side")
 
     def _forget(self, peer: _Peer, reason: str) -> None:
-        """End a connection and drop every way to it."""
+        """End a connection and remove every route to it."""
         peer.session.end(reason)
         self._by_route.pop(peer.route, None)
         if self._by_name.get(peer.session.peer.name) is peer:
             del self._by_name[peer.session.peer.name]
 
     def _check_silence(self) -> None:
-        """End the connections of peers that have been silent for too long, unless it was this loop that stood still."""
+        """End the connections of peers that have been silent for too long, unless this event loop itself was blocked."""
         period_s = self.limits.silence_timeout_s / 4
         self._timer = self._loop.call_later(period_s, self._check_silence)
         self._socket.drain()

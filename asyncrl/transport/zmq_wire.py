@@ -1,18 +1,18 @@
-"""What is on the wire, and one ZeroMQ socket on the running asyncio loop.
+"""The wire format, and one ZeroMQ socket on the running asyncio loop.
 
 A packet is one ZeroMQ multipart message:
 
-    frame 0   a `Packet` in msgpack, told apart by tag
-    frame 1   of a Parcel: its messages end to end
+    frame 0   a `Packet` in msgpack, distinguished by tag
+    frame 1   in a Parcel: its messages, one after the other
 
-`parse(build(p)) == p`, and whatever is not a packet raises `CodecError` and nothing else. A session is one pair of incarnations:
-the listener makes its id when it accepts a peer, and every later packet names it.
+`parse(build(p)) == p`, and anything that is not a packet raises `CodecError` and nothing else. A session is one pair of
+incarnations: the listener makes its id when it accepts a peer, and every later packet contains it.
 
-The socket does without pyzmq's own asyncio layer (a future and a poll per frame). ZeroMQ's descriptor is edge-triggered: it
-becomes readable when the socket's state may have changed, and any call on the socket may consume that edge. So after every read
-or write the real state (`EVENTS`) is asked, and reading goes on by `call_soon` while there is something to read. Nothing polls:
-an idle socket costs nothing. Sends never block. The lanes' windows bound what is in flight of whoever keeps to them; a listener
-bounds its queues besides, as not everybody may.
+The socket does not use pyzmq's asyncio layer (a future and a poll per frame). ZeroMQ's descriptor is edge-triggered: it becomes
+readable when the socket's state may have changed, and any call on the socket may consume that edge. So after every read or write
+the real state (`EVENTS`) is checked, and reading continues with `call_soon` while there are messages. Nothing polls: an idle
+socket costs nothing. Sends never block. The lanes' windows limit the messages in flight of correct peers; a listener also limits
+its queues, because a peer may be wrong.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from asyncrl.transport.protocol import Item, Lane, Parcel
 GOODBYE_LINGER_MS = 500
 """How long a closing socket tries in the background to get its last packets out."""
 READS_PER_TURN = 64
-"""Multipart messages taken per turn of the event loop, so that reading never starves the rest."""
+"""Multipart messages read per turn of the event loop, so that other work is not delayed."""
 MOST_DRAINED = 4096
-"""Multipart messages that `drain` takes: one of each peer that there may be (senders take turns), and no more."""
+"""Maximum number of multipart messages that `drain` reads: one from each possible peer (senders take turns)."""
 MAX_NAME = 256
-"""Characters of a peer's name: it is logged, shown, and sent back."""
+"""Maximum length of a peer's name, in characters: it is logged, shown, and sent back."""
 
 
 # -- packets -------------------------------------------------------------------------------------------------------------
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """Connector: this is me."""
+    """Connector -> listener: who connects."""
 
     protocol: int
     hello: msgspec.Raw
-    """A `Hello`; raw, so that the number before it can be judged first."""
+    """A `Hello`; raw, so that the protocol number can be checked first."""
     token: str
-    """Names the connector object, so that a second one of the same process is not taken for the first."""
+    """Identifies the connector object, so that a second one of the same process is not confused with it."""
     session: str
-    """The one I am in; empty at first."""
+    """The connector's current session; empty at first."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
-    """Listener: you are in; a session other than the one you named starts from 0."""
+    """Listener -> connector: accepted; if the session differs from the one in the greeting, numbers start from 0."""
 
     session: str
     hello: Hello
@@ -65,42 +65,42 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """Listener: you cannot come in, and trying again will not help."""
+    """Listener -> connector: refused for good; trying again does not help."""
 
     reason: str
 
 
 class GreetAgain(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """Listener: something of yours is missing or I do not know you; greet me again."""
+    """Listener -> connector: packets are missing or the session is unknown; send a Greeting again."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """Either: I close this session for good."""
+    """Either side: this session is closed for good."""
 
     session: str
     reason: str = ""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="p"):
-    """Connector: are you there?"""
+    """Connector -> listener: request for a Pong."""
 
     session: str
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """Listener: yes."""
+    """Listener -> connector: answer to a Ping."""
 
     session: str
 
 
 class ParcelHead(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """Either: acknowledgements by lane, and where the messages lie in the frame that follows."""
+    """Either side: acknowledgements by lane, and the positions of messages in the next frame."""
 
     session: str
     data_acks: list[int]
     control_acks: list[int]
     items: list[int]
-    """Three numbers a message: lane, sequence number, bytes."""
+    """Three numbers per message: lane, sequence number, size in bytes."""
 
 
 Packet = Greeting | Welcome | Refusal | GreetAgain | Goodbye | Ping | Pong | ParcelHead
@@ -123,7 +123,7 @@ def build_greeting(hello: Hello, token: str, session: str) -> bytes:
 
 
 def build_parcel(session: str, parcel: Parcel) -> list[Frame]:
-    """Return the frames of a parcel; a message that travels alone is passed on, not copied."""
+    """Return the frames of a parcel; a message that is sent alone is not copied."""
     shape: list[int] = []
     for item in parcel.items:
         shape += (item.lane, item.seq, len(item.body))
@@ -138,7 +138,7 @@ def parse(frame: Frame) -> Packet:
     """Return the packet of frame 0.
 
     Raises:
-        CodecError: It is none.
+        CodecError: It is not a packet.
     """
     try:
         return _decoder.decode(frame)
@@ -147,7 +147,7 @@ def parse(frame: Frame) -> Packet:
 
 
 def parse_hello(greeting: Greeting) -> Hello:
-    """Return who greets; call only where `greeting.protocol` is ours.
+    """Return the hello of a greeting; call it only if `greeting.protocol` is this protocol.
 
     Raises:
         CodecError: It is not a hello of this protocol.
@@ -162,14 +162,14 @@ def parse_hello(greeting: Greeting) -> Hello:
 
 
 def parse_parcel(head: ParcelHead, body: Sequence[Frame]) -> Parcel:
-    """Return the parcel whose shape `head` tells, its messages still encoded (views of `body`).
+    """Return the parcel that `head` describes, with messages still encoded (views of `body`).
 
     Args:
         head: Frame 0.
         body: All frames after it.
 
     Raises:
-        CodecError: Shape and frames do not fit each other.
+        CodecError: The description and the frames contradict each other.
     """
     shape, items = head.items, []
     if len(shape) % 3 or len(body) != bool(shape):
@@ -199,7 +199,7 @@ def configure(socket: zmq.SyncSocket) -> None:
 
 
 async def terminate(context: zmq.SyncContext) -> None:
-    """Wait for the last packets of sockets that are closed; it is done to its end though the wait for it is cancelled."""
+    """Wait until closed sockets have sent their last packets; it completes even if the caller is cancelled."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
 
 
@@ -225,7 +225,7 @@ class LoopSocket:
         """Send one multipart message; large frames are not copied.
 
         Returns:
-            False where there is nobody to send it to (a router's peer is gone, or the socket is closed).
+            False if it cannot be sent (a router's peer is gone, or the socket is closed).
         """
         if self._socket.closed:
             return False
@@ -240,19 +240,19 @@ class LoopSocket:
         return True
 
     def read_soon(self) -> None:
-        """Ask for the socket's state at the loop's next turn."""
+        """Check the socket's state at the loop's next turn."""
         if not self._is_reading_soon and not self._socket.closed:
             self._is_reading_soon = True
             self._loop.call_soon(self._read_scheduled)
 
     def drain(self) -> None:
-        """Take in what is there now, or as much of it as lets every sender be heard: one may never stop."""
+        """Read what is there now, with a limit, because a sender may never stop."""
         for _ in range(0, MOST_DRAINED, READS_PER_TURN):
             if not self._read():
                 return
 
     def close(self, linger_ms: int) -> None:
-        """Leave the loop and close; what is unsent is kept in the background for `linger_ms`."""
+        """Leave the event loop and close; unsent messages are kept in the background for `linger_ms`."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger_ms)
@@ -262,7 +262,7 @@ class LoopSocket:
         self._read()
 
     def _read(self) -> bool:
-        """Take what is there, READS_PER_TURN messages at most; return whether there may be more."""
+        """Read up to READS_PER_TURN messages; return whether there may be more."""
         socket = self._socket
         if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return False
@@ -279,15 +279,15 @@ class LoopSocket:
 
 
 class SocketWatch:
-    """Reports what happens below a socket (handshakes, broken links) until `close`."""
+    """Reports events below a socket (handshakes, broken links) until `close`."""
 
     def __init__(self, watched: zmq.SyncSocket, events: int, on_event: Callable[[int], None]) -> None:
         """Start watching.
 
         Args:
             watched: The socket; call `close` before it is closed.
-            events: Which, as a sum of `zmq.EVENT_*`.
-            on_event: Called in the event loop with each.
+            events: The events to report, as a sum of `zmq.EVENT_*`.
+            on_event: Called in the event loop with each event.
         """
         self._watched = watched
         reader, address = watched.context.socket(zmq.PAIR), f"inproc://watch-{uuid.uuid4().hex}"
@@ -300,8 +300,8 @@ class SocketWatch:
     def close(self) -> None:
         """Stop watching; safe to repeat.
 
-        The reader is closed last: ZeroMQ's own thread holds a lock while it hands an event over, and without a reader it would do
-        so for ever, and this call with it.
+        The reader is closed last: ZeroMQ's own thread holds a lock while it delivers an event; without a reader it would hold it
+        for ever, and this call would block.
         """
         if not self._watched.closed:
             self._watched.monitor(None, 0)

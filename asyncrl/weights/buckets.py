@@ -1,12 +1,13 @@
-"""Buckets of a version: their fingerprints, in host memory and on a device, and two buffers on a device that they pass through.
+"""Buckets of a version: their fingerprints, in host memory and on a device, and two buffers on a device for transfers.
 
-In host memory a bucket has xxh3-64; xxh3-128 of those of all buckets is the version's name. The learner makes them on the
-publisher's thread, never on its own. A generator makes its own of what arrived and compares: what is verified is what goes live.
+In host memory a bucket's fingerprint is its xxh3-64. The xxh3-128 of the fingerprints of all buckets names the version. The
+learner computes them on the publisher's thread, never on its own. A generator computes the fingerprints of the received bytes
+and compares: exactly the verified bytes are used.
 
-xxh3 cannot run on a GPU, and copying everything back to hash it would cost what the media on devices save. So `nccl` and
-`cuda_ipc` announce fingerprints of their own, of the same size: every 8-byte word is mixed with its place by splitmix64, and the
-results are added up, all modulo 2**64. Integer arithmetic alone: the same number on every device, whatever the order of the
-additions. A changed word always changes it (the mixing is one to one); words that changed places, or several, all but surely.
+xxh3 cannot run on a GPU, and copying everything back to hash it would cost as much as the device media save. So `nccl` and
+`cuda_ipc` announce a different fingerprint of the same size: every 8-byte word is mixed with its position by splitmix64, and the
+results are added up, all modulo 2**64. Integer arithmetic gives the same number on every device, in any order of additions. One
+changed word always changes the number (the mixing is one to one); swapped words or several changed words almost always.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from asyncrl.schema.weights import WeightsAvailable
 DIGEST_BYTES = 8
 NUM_BUFFERS = 2
 _PIECE_WORDS = 2 << 20
-"""Mixed at once: a bucket of the usual size, which is little over 8 MiB; and bounds the memory that mixing takes to a few times
-16 MiB, whatever the bucket."""
-# As int64: the 64 bits of splitmix64's constants.
+"""Words mixed at once: enough for a bucket of the usual size (slightly over 8 MiB). Limits the memory for mixing to a few times
+16 MiB for a bucket of any size."""
+# The 64 bits of splitmix64's constants, as int64.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def fingerprints_of(flat: memoryview, ends: Sequence[int], buckets: Iterable[int] | None = None) -> bytes:
-    """Hash bytes where they lie, several buckets at once.
+    """Hash the buckets in place, several at once.
 
     Args:
         flat: The version's bytes.
-        ends: Of the buckets.
-        buckets: Numbers of those to hash; None: all.
+        ends: End of each bucket, bytes.
+        buckets: Numbers of the buckets to hash; None: all.
     """
 
     def digest(number: int) -> bytes:
@@ -52,7 +53,7 @@ def fingerprints_of(flat: memoryview, ends: Sequence[int], buckets: Iterable[int
 
 
 def version_fingerprint(bucket_fingerprints: bytes) -> str:
-    """Return the version's name: xxh3-128 of its buckets' fingerprints, hex; empty where there are none."""
+    """Return the version's name: xxh3-128 of its buckets' fingerprints, hex; empty if there are none."""
     return str(xxhash.xxh3_128_hexdigest(bucket_fingerprints)) if bucket_fingerprints else ""
 
 
@@ -60,7 +61,7 @@ def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
     """Compare bucket fingerprints with the announced ones.
 
     Raises:
-        BroadcastError: Some differ, or there are not as many as announced.
+        BroadcastError: Some differ, or their number is not the announced one.
     """
     announced = available.bucket_fingerprints
     if len(found) != len(announced):
@@ -72,7 +73,7 @@ def refuse_damaged(available: WeightsAvailable, found: bytes) -> None:
 
 
 def device_fingerprint(bucket: torch.Tensor) -> bytes:
-    """Return the fingerprint of a bucket where it lies; waits for the device.
+    """Return the fingerprint of a bucket, computed on its device; waits for the device.
 
     Args:
         bucket: uint8 [N], contiguous, N and its start multiples of 8 bytes (the layout's are multiples of 64).
@@ -95,12 +96,12 @@ def device_fingerprint(bucket: torch.Tensor) -> bytes:
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right, zeros from the left; torch's own shift of int64 repeats the sign."""
+    """Shift right and fill with zeros; torch's own shift of int64 repeats the sign bit."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def device_fingerprints(flat: torch.Tensor, ends: Sequence[int], device: torch.device) -> bytes:
-    """Return the fingerprints of a version's buckets, computed on `device`, by way of two buffers where it lies elsewhere."""
+    """Return the fingerprints of a version's buckets, computed on `device`; bytes elsewhere are copied through two buffers."""
     buffers = None if flat.device == device else BucketBuffers(ends, device)
     digests: list[bytes] = []
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -110,13 +111,13 @@ def device_fingerprints(flat: torch.Tensor, ends: Sequence[int], device: torch.d
 
 
 class BucketBuffers:
-    """Two buffers on a device that the buckets of a version pass through by turns."""
+    """Two buffers on a device, used in turn for the buckets of a version."""
 
     def __init__(self, ends: Sequence[int], device: torch.device) -> None:
-        """Allocate them.
+        """Allocate the buffers.
 
         Raises:
-            BroadcastError: The device has no room.
+            BroadcastError: The device does not have enough memory.
         """
         self._sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         largest = max(self._sizes)
@@ -128,15 +129,15 @@ class BucketBuffers:
             ) from error
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return where bucket `index` goes, over bucket `index - 2`."""
+        """Return the buffer for bucket `index`; it overwrites bucket `index - 2`."""
         return self._buffers[index % NUM_BUFFERS][: self._sizes[index]]
 
 
 def gpu_for(kind: str, device: torch.device | None = None) -> torch.device:
-    """Return the GPU that `kind` uses here: `device`, where a model is; None: the one that new tensors of this thread go to.
+    """Return the GPU that `kind` uses here: `device`, the model's device; None: this thread's current GPU.
 
     Raises:
-        ConfigError: There is no GPU, the device is none, or torch has no NCCL for `nccl`.
+        ConfigError: There is no GPU, the device is not a GPU, or torch has no NCCL for `nccl`.
     """
     instead = "use shared_memory, zeromq or gloo"
     if device is not None and device.type != "cuda":
@@ -151,9 +152,9 @@ def gpu_for(kind: str, device: torch.device | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Compute on this stream, None: on a new one, behind what the learner has asked of its device so far.
+    """Compute on this stream (None: on a new one), after the work that the learner has queued on its device so far.
 
-    torch caches freed memory by stream: work that comes again goes to the same one.
+    torch caches freed memory per stream, so use the same stream for repeated work.
     """
     if device.type != "cuda":
         yield

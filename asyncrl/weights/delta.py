@@ -1,33 +1,33 @@
-"""Deltas: what changed from one version's bytes to the next's, which are kept, and which of them a subscriber fetches.
+"""Deltas: the changed bytes from one version to the next, which deltas are kept, and which of them a subscriber fetches.
 
-A blob is a run of sections, one for each chunk in which something changed. A section names the elements whose bytes differ (as
-gaps from one to the next) and gives their new values. Values, not differences: applying a delta twice does no harm, and what is
-not a number, or a zero of either sign, is just bytes.
+A blob is a sequence of sections, one for each chunk with changes. A section gives the positions of changed elements (as gaps
+from one to the next) and their new values. They are values, not differences: applying a delta twice does no harm, and NaN and
+signed zeros need no special treatment.
 
-`plan_fetch` decides what a subscriber fetches, purely. `DeltaOffers` is the learner's side: it owns the chain and a copy of the
-newest version that can be fetched (as many bytes as a version, in host memory), makes the next delta from it and then brings it
-up to date in place.
+`plan_fetch` decides what a subscriber fetches; it is pure. `DeltaOffers` is the learner's side: it owns the chain and a copy of
+the newest version that can be fetched (as many bytes as a version, in host memory), makes the next delta from it and then updates
+it in place.
 
-The learner's chain is a run of deltas, each based on the version before, the last leading to the newest version; somewhere along
-it lies one version whose whole bytes can be fetched (the newest, on media that hold that anyway).
+The learner's chain is a sequence of deltas, each based on the version before; the last leads to the newest version. One version
+in the chain can be fetched complete (the newest one, on media that always keep it complete).
 
     v7 ─delta─▶ v8 ─delta─▶ v9 (whole) ─delta─▶ v10 ─delta─▶ v11, announced
 
 Invariants of a blob:
 - Lossless: `apply_delta(encode_delta(base, current), base)` makes `base` equal to `current`, bit for bit.
 - Elements are compared as unsigned integers of their size; the gaps of the layout are zero in every version.
-- A few chunks at a time, each on a thread of its own: what is held besides the two versions is the blob and a few times
-  CHUNK_BYTES for each thread.
-- Gaps and values are divided into byte planes, each compressed on its own: a plane's bytes are alike. A gap takes as many bytes
-  as the longest of its chunk needs; the high ones are nearly all zero then, and compress to nearly nothing.
+- A few chunks are processed at a time, each on its own thread: memory besides the two versions is the blob and a few times
+  CHUNK_BYTES per thread.
+- Gaps and values are divided into byte planes, each compressed separately, because bytes of one plane are similar. A gap uses as
+  many bytes as the longest gap of its chunk; the high bytes are then nearly all zero and compress to almost nothing.
 
 Invariants of the chain:
-- From the whole version on every delta is kept, so that the newest can be had by whoever has nothing: whole, then deltas.
-- At most `full_every` deltas are kept, of fewer bytes together than a version; the oldest go first.
-- Versions that were superseded or failed leave the chain as it is.
-- A base is the same one only if version and fingerprint both are: after a restart other bytes go by the same number.
-- The copy, the chain and what subscribers can fetch are of one version: they change together, after everything that can fail.
-- A delta that is too large, or that the medium refuses, is no failure: the version goes whole.
+- Every delta after the complete version is kept, so that a new subscriber can get the newest version: complete, then deltas.
+- At most `full_every` deltas are kept, with fewer bytes together than a version; the oldest are removed first.
+- Versions that were superseded or failed do not change the chain.
+- A base is the same only if version and fingerprint are the same: after a restart, other bytes may have the same version number.
+- The copy, the chain and what subscribers can fetch belong to one version: they change together, after everything that can fail.
+- A delta that is too large, or that the medium refuses, is not an error: the complete version is sent.
 
 Source: sending only the elements whose bf16 bytes changed is the idea of sparse weight patches for RL, e.g. PULSE
 (arXiv 2602.03839); gap coding and byte planes as in inverted indices and Blosc's shuffle.
@@ -70,16 +70,16 @@ _UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {size: np.dtype(f"<u{s
 
 
 def encode_delta(manifest: WeightsManifest, base: memoryview, current: memoryview, max_bytes: int | None = None) -> bytes | None:
-    """Return what turns `base` into `current`.
+    """Return the delta that turns `base` into `current`.
 
     Args:
         manifest: The layout of both.
         base: `manifest.total_bytes` bytes.
         current: As many.
-        max_bytes: Most that the blob may have; None: any number.
+        max_bytes: Maximum size of the blob; None: no limit.
 
     Returns:
-        The blob; None where it would have more than `max_bytes`.
+        The blob; None if it would have more than `max_bytes`.
     """
     sections = [MAGIC]
     num_bytes = len(MAGIC)
@@ -100,14 +100,14 @@ def apply_delta(manifest: WeightsManifest, blob: bytes, flat: memoryview) -> set
 
     Args:
         manifest: The layout.
-        blob: What `encode_delta` returned, its fingerprint compared.
-        flat: `manifest.total_bytes` writable bytes; worthless when this raises.
+        blob: The result of `encode_delta`, with its fingerprint checked.
+        flat: `manifest.total_bytes` writable bytes; their content is undefined if this raises.
 
     Returns:
         The numbers of the buckets that may have changed.
 
     Raises:
-        BroadcastError: The blob is none, or of another layout.
+        BroadcastError: The blob is damaged, or has another layout.
     """
     ends = bucket_ends(manifest)
     touched: set[int] = set()
@@ -143,7 +143,7 @@ def _chunks(manifest: WeightsManifest) -> Iterator[tuple[int, int, int]]:
 
 
 def _encode_section(base: memoryview, current: memoryview, chunk: tuple[int, int, int]) -> bytes:
-    """Return the section of a chunk; nothing where nothing changed."""
+    """Return the section of a chunk; empty if nothing changed."""
     start, end, item_bytes = chunk
     old, new = (np.frombuffer(version[start:end], _UNSIGNED[item_bytes]) for version in (base, current))
     positions = np.flatnonzero(old != new)
@@ -201,23 +201,23 @@ class WholeVersion:
 
 
 class FetchPlan(NamedTuple):
-    """How to get from what is held to the announced version."""
+    """How to get from the held version to the announced one."""
 
     whole: WeightsAvailable | None
-    """What to fetch first, as if it were announced; None: what is held is the base."""
+    """The complete version to fetch first; None: the held version is the base."""
     deltas: tuple[Delta, ...]
-    """To apply then, in order."""
+    """The deltas to apply then, in order."""
 
 
 def plan_fetch(available: WeightsAvailable, held: WeightsAvailable | None) -> FetchPlan:
-    """Return the way of fewest bytes to the announced version.
+    """Return the plan with the fewest bytes that leads to the announced version.
 
     Args:
-        available: What was announced.
-        held: What is there already, verified; None: nothing of value.
+        available: The announcement.
+        held: The verified version that is there already; None: there is none.
 
     Raises:
-        BroadcastError: The announcement contradicts itself: nothing leads from its whole version to the announced one.
+        BroadcastError: The announcement contradicts itself: no deltas lead from its complete version to the announced one.
     """
     from_whole = plan_whole(available)
     if held is None:
@@ -232,7 +232,7 @@ def plan_fetch(available: WeightsAvailable, held: WeightsAvailable | None) -> Fe
 
 
 def plan_whole(available: WeightsAvailable) -> FetchPlan:
-    """Return the way that needs nothing: the whole version, then the deltas after it. Raises as `plan_fetch`."""
+    """Return the plan that needs no held version: the complete version, then the deltas after it. Raises as `plan_fetch`."""
     if available.full_version in {-1, available.version}:
         return FetchPlan(msgspec.structs.replace(available, deltas=()), ())
     deltas = deltas_from(available.deltas, available.full_version)
@@ -251,7 +251,7 @@ def plan_whole(available: WeightsAvailable) -> FetchPlan:
 
 
 def deltas_from(deltas: tuple[Delta, ...], version: int, fingerprint: str | None = None) -> tuple[Delta, ...]:
-    """Return the unbroken run of deltas that begins at `version`; empty: there is none."""
+    """Return the deltas that follow each other from `version` on; empty if there are none."""
     for index, delta in enumerate(deltas):
         if delta.base_version == version and fingerprint in {None, delta.base_fingerprint}:
             is_unbroken = all(after.base_version == before.version for before, after in pairwise(deltas[index:]))
@@ -268,11 +268,11 @@ def bytes_of(deltas: tuple[Delta, ...]) -> int:
 
 
 class DeltaOffers:
-    """Makes each version fetchable as a delta, whole, or both; keeps the chain.
+    """Publishes each version as a delta, complete, or both; keeps the chain.
 
     Args:
         config: How deltas are made, and how many are kept.
-        writer: Of the medium, open.
+        writer: The medium's writer, already open.
         manifest: The layout.
     """
 
@@ -281,7 +281,7 @@ class DeltaOffers:
         self._whole: WholeVersion | None = None
         self._deltas: tuple[Delta, ...] = ()
         self._head: tuple[int, str] | None = None
-        """Newest version and its fingerprint; what the next delta is based on."""
+        """Newest version and its fingerprint, on which the next delta is based."""
         self._newest = np.empty(manifest.total_bytes, np.uint8)
         """Its bytes."""
         self._warned = False
@@ -289,17 +289,17 @@ class DeltaOffers:
     def offer(
         self, slot: int, version: int, flat: memoryview, fingerprint: str, bucket_fingerprints: bytes
     ) -> tuple[WholeVersion, tuple[Delta, ...]]:
-        """Make the version fetchable; return the whole version and the deltas that lead to it.
+        """Make the version available to fetch; return the complete version and the deltas that lead from it to this one.
 
         Args:
-            slot: Where it lies.
+            slot: The slot of the version.
             version: Its number.
-            flat: Its bytes; nobody changes them meanwhile.
-            fingerprint: Of the version.
-            bucket_fingerprints: Of its buckets.
+            flat: Its bytes; they must not change meanwhile.
+            fingerprint: The version's fingerprint.
+            bucket_fingerprints: The fingerprints of its buckets.
 
         Raises:
-            BroadcastError: It could not be; everything is as before.
+            BroadcastError: The version could not be published; everything is as before.
         """
         total_bytes, blob, delta, whole = self._manifest.total_bytes, None, None, None
         if self._head is not None:
@@ -323,7 +323,7 @@ class DeltaOffers:
                 self._writer.put_blob(name, blob)
                 delta = Delta(version, *self._head, name, len(blob), of_blob)
             except BroadcastError as error:
-                _LOG.warning("the delta to version %d is not offered, the version goes whole: %s", version, error)
+                _LOG.warning("the delta to version %d is not offered; the complete version is sent: %s", version, error)
         if delta is None and whole is None:
             whole = WholeVersion(version, self._writer.commit(slot, version, fingerprint), bucket_fingerprints)
         if delta is None or blob is None:

@@ -1,11 +1,11 @@
-"""Shared-memory segments of a run: where they lie, how they are made and owned. No torch, so that a supervisor can clean up.
+"""Shared-memory segments of a run: their location, how they are made, and who owns them. No torch: a supervisor can clean up.
 
-A segment, and what lies beside it, is in a folder of its own, which is locked as long as the learner lives (folders.py). A
-learner that is killed cannot remove it. The next learner of the run does, and so does whoever ends the run for good:
-`remove_leftover_segments(run_folder)`. The folder's name begins with a hash of the run folder's path. Where another run goes by
-the same path (a container that shares this memory and not the files), or a learner has not ended yet, it is left alone.
+Each segment, with the files beside it, has its own folder, which is locked as long as the learner runs (folders.py). A killed
+learner cannot remove the folder. The next learner of the run removes it, or the process that ends the run:
+`remove_leftover_segments(run_folder)`. The folder's name begins with a hash of the run folder's path. A folder whose learner
+still runs stays, even if it belongs to another run with the same path (in a container that shares this memory but not the files).
 
-Invariant: the lock is no forked child's, which may live longer than the owner.
+Invariant: a forked child does not keep the lock, because it may run longer than the owner.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from asyncrl.folders import OwnedFolder, sweep
 
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
 _OWNED: dict[Path, OwnedFolder] = {}
-"""By its path, of each segment that this process made: a lock does not tell its own from another's."""
+"""The folder of each segment that this process made, by the segment's path: locks do not show which process holds them."""
 
 
 def folders_of_run(run_folder: Path) -> Path:
-    """Return how the paths of a run's folders begin: in this machine's shared memory, named as those of no other run are."""
+    """Return the prefix of the paths of a run's folders: in this machine's shared memory, with a name unique to the run."""
     parent = SHARED_FOLDER if SHARED_FOLDER.is_dir() else run_folder.resolve() / "weights"
     return parent / f"asyncrl-{path_hash(run_folder)}-"
 
 
 def path_hash(run_folder: Path) -> str:
-    """Return 16 digits that tell run folders apart."""
+    """Return 16 hex digits that identify the run folder."""
     return hashlib.blake2b(bytes(run_folder.resolve()), digest_size=8).hexdigest()
 
 
 def remove_leftover_segments(run_folder: Path) -> list[Path]:
-    """Remove what dead learners of this run left behind, and what this process made itself; return the folders.
+    """Remove the folders of dead learners of this run and those that this process made; return the removed folders.
 
-    Those of another user stay: anybody may make some in shared memory, under any name, and nobody else may remove them.
+    Folders of other users stay: any user may create some in shared memory, under any name, and only that user may remove them.
     """
     ours = folders_of_run(run_folder)
     folders = sorted(ours.parent.glob(f"{ours.name}*"))
@@ -49,10 +49,10 @@ def remove_leftover_segments(run_folder: Path) -> list[Path]:
 
 
 def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
-    """Remove leftovers, then create, reserve and map a file nobody else can open, until `remove_segment` or this process's end.
+    """Remove leftovers, then create, reserve and map a file that other users cannot open; it exists until `remove_segment`.
 
     Raises:
-        BroadcastError: There is no room for it.
+        BroadcastError: The folder cannot be made, or there is not enough shared memory.
     """
     remove_leftover_segments(run_folder)
     ours = folders_of_run(run_folder)
@@ -60,7 +60,7 @@ def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
         ours.parent.mkdir(parents=True, exist_ok=True)
         folder = OwnedFolder(ours.name, ours.parent)
     except OSError as error:
-        raise BroadcastError(f"cannot make {ours}* ({error.strerror}); set broadcast.medium.kind to files, or zeromq") from error
+        raise BroadcastError(f"cannot make {ours}* ({error.strerror}); set broadcast.medium.kind to files or zeromq") from error
     path = folder.path / "segment"
     _OWNED[path] = folder
     try:
@@ -78,16 +78,16 @@ def make_segment(run_folder: Path, num_bytes: int) -> tuple[Path, mmap.mmap]:
 
 
 def remove_segment(segment: Path) -> None:
-    """Remove a segment that this process made, with what lies beside it; memory is freed once the last mapping is gone."""
+    """Remove a segment of this process and the files beside it; the memory is freed when the last mapping is gone."""
     if (folder := _OWNED.pop(segment, None)) is not None:
         folder.close()
 
 
 def _forget_what_the_parent_owns() -> None:
-    """Close a forked child's duplicates, which would hold the locks beyond the parent's end; the parent keeps its own."""
+    """Close a forked child's copies of the locks, which would stay locked after the parent ends; the parent keeps its own."""
     while _OWNED:
-        with contextlib.suppress(OSError):  # -1 where the file system has no locks
-            os.close(_OWNED.popitem()[1]._lock)  # noqa: SLF001 - to remove the folder is the parent's business
+        with contextlib.suppress(OSError):  # -1 if the file system has no locks
+            os.close(_OWNED.popitem()[1]._lock)  # noqa: SLF001 - the parent removes the folder
 
 
 os.register_at_fork(after_in_child=_forget_what_the_parent_owns)

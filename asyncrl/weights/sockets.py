@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of the weight media, with the keys of the run: the learner's end answers whoever holds the right key."""
+"""ZeroMQ sockets of the weight media, with the keys of the run: the learner's end answers peers that hold the right key."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from asyncrl.transport.security import (
 
 WINDOW = 8
 SEND_QUEUE = 4 * WINDOW
-"""libzmq hears of what was read half a queue at a time: twice the window would be full with a whole window on its way."""
+"""libzmq reports reads only every half queue: a queue of two windows would be full while one window is in flight."""
 HEARTBEAT_MS = 2000
 FAREWELL_MS = 500
 
 
 def keys_of_run(run_folder: Path) -> ClientKeys | None:
-    """Return the guests' pair of a run whose channels are encrypted, None for one without keys.
+    """Return the guests' key pair of a run with encrypted channels, None for a run without keys.
 
-    Of weights both ends show this pair, and believe no other.
+    For weights, both ends use this pair and accept no other.
     """
     return load_client_keys(run_folder) if (run_folder / KEYS_FOLDER / CLIENT_FILE).exists() else None
 
 
 class Router:
-    """A ROUTER that lets in the bearers of the right keys alone; used from one thread once it is bound.
+    """A ROUTER that accepts only peers with the right keys; used from one thread once it is bound.
 
     Args:
-        keys: Of the run; None: plain, everyone.
-        max_bytes: Longest message that is taken.
+        keys: Keys of the run; None: no encryption, all peers are accepted.
+        max_bytes: Longest message that is accepted.
         bind: Endpoint to listen at.
-        knob: Under `broadcast.medium`, for the error.
+        knob: Name of the option under `broadcast.medium`, for the error.
 
     Raises:
-        BroadcastError: It cannot be listened at.
+        BroadcastError: The socket cannot listen at the endpoint.
     """
 
     def __init__(self, keys: ClientKeys | None, max_bytes: int, bind: str, knob: str) -> None:
@@ -68,21 +68,21 @@ class Router:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
             self.close()
-            instead = f"broadcast.medium.{knob} must be an address of this machine, its port * where several processes share it"
+            instead = f"broadcast.medium.{knob} must be an address of this machine, with port * if several processes share it"
             raise BroadcastError(f"cannot listen at {bind}: {error}; {instead}") from error
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         for listening in filter(None, (self._zap, self.socket)):
             self._poller.register(listening, zmq.POLLIN)
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait until there is a message and return whether there is; those who knock meanwhile are let in or not."""
+        """Wait for a message and return whether there is one; new connections are accepted or refused meanwhile."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._zap is not None and self._zap in ready:
             self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._allowed))
         return self.socket in ready
 
     def say(self, peer: bytes, message: msgspec.Struct, *parts: bytes | memoryview) -> bool:
-        """Tell a peer without waiting; False where it is gone or reads nothing: it may ask again."""
+        """Send to a peer without waiting; return False if the peer is gone or does not read. The peer may ask again."""
         try:
             self.socket.send_multipart([peer, msgspec.msgpack.encode(message), *parts], flags=zmq.NOBLOCK, copy=not parts)
         except zmq.ZMQError:  # EHOSTUNREACH, EAGAIN
@@ -95,15 +95,15 @@ class Router:
 
 
 def decode(frames: Sequence[bytes], kind: Any) -> Any:  # noqa: ANN401 - a struct, or a union of some
-    """Return the message of one frame; None where it is none of this kind."""
+    """Return the message of one frame; None if it is not a message of this kind."""
     try:
         return msgspec.msgpack.decode(frames[0], type=kind) if len(frames) == 1 else None
-    except (msgspec.DecodeError, RecursionError):  # the second where it is nested too deeply
+    except (msgspec.DecodeError, RecursionError):  # RecursionError: nested too deeply
         return None
 
 
 def ask(dealer: zmq.Socket[bytes], message: msgspec.Struct) -> bool:
-    """Tell the other end without waiting; False where there was no room."""
+    """Send to the other end without waiting; return False if the queue is full."""
     try:
         dealer.send(msgspec.msgpack.encode(message), flags=zmq.NOBLOCK)
     except zmq.Again:
@@ -114,10 +114,10 @@ def ask(dealer: zmq.Socket[bytes], message: msgspec.Struct) -> bool:
 def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, max_bytes: int = -1, name: bytes = b""
 ) -> zmq.Socket[bytes]:
-    """Return a DEALER that connects to `address`, now or whenever it can be reached.
+    """Return a DEALER that connects to `address`, now or as soon as the address can be reached.
 
     Raises:
-        BroadcastError: That is no address.
+        BroadcastError: The address is not valid.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.linger = FAREWELL_MS

@@ -1,11 +1,11 @@
-"""What an engine is given as a version's tensors: bytes of this machine that it can read, or a way to fetch them itself.
+"""The tensors of a version as an engine gets them: bytes on this machine that it can read, or a way to fetch them itself.
 
-`MappedTensors` lie in one flat buffer. An engine in this process reads them as a plain mapping; one whose model lives in another
-process (vLLM's workers) is told `path` and `offset`, maps the file and copies from there: no bytes travel between the two.
+`MappedTensors` are in one flat buffer. An engine in this process reads them as a plain mapping. An engine whose model is in
+another process (vLLM's workers) gets `path` and `offset`, maps the file and copies from it; no bytes are sent between the two.
 
-`DeferredTensors` are for media whose bytes never pass through the generator's process: NCCL ends in the GPU of the process that
-holds the model, CUDA IPC hands it a pointer. The generator passes on what was announced and where the receiving end is imported
-from. The engine, or each of its worker processes, makes one receiver and keeps it.
+`DeferredTensors` are for media whose bytes never pass through the generator's process: NCCL writes to the GPU of the process that
+holds the model, and CUDA IPC gives that process a pointer. The generator passes on the announcement and the import path of the
+receiver. The engine, or each of its worker processes, makes one receiver and keeps it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.weights.media.base import LentTensors
 
 
 class MappedTensors(LentTensors):
-    """Tensors in one flat buffer, whole and verified; valid until released or until the next fetch."""
+    """Tensors in one flat buffer, complete and verified; valid until released or until the next fetch."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class MappedTensors(LentTensors):
         """Wrap the bytes.
 
         Args:
-            manifest: Their layout.
+            manifest: The layout of the bytes.
             flat: uint8 [manifest.total_bytes].
-            path: File in which they lie, for other processes to map; empty: none.
-            offset: Of `flat` in it, bytes.
-            check: Raises BroadcastError once the bytes are no longer those of the version.
-            release: Says that nobody reads them any more.
+            path: File that contains the bytes, for other processes to map; empty: none.
+            offset: Position of `flat` in that file, bytes.
+            check: Raises BroadcastError if the bytes are no longer those of the version.
+            release: Called when the bytes are no longer read.
         """
         super().__init__(view_tensors(flat, manifest))
         self.manifest, self.flat, self.path, self.offset = manifest, flat, path, offset
@@ -51,9 +51,9 @@ class MappedTensors(LentTensors):
 
 
 class SharedTensors(MappedTensors):
-    """The learner's own parameters, where they lie: an engine adopts them, and reads what the learner makes of them later.
+    """The learner's own parameters, in place: an engine uses them directly, and sees the learner's later changes to them.
 
-    `check` says whether they are still those of the version; while they are being changed nothing may be sampled.
+    `check` raises if they are no longer those of the version; nothing may be sampled while they are being changed.
     """
 
     learner_changes_them = True
@@ -65,52 +65,52 @@ class Receiver(Protocol):
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the version's tensors in the order of the layout, verified bucket by bucket before they are yielded.
 
-        A tensor is valid until the next one is asked for. Two buckets are held at most. Who wants no more of it closes it.
+        A tensor is valid until the next one is requested. At most two buckets are held. Close the generator to stop early.
 
         Raises:
-            BroadcastError: The version is gone, damaged, or does not come in time; what was yielded may be half a version.
+            BroadcastError: The version is gone, damaged, or late; the tensors yielded so far may be only part of a version.
         """
 
     def close(self) -> None:
-        """Leave; the others go on. Safe to repeat."""
+        """Leave the medium; other receivers continue. Safe to repeat."""
 
 
 class DeferredTensors(dict[str, torch.Tensor]):
-    """Stands for a version's tensors where an engine takes them; has none of its own."""
+    """Placeholder for a version's tensors, which the engine fetches itself; contains no tensors."""
 
     def __init__(self, available: WeightsAvailable, receiver: str, arguments: bytes) -> None:
-        """Note how to fetch.
+        """Store how to fetch the version.
 
         Args:
             available: The announcement.
-            receiver: `module:name` of what takes `arguments` and returns a Receiver.
-            arguments: What it needs, as JSON.
+            receiver: `module:name` of a callable that takes `arguments` and returns a Receiver.
+            arguments: The callable's arguments, as JSON.
         """
         self.available, self.receiver, self.arguments = available, receiver, arguments
 
 
 class ArrivingTensors:
-    """A deferred version of which the first tensor is here, and so most likely all soon will be.
+    """A deferred version whose first tensor has arrived; the others should follow soon.
 
-    Whoever goes on generating until then does not stand still while the members of a broadcast gather.
+    The engine can continue to generate until then, while the members of a broadcast gather.
     """
 
     def __init__(self, receiver: Receiver, available: WeightsAvailable, device: torch.device) -> None:
-        """Wait for the first tensor; blocking, on a thread.
+        """Wait for the first tensor; this blocks, so call it on a thread.
 
         Raises:
-            BroadcastError: It does not come; the old weights are untouched.
+            BroadcastError: The tensor does not arrive; the old weights are unchanged.
         """
         self.manifest = available.manifest
         self._arriving = receiver.fetch(available, device)
         self._first = next(self._arriving)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield it and receive the rest on the way, once; raises as `Receiver.fetch`."""
+        """Yield the first tensor, then receive and yield the others; usable once. Raises as `Receiver.fetch`."""
         return chain([self._first], self._arriving)
 
     def close(self) -> None:
-        """Want no more of it. Safe to repeat."""
+        """Stop receiving. Safe to repeat."""
         self._arriving.close()
 
 

@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("option", "words"), [
-    ("\udcff=1", "is not UTF-8 text"), ("name=caf\udce9", r"or a value laid over it, is not UTF-8 text: 'caf\udce9'"),
+    ("\udcff=1", "is not UTF-8 text"), ("name=caf\udce9", r"or an override, is not UTF-8 text: 'caf\udce9'"),
     (r'folder="a\u0000b"', r"folder has a null character: 'a\x00b'"), ("num_steps=" + "[" * 2000, "Expected `int`"),
 ])  # fmt: skip
 def test_an_option_of_any_bytes_is_refused_in_one_line(capsys, monkeypatch, option, words):
@@ -179,7 +179,7 @@ def test_an_output_that_takes_no_more_is_said_and_the_run_is_left(tmp_path, outp
             [sys.executable, "-P", "-c", FOLLOWER], cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, check=False
         )
     why = {"full": "No space left on device", "closed pipe": "Broken pipe"}[output]
-    line = f"asyncrl: what the run says cannot be written ({why}): it was stopped; `asyncrl resume runs/r` goes on\n"
+    line = f"asyncrl: the run's output cannot be written ({why}), so it was stopped; `asyncrl resume runs/r` continues\n"
     assert (ended.returncode, ended.stderr) == (1, line)
     assert (tmp_path / "left").read_text() == "drained False"
 
@@ -192,4 +192,4 @@ def test_a_terminal_that_is_closed_drains_the_run_unless_that_is_to_be_ignored(t
     )  # fmt: skip
     assert ended.returncode == 3
     assert (tmp_path / "left").read_text() == f"drained {not ignored}"
-    assert ("ended before its goal" in ended.stderr) == ignored
+    assert ("ended before its last step" in ended.stderr) == ignored

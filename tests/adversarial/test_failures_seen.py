@@ -64,7 +64,7 @@ def test_under_a_limit_on_file_sizes_and_in_a_read_only_folder_the_last_words_ar
         assert ended.stdout.count("learner died") <= 1, "it was not started again and again"
     assert inspect.returncode == 0, inspect.stderr
     assert report.returncode == 1
-    assert report.stderr.splitlines()[-1].endswith("Read-only file system; copy the folder to where it can be written")
+    assert report.stderr.splitlines()[-1].endswith("Read-only file system; copy the folder to a place that can be written")
     for ended in (begun, resumed):
         assert ended.returncode == 2
         assert "is no folder that can be written" in ended.stderr.splitlines()[-1]

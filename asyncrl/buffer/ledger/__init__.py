@@ -1,1 +1,1 @@
-"""The ledger: what a run has promised to keep, in one SQLite file."""
+"""The ledger: the durable state of a run's groups, in one SQLite file."""

@@ -1,6 +1,6 @@
-"""Questions to a ledger, for people: `asyncrl inspect` and the HTTP API. Read-only, and usable while the run writes.
+"""Queries of a ledger, for `asyncrl inspect` and the HTTP API. Read-only, and usable while the run writes.
 
-Every answer is one consistent moment of the file. It never changes the file and takes no lock.
+Every answer is a consistent snapshot of the file. The reader never changes the file and takes no lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.errors import LedgerError
 from asyncrl.schema.samples import Prompt, Sample
 
 STEPS_BETWEEN_LOOKS = 100_000
-"""Of SQLite's virtual machine, between looks at the clock: a few milliseconds."""
+"""Instructions of SQLite's virtual machine between two checks of the clock: a few milliseconds."""
 
 
 class StateCount(msgspec.Struct, frozen=True):
@@ -27,12 +27,12 @@ class StateCount(msgspec.Struct, frozen=True):
 
     state: str
     reason: str
-    """Of `dropped` and `failed`; else empty."""
+    """The reason for `dropped` and `failed`; otherwise empty."""
     groups: int
 
 
 class PromptCount(msgspec.Struct, frozen=True):
-    """What became of one prompt's groups."""
+    """The groups of one prompt, counted by state."""
 
     prompt_id: str
     groups: int
@@ -40,9 +40,9 @@ class PromptCount(msgspec.Struct, frozen=True):
     dropped: int
     failed: int
     mean_reward: float | None
-    """Over scored samples; None where there is none."""
+    """Mean over scored samples; None without any."""
     mean_tokens: float | None
-    """Response tokens of generated samples."""
+    """Mean number of response tokens of generated samples."""
 
 
 class VersionCount(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class VersionCount(msgspec.Struct, frozen=True):
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """One step taken."""
+    """One step."""
 
     step: int
     state: str
@@ -66,7 +66,7 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 class EventRow(msgspec.Struct, frozen=True):
-    """Something that happened to a group."""
+    """One event of a group."""
 
     at_s: float
     what: str
@@ -87,7 +87,7 @@ class SampleRow(msgspec.Struct, frozen=True):
     finish_reason: str
     reward: float | None
     failure: str
-    """Stage and reason, where it failed."""
+    """Stage and reason, if it failed."""
     reward_worker: str
     started_s: float | None
     finished_s: float | None
@@ -98,7 +98,7 @@ class SampleRow(msgspec.Struct, frozen=True):
 
 
 class GroupStory(msgspec.Struct, frozen=True):
-    """One group, whole."""
+    """The full history of one group."""
 
     group_id: int
     prompt: Prompt
@@ -110,19 +110,19 @@ class GroupStory(msgspec.Struct, frozen=True):
     attempt: int
     size: int
     replaces: int | None
-    """The group whose prompt this is again."""
+    """The earlier group whose prompt this group repeats."""
     replaced_by: int | None
     events: tuple[EventRow, ...]
     samples: tuple[SampleRow, ...]
 
 
 class SampleStory(msgspec.Struct, frozen=True):
-    """One sample with its group's life around it."""
+    """One sample with the history of its group."""
 
     group: GroupStory
     row: SampleRow
     sample: Sample | None
-    """The payload; None where it failed, its group was dropped or failed, or it was trained long enough ago."""
+    """The payload; None if the sample failed, its group was dropped or failed, or it was trained before the oldest checkpoint."""
 
 
 class LedgerReader:
@@ -130,10 +130,10 @@ class LedgerReader:
 
     Args:
         path: The file, or the folder of the run.
-        limit_s: A count that is not there so many seconds after this reader was made is given up.
+        limit_s: Seconds after the reader's creation at which an unfinished query is stopped.
 
     Raises:
-        LedgerError: There is none, or a count takes too long.
+        LedgerError: There is no ledger, or a query takes too long.
 
     Example:
         >>> reader = LedgerReader(Path("runs/quickstart"))  # doctest: +SKIP
@@ -148,16 +148,16 @@ class LedgerReader:
             pass
 
     def counts(self) -> list[StateCount]:
-        """Return groups per state and reason."""
+        """Return the number of groups per state and reason."""
         rows = self._rows("SELECT state, reason, count(*) FROM groups GROUP BY state, reason ORDER BY state, reason")
         return [StateCount(*row) for row in rows]
 
     def issued(self) -> int:
-        """Return how many groups were ever issued, by their numbers."""
+        """Return how many groups were ever issued, from the largest id."""
         return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
 
     def prompts(self, limit: int = 50) -> list[PromptCount]:
-        """Return the prompts issued most often first, then by id."""
+        """Return the prompts, most often issued first, then by id."""
         rows = self._rows(
             "WITH told AS (SELECT prompt_id, 1 AS issued, state, 0 AS made, 0 AS tokens, NULL AS reward FROM groups"
             " UNION ALL SELECT prompt_id, 0, '', 1, json_extract(value, '$[3]'), NULL"
@@ -194,12 +194,12 @@ class LedgerReader:
             ]
 
     def trained_in_steps(self) -> int:
-        """Return how many groups the steps have that were trained."""
+        """Return the number of groups in trained steps."""
         query = "SELECT coalesce(sum(json_array_length(group_ids)), 0) FROM steps WHERE state = 'trained'"
         return int(self._rows(query)[0][0])
 
     def groups(self, state: str, last: int = 50) -> list[GroupStory]:
-        """Return the newest groups that are in a state, newest first."""
+        """Return the newest groups in a state, newest first."""
         with connect_read_only(self.path) as connection:
             found = connection.execute(
                 "SELECT group_id FROM groups WHERE state = ? ORDER BY group_id DESC LIMIT ?", (state, last)
@@ -216,10 +216,10 @@ class LedgerReader:
             return _group_story(connection, self.path, group_id)
 
     def sample(self, group_id: int, index: int) -> SampleStory:
-        """Return one sample's whole story.
+        """Return the history of one sample.
 
         Raises:
-            LedgerError: There is no such group, or this member has nothing to tell yet.
+            LedgerError: There is no such group, or this member has no sample and no failure yet.
         """
         with connect_read_only(self.path) as connection:
             group = _group_story(connection, self.path, group_id)
@@ -237,7 +237,7 @@ class LedgerReader:
             try:
                 return connection.execute(query, arguments).fetchall()
             except sqlite3.OperationalError as error:
-                if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT":  # damaged text has none
+                if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT":  # an error about damaged text has no error name
                     raise
                 raise LedgerError(
                     f"{self.path} takes over {self._limit_s:g} s to count; `asyncrl inspect {self.path.parent}` has no limit"

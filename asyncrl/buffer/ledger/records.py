@@ -1,4 +1,4 @@
-"""What the ledger is told, and what it gives back."""
+"""The records that are written to the ledger, and the state that is restored from it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ OnCommitted = Callable[[], None]
 
 
 class StepParams(msgspec.Struct, frozen=True):
-    """Beside its groups, all that is needed to build the very same batch of a step again."""
+    """All values besides the groups that are needed to rebuild the identical batch of a step."""
 
     mask_below: int
     tokens_per_row: int
     temperature: float
     screen: Screen = Screen()
     minibatches: int = 1
-    """Updates whose groups share no row."""
+    """Number of updates; groups of different updates share no row."""
     settings: dict[str, float | int | None] = {}
-    """What the learner reads anew at each step (config/live.py), by field."""
+    """Config values that the learner reads at each step (config/live.py), by field."""
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a ledger is told: a new kind is a class with this base."""
+    """Base class of a record of the ledger; a new kind is a subclass."""
 
 
 class IssuedRecord(Record, frozen=True, gc=False):
@@ -43,12 +43,12 @@ class IssuedRecord(Record, frozen=True, gc=False):
     retries: int = 0
     replaces: int | None = None
     cursor: int = 0
-    """Where the prompt source stands after this prompt."""
+    """Position of the prompt source after this prompt."""
     external: bool = False
 
 
 class PlacedRecord(Record, frozen=True):
-    """A group was handed out again."""
+    """A group was assigned again."""
 
     group_id: int
     generator: str
@@ -58,7 +58,7 @@ class PlacedRecord(Record, frozen=True):
 
 
 class SamplesRecord(Record, frozen=True, gc=False):
-    """Generated members, payload and all."""
+    """Generated members, with payload."""
 
     samples: Samples
     version_counts: tuple[VersionCounts, ...]
@@ -67,7 +67,7 @@ class SamplesRecord(Record, frozen=True, gc=False):
 
 
 class ScoresRecord(Record, frozen=True, gc=False):
-    """Members' rewards, and their reference log-probabilities where the scores bring some."""
+    """Members' rewards, and their reference log-probabilities if the scores have them."""
 
     scores: Scores
     now: float
@@ -85,14 +85,14 @@ class FailureRecord(Record, frozen=True):
 
 
 class MovedRecord(Record, frozen=True, gc=False):
-    """A group changed its state (taken and trained come with their step instead)."""
+    """A group changed its state (but the states taken and trained are recorded with their step)."""
 
     group_id: int
     after: GroupState
     reason: str
     now: float
     returns: int = -1
-    """How often the prompt failed, where it is to be issued again; else -1."""
+    """How often the prompt has failed, if it will be issued again; otherwise -1."""
 
 
 class WideRecord(Record, frozen=True):
@@ -125,26 +125,26 @@ class RestartedRecord(WideRecord, frozen=True):
 
 
 class RescoreRecord(WideRecord, frozen=True):
-    """Scores of groups not taken yet that brought no reference log-probabilities are to be asked for again."""
+    """Request new scores for groups that are not taken yet and whose scores have no reference log-probabilities."""
 
     now: float
 
 
 class ChangedRecord(WideRecord, frozen=True):
-    """The run's config changed while it went on: from `step` on."""
+    """The run's config changed during the run, from `step` on."""
 
     step: int
     what: str
-    """Who, and each field from what to what."""
+    """Who changed it, and the old and new value of each field."""
     now: float
 
 
 class ForgetRecord(WideRecord, frozen=True):
-    """Payloads of steps before this one are not needed any more."""
+    """Payloads of steps before this one are no longer needed."""
 
     before_step: int
     before_group: int = 0
-    """Groups under this one have ended: none is live, waits to be issued again, or is of a step that may be repeated."""
+    """Groups with a lower id have ended: none is live, waits to be issued again, or is in a step that may be repeated."""
 
 
 class SetAsideRecord(WideRecord, frozen=True):
@@ -158,18 +158,18 @@ class SetAsideRecord(WideRecord, frozen=True):
 
 @dataclass(slots=True)
 class HeldGroup:
-    """Payloads of a live group: generated members, of which some are scored."""
+    """Payloads of a live group: its generated members, some of them scored."""
 
     prompt: Prompt
     samples: dict[int, Sample] = field(default_factory=dict)
     scored: dict[int, ScoredSample] = field(default_factory=dict)
 
     def as_scored(self, group_id: int) -> ScoredGroup:
-        """Return what is trained, failed members left out."""
+        """Return the group for training, without failed members."""
         return ScoredGroup(group_id, self.prompt, tuple(self.scored[index] for index in sorted(self.scored)))
 
     def prompt_ids(self) -> tuple[bytes, str]:
-        """Return the token ids of the prompt, as far as the task or the generator that is named says."""
+        """Return the token ids of the prompt, if known, and the generator that they are from (empty: the task)."""
         if self.prompt.token_ids or not self.samples:
             return self.prompt.token_ids, ""
         first = next(iter(self.samples.values()))
@@ -178,20 +178,20 @@ class HeldGroup:
 
 @dataclass(slots=True)
 class Restored:
-    """What a ledger holds besides the state."""
+    """The content of a ledger besides the state."""
 
     held: dict[int, HeldGroup] = field(default_factory=dict)
     returned: dict[int, Prompt] = field(default_factory=dict)
-    """Prompts to be issued again, by the group that was dropped or failed."""
+    """Prompts to issue again, by the id of the dropped or failed group."""
     step_params: dict[int, StepParams] = field(default_factory=dict)
-    """Of steps that may be repeated."""
+    """Parameters of steps that may be repeated."""
     steps_without_reference: frozenset[int] = frozenset()
-    """Steps taken with scores that brought no reference log-probabilities."""
+    """Taken steps whose scores have no reference log-probabilities."""
     newest_version: int = 0
     cursor: int = 0
 
     def why_not_repeated(self, to_repeat: Sequence[int]) -> str:
-        """Return why these steps cannot be repeated by a run whose reference is on inference workers, or nothing."""
+        """Return why a run whose reference is on inference workers cannot repeat these steps; empty if it can."""
         steps = [step for step in to_repeat if step in self.steps_without_reference]
         if not steps:
             return ""

@@ -1,8 +1,8 @@
-"""The tables of the ledger file, and how each kind of record becomes rows. See docs/buffer.md for what each column is for.
+"""The tables of the ledger file, and the conversion of records to rows. docs/buffer.md describes each column.
 
-Members that finished together are one row of `samples`, members that were scored together one row of `scores`; the key of both is
-that of the first of them. Every record that a resume or a repeat reads carries a checksum (64 bits, xxh3) over its key and
-content, made when the row is.
+Members that finished together are one row of `samples`; members that were scored together are one row of `scores`. The key of a
+row is that of its first member. Every record that a resume or a repeat reads has a checksum (63 bits of xxh3) over its key and
+content, computed when the row is written.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asyncrl.schema.samples import Samples
 
 SCHEMA_VERSION = 5
 MAX_MEMBERS = 1 << 20
-"""More than any group has; (group_id, index) is one integer key, so that rows of a group lie together."""
+"""Above the number of members of any group; (group_id, index) is one integer key, so that rows of a group are adjacent."""
 ROWS_PER_STATEMENT = (32, 8, 1)
 
 Place = tuple[int, int, int]
-"""Of a payload: number of the file, offset, bytes."""
+"""Location of a payload: number of the file, offset, bytes."""
 Append = Callable[[Sequence[bytes]], list[Place]]
-"""Writes payloads, in order, and returns where each lies."""
+"""Writes payloads, in order, and returns the location of each."""
 
-# No index besides the primary keys: each would add a page to nearly every commit, and what would use them is asked rarely.
+# No index besides the primary keys: each would add a page to nearly every commit, and queries that need one are rare.
 # `prompt` comes last: a scan of the other columns does not read its pages.
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -57,11 +57,11 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, group_id INTEGE
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Dropped and failed groups with an id under `before`; where `meta` holds it, no group under that id is live or repeated."""
+    """Dropped and failed groups with an id under `before`; if stored in `meta`, no group under that id is live or repeated."""
 
     before: int = 0
     dropped: dict[str, int] = {}
-    """By reason; so are those that failed."""
+    """Counts by reason; the same for failed groups."""
     failed: dict[str, int] = {}
 
 
@@ -84,12 +84,12 @@ def rows_of(connection: sqlite3.Connection, table: str, columns: str, group_id: 
 
 
 def keys_of(group_id: int) -> tuple[int, int]:
-    """Return the first key of a group, and the first behind it."""
+    """Return the first key of a group, and the first key after it."""
     return sample_key(group_id, 0), sample_key(group_id + 1, 0)
 
 
 def _text(value: object) -> str:
-    """Return a value as it is stored in a column of text: JSON."""
+    """Return a value as JSON, the form of a text column."""
     return msgspec.json.encode(value).decode()
 
 
@@ -99,10 +99,10 @@ def checksum(*parts: int | float | str | bytes) -> int:
 
 
 def pack_samples(samples: Samples) -> bytes:
-    """Return samples as they are stored: one byte for the form of their versions, then the content.
+    """Return samples in stored form: one byte for the form of their versions, then the content.
 
-    Versions are nearly always all alike: then one is stored (`u`). Others are compressed (`v`). Log-probabilities do not get
-    smaller, and trying takes longer than writing them.
+    Usually all versions are equal: then one is stored (`u`). Otherwise they are compressed (`v`). Log-probabilities do not
+    compress, and trying takes longer than writing them.
     """
     versions, one = samples.versions, samples.versions[:4]
     if versions == one * (len(versions) // 4):
@@ -111,7 +111,7 @@ def pack_samples(samples: Samples) -> bytes:
 
 
 def unpack_samples(stored: bytes) -> Samples:
-    """Return samples from their stored form, once its checksum was right."""
+    """Return samples from their stored form, whose checksum was verified before."""
     samples = msgspec.msgpack.decode(memoryview(stored)[1:], type=Samples)
     is_alike = stored[:1] == b"u"
     versions = samples.versions * (len(samples.token_ids) // 4) if is_alike else zlib.decompress(samples.versions)
@@ -194,8 +194,8 @@ def _samples(connection: sqlite3.Connection, records: Sequence[rec.SamplesRecord
 def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Execute a statement for all rows, many at a time, with their places at `{rows}`.
 
-    sqlite3 lets go of the interpreter's lock for every statement and may wait long to get it back from a busy event loop:
-    fewer statements, fewer such waits.
+    sqlite3 releases the GIL for every statement and may wait long for it if the event loop is busy: fewer statements cause fewer
+    waits.
     """
     start = 0
     for size in ROWS_PER_STATEMENT:
@@ -207,7 +207,7 @@ def _execute_for_all(connection: sqlite3.Connection, statement: str, rows: Seque
 
 
 def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -> None:
-    # What moved at one time and alike is one statement; in order, since a group may move twice.
+    # Equal moves at one time are one statement; the order is kept, since a group may move twice.
     for (after, reason, returns, now), alike in itertools.groupby(records, lambda r: (r.after, r.reason, r.returns, r.now)):
         ready_s = ", ready_s = ?" if after == "ready" else ""
         values = (after, reason, returns, *((now,) if ready_s else ()), _text([r.group_id for r in alike]))
@@ -218,7 +218,7 @@ def _moved(connection: sqlite3.Connection, records: Sequence[rec.MovedRecord]) -
 
 
 def _let_go(connection: sqlite3.Connection, group_ids: Iterable[int]) -> None:
-    """Forget what the samples of these groups hold; their rows stay."""
+    """Remove the payload references of these groups' samples; their rows stay."""
     ranges = [keys_of(group_id) for group_id in group_ids]
     connection.executemany("UPDATE samples SET file = NULL WHERE key >= ? AND key < ?", ranges)
     connection.executemany("UPDATE scores SET reference = NULL WHERE key >= ? AND key < ? AND reference <> x''", ranges)
@@ -274,7 +274,7 @@ def _insert_wide(connection: sqlite3.Connection, record: rec.Record) -> None:
             events = [(now, group_id, "dropped", reason) for group_id in group_ids]
             _let_go(connection, group_ids)
             connection.execute("DELETE FROM steps WHERE step = ?", (step,))
-            # One after the other, in order: the step before has made room for each.
+            # One at a time, in order: the previous update has freed the number for the next.
             for later in connection.execute("SELECT step FROM steps WHERE step > ? ORDER BY step", (step,)).fetchall():
                 connection.execute("UPDATE steps SET step = step - 1 WHERE step = ?", later)
                 connection.execute("UPDATE groups SET step = step - 1 WHERE step = ?", later)
@@ -282,19 +282,19 @@ def _insert_wide(connection: sqlite3.Connection, record: rec.Record) -> None:
 
 
 def forgotten_before(connection: sqlite3.Connection) -> int:
-    """Return the step before which payloads are gone."""
+    """Return the step before which payloads have been removed."""
     row = connection.execute("SELECT value FROM meta WHERE name = 'forgotten_before'").fetchone()
     return int(row[0]) if row else 0
 
 
 def ended(connection: sqlite3.Connection) -> Ended:
-    """Return what was noted by the newest ForgetRecord: rows of groups under its id need not be looked at."""
+    """Return the counts of the newest ForgetRecord: rows of groups under its id need not be read."""
     row = connection.execute("SELECT value FROM meta WHERE name = 'ended'").fetchone()
     return msgspec.json.decode(row[0], type=Ended) if row else Ended()
 
 
 def count_ended(connection: sqlite3.Connection, end: int) -> Ended:
-    """Return the dropped and failed groups with an id under `end`: those noted, and those counted from there on."""
+    """Return the dropped and failed groups with an id under `end`: the stored counts plus a count of later groups."""
     noted, dropped, failed = ended(connection), Counter[str](), Counter[str]()
     of_reason = "SELECT reason, count(*) FROM groups WHERE state = ? AND group_id >= ? AND group_id < ? GROUP BY reason"
     for state, counts, before in (("dropped", dropped, noted.dropped), ("failed", failed, noted.failed)):

@@ -1,22 +1,21 @@
 """The ledger on disk: one SQLite file (WAL) in the run folder, written by one thread that commits in groups.
 
-Whatever is queued when the thread comes round is one transaction. It comes round at most every `COMMIT_EVERY_S` unless much is
-queued or somebody waits (a batch to be sent, `sync`): each commit writes every page it touched, and few commits touch few pages.
-The file is locked while a run has it open (an advisory lock on a file beside it, freed by the kernel whatever kills the process);
-readers such as `asyncrl inspect` need no lock. `synchronous = NORMAL`: a commit is in the operating system's hands, so it
-survives `kill -9` of any process; a power cut can lose the newest commits but never leaves half of one or a damaged file. See
-docs/buffer.md.
+The thread commits all queued records in one transaction. It does so at most every `COMMIT_EVERY_S`, unless much is queued or a
+caller waits (a batch to be sent, `sync`): each commit writes every page it touched, and fewer commits write fewer pages. The file
+is locked while a run has it open (an advisory lock on a file beside it, which the kernel frees when the process ends); readers
+such as `asyncrl inspect` need no lock. `synchronous = NORMAL`: the operating system has the commit, so it survives `kill -9` of
+any process. A power failure can lose the newest commits but never leaves a partial commit or a damaged file. See docs/buffer.md.
 
-The samples' own bytes are in files beside it that are only ever appended to, each removed once no row points into it. A payload
-is written once, in one call a commit, before the row that says where it lies is committed. So whoever sees the row can read the
-payload, and what a crash left without a row is never looked at. SQLite would write every payload twice, page by page: to the log
-and to the file. Each start of a run begins a new file.
+The samples' payloads are in append-only files beside it; each file is removed when no row points into it. A payload is written
+once, with one call per commit, before the row with its location is committed. So a reader that sees the row can read the payload,
+and a payload that a crash left without a row is never read. SQLite would write every payload twice, page by page: to the log and
+to the file. Each start of a run begins a new file.
 
-A write is a unit: all of its records are committed or none is, and units are committed in the order written. `on_committed` runs
-after that, so an acknowledgement sent from it promises what is on disk.
+A write is atomic: all of its records are committed, or none. Writes are committed in order. `on_committed` runs after the commit,
+so an acknowledgement sent from it confirms that the records are on disk.
 
-Every record that is read to be trained carries a checksum (schema.py). What is damaged is a LedgerError with table, row and what
-to do. Owns the thread and all of these files.
+Every record that is read for training has a checksum (schema.py). Damage raises a LedgerError with the table, the row and what to
+do. Owns the thread and all of these files.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ from asyncrl.schema.samples import Prompt, Samples, ScoredGroup, ScoredSample
 
 COMMIT_EVERY_S = 0.05
 COMMIT_SOON_BYTES = 256 << 10
-"""Of queued payload, which is then written at once: beside that much the pages that a commit touches anyway do not count."""
+"""Bytes of queued payload that cause an immediate commit: beside so many bytes, a commit's page writes are cheap."""
 COMMIT_BYTES = 8 << 20
-"""Most payload of one transaction."""
+"""Maximum payload bytes of one transaction."""
 PAGE_BYTES = 4096
 FILE_BYTES = 16 << 20
-"""A payload file is full from this size on."""
+"""Size at which a payload file is full."""
 WAL_BYTES = 16 << 20
-"""Of the write-ahead log when it is copied into the file; twice that is the bound, as a transaction comes on top."""
+"""Size at which the write-ahead log is copied into the file; the bound is twice that, since one transaction may be added."""
 REMEDY = "the file is damaged there; restore the run's folder from a copy, or start a new run from its newest checkpoint"
 
 CallSoon = Callable[[Callable[[], None]], object]
 _Unit = tuple[Sequence[Record], OnCommitted | None, int]
-"""With about how much its samples' token ids, log-probabilities and texts take."""
-# Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. An error that ended the thread
-# unsaid would leave whoever waits for a commit waiting for ever.
+"""A unit with the approximate bytes of its samples' token ids, log-probabilities and texts."""
+# Text with half a surrogate pair is a ValueError, a number of more than 64 bits an OverflowError. If an error ended the thread
+# without a report, callers would wait for a commit for ever.
 _NOT_WRITTEN = (sqlite3.Error, OSError, msgspec.MsgspecError, ValueError, OverflowError, MemoryError)
 
 
@@ -76,19 +75,19 @@ class SqliteLedger:
     """An open ledger file.
 
     Raises:
-        LedgerError: Another run has it open, it is of another schema or identity, or it is damaged.
+        LedgerError: Another run has it open, its schema or identity differs, or it is damaged.
     """
 
     path: Path
-    """The file; made when it is not there."""
+    """The file; created if it does not exist."""
     identity: dict[str, str] = field(default_factory=dict)
-    """Names and values that must be the same each time the ledger is opened (B, G), written when it is made."""
+    """Names and values that must be the same at each opening of the ledger (B, G), written at its creation."""
     call_soon: CallSoon | None = None
-    """Runs a function on the event loop from another thread (`loop.call_soon_threadsafe`); None: they run on the writer's."""
+    """Runs a callback on the event loop from another thread (`loop.call_soon_threadsafe`); None: run it on the writer's."""
     on_failure: Callable[[LedgerError], None] | None = None
-    """Called once, the same way, when a commit fails; every later call raises that error."""
+    """Called once, in the same way, when a commit fails; every later method call raises that error."""
     max_queued: int = 8192
-    """Records waiting to be committed before `write` waits."""
+    """Number of queued records at which `write` waits."""
 
     def __post_init__(self) -> None:
         self._lock_fd = _lock(self.path)
@@ -113,7 +112,7 @@ class SqliteLedger:
         self._thread.start()
 
     def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:
-        """Queue one unit; wait while too many are queued. No records: `on_committed` runs once all before it is committed.
+        """Queue one unit; wait while too many are queued. Without records, `on_committed` runs once all before it is committed.
 
         Raises:
             LedgerError: The ledger is closed, or an earlier commit failed.
@@ -152,15 +151,15 @@ class SqliteLedger:
                 raise self._error
 
     def state_counts(self) -> dict[str, int]:
-        """Return the number of groups per state, as committed; call `sync` before."""
+        """Return the committed number of groups per state; call `sync` first."""
         with connect_read_only(self.path) as connection:
             return dict(connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
 
     def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
-        """Return scored groups with their payloads, in the order asked for.
+        """Return scored groups with their payloads, in the given order.
 
         Raises:
-            LedgerError: A payload is gone.
+            LedgerError: A payload is missing or damaged.
         """
         self.sync()
         groups, query = [], "SELECT prompt_id, prompt, size, checksum FROM groups WHERE group_id = ?"
@@ -214,8 +213,8 @@ class SqliteLedger:
                     self._payloads.remove_all_but({number for (number,) in used})
             except _NOT_WRITTEN as cause:
                 error = LedgerError(
-                    f"{self.path}: commit failed: {cause}; nothing written since is safe, the run must stop; `asyncrl resume` "
-                    "goes on from what is committed"
+                    f"{self.path}: commit failed: {cause}; later records are not stored, so the run must stop; `asyncrl resume` "
+                    "goes on from the last commit"
                 )
                 with self._changed:
                     self._error, self._busy = error, False
@@ -230,7 +229,7 @@ class SqliteLedger:
         return self._is_urgent or self._queued_bytes >= COMMIT_SOON_BYTES or self._num_queued >= self.max_queued
 
     def _next_units(self) -> list[_Unit]:
-        """Take what the next transaction writes off the queue."""
+        """Take the units of the next transaction from the queue."""
         num_bytes = num_units = 0
         while num_units < len(self._queue) and num_bytes <= COMMIT_BYTES:
             num_bytes += self._queue[num_units][2]
@@ -249,16 +248,16 @@ class SqliteLedger:
         if self.call_soon is None:
             run_all()
         elif callbacks:
-            # The loop may be closed by the time the last commits are done; nobody is there to be told then.
+            # The loop may be closed when the last commits are done; then there is no callback to run.
             with contextlib.suppress(RuntimeError):
                 self.call_soon(run_all)
 
 
 class MemoryLedger:
-    """Keeps nothing: commits at once, and nothing outlives the process. For benchmarks and simulation."""
+    """A ledger that stores nothing and reports each commit at once. For benchmarks and simulation."""
 
     def write(self, records: Sequence[Record], on_committed: OnCommitted | None = None) -> None:  # noqa: ARG002 - as SqliteLedger
-        """Call back at once."""
+        """Call `on_committed` at once."""
         if on_committed is not None:
             on_committed()
 
@@ -266,10 +265,10 @@ class MemoryLedger:
         """Do nothing: everything is committed."""
 
     def state_counts(self) -> None:
-        """Return nothing: nothing is counted."""
+        """Return None: nothing is counted."""
 
     def load_groups(self, group_ids: Sequence[int]) -> list[ScoredGroup]:
-        """Raise: nothing is kept once it is trained."""
+        """Raise LedgerError: trained groups are not stored."""
         raise LedgerError(
             f"groups {list(group_ids)[:4]}... cannot be repeated: buffer.ledger is 'memory'; use 'disk' for runs that may restart"
         )
@@ -279,7 +278,7 @@ class MemoryLedger:
 
 
 Ledger = SqliteLedger | MemoryLedger
-"""Where the books are kept."""
+"""The ledger of a run, on disk or in memory."""
 
 
 class PayloadFiles:
@@ -292,7 +291,7 @@ class PayloadFiles:
         self._end = 0
 
     def append(self, bodies: Sequence[bytes]) -> list[Place]:
-        """Write these payloads and return where each lies.
+        """Write these payloads and return the location of each.
 
         Raises:
             OSError: The disk is full or broken.
@@ -311,12 +310,12 @@ class PayloadFiles:
         return places
 
     def remove_all_but(self, used: Collection[int]) -> None:
-        """Delete the files that no row points into; the one that is being written stays."""
+        """Delete all payload files but those in `used` and the current one."""
         for number in _payload_numbers(self._path).difference(used, [self._number] if self._fd >= 0 else []):
             _payload_at(self._path, number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the file that is being written."""
+        """Close the current file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -333,16 +332,16 @@ def _payload_numbers(path: Path) -> set[int]:
 
 @contextlib.contextmanager
 def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a ledger for reading, beside a run that writes it; all that is read is of one moment.
+    """Open a ledger for reading while a run may write it; all reads see one snapshot.
 
     Raises:
-        LedgerError: There is no ledger at `path`, or what is there cannot be read.
+        LedgerError: There is no ledger at `path`, or it cannot be read.
     """
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}; name the folder of a run")
     try:
-        # Without a log nobody writes, and SQLite, which would leave an empty log and its index behind, is told so. On a disk that
-        # is read-only it cannot make the index: nobody writes there either.
+        # Without a log no process writes. `immutable` then keeps SQLite from leaving an empty log and its index behind. On a
+        # read-only disk it cannot create the index, and no process writes there either.
         is_written = path.with_name(f"{path.name}-wal").exists() and os.access(path.parent, os.W_OK)
         uri = f"{path.absolute().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
@@ -387,7 +386,7 @@ def _open(path: Path, identity: dict[str, str]) -> sqlite3.Connection:
         if stored.get("schema") != str(SCHEMA_VERSION):
             raise LedgerError(
                 f"{path} has the form {stored.get('schema')} of another version of asyncrl, this one reads {SCHEMA_VERSION}: "
-                "go on with that version, or start a new run"
+                "use that version, or start a new run"
             )
         for name, value in identity.items():
             if stored.get(name) != value:
@@ -398,7 +397,7 @@ def _open(path: Path, identity: dict[str, str]) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def reading(path: Path, table: str, row: object) -> Iterator[None]:
-    """Turn whatever damaged content raises into a LedgerError that names its place."""
+    """Convert any error from damaged content into a LedgerError that names the table and row."""
     try:
         yield
     except LedgerError:
@@ -408,20 +407,20 @@ def reading(path: Path, table: str, row: object) -> Iterator[None]:
 
 
 def check_sum(stored: object, *content: int | float | str | bytes) -> None:
-    """Raise ValueError where a record is not what was written."""
+    """Raise ValueError if a record differs from what was written."""
     if stored != (found := checksum(*content)):
-        raise ValueError(f"the checksum is {found}, and {stored} was written")
+        raise ValueError(f"the checksum is {found}, but {stored} was written")
 
 
 Scored = tuple[float, dict[str, float], bytes]
-"""Reward, parts and reference log-probabilities of a member."""
+"""Reward, its parts and the reference log-probabilities of a member."""
 
 
 def read_samples(path: Path, connection: sqlite3.Connection, group_id: int) -> Iterator[tuple[int, Samples]]:
-    """Yield the rows of a group's samples with what they name, once its checksum is right.
+    """Yield the rows of a group's samples with their payloads; checks each checksum.
 
     Raises:
-        LedgerError: It is damaged, or gone.
+        LedgerError: A payload is damaged or was removed.
     """
     for key, stored, file, start, size in rows_of(connection, "samples", "key, checksum, file, start, size", group_id):
         if file is None:
@@ -439,7 +438,7 @@ def read_samples(path: Path, connection: sqlite3.Connection, group_id: int) -> I
 
 
 def read_scores(path: Path, connection: sqlite3.Connection, group_id: int) -> dict[int, Scored]:
-    """Return the scores of a group's members, once their checksums are right."""
+    """Return the scores of a group's members; checks their checksums."""
     scores = dict[int, Scored]()
     for key, stored, told, reference in rows_of(connection, "scores", "key, checksum, members, reference", group_id):
         with reading(path, "scores", key):
@@ -451,7 +450,7 @@ def read_scores(path: Path, connection: sqlite3.Connection, group_id: int) -> di
 
 
 def read_prompt(path: Path, group_id: int, prompt_id: str, prompt: bytes, size: int, stored: object) -> Prompt:
-    """Return a group's prompt, once the group's checksum is right."""
+    """Return a group's prompt; checks the group's checksum."""
     with reading(path, "groups", group_id):
         check_sum(stored, group_id, prompt_id, prompt, size)
         return msgspec.msgpack.decode(prompt, type=Prompt)

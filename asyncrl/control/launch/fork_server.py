@@ -1,8 +1,8 @@
 """Starts learner, generators and inference workers as forks of one process that has imported torch and transformers.
 
-That import takes 3 s of CPU. The fork server, a child of the controller, does it once. A process that is started, or started
-again, then computes after tenths of a second, and shares the memory of what was imported. What uses an accelerator is started by
-its command (processes.py), for a CUDA context does not survive a fork.
+That import takes 3 s of CPU time. The fork server, a child of the controller, does it once. A process that is started, or
+restarted, is then ready within tenths of a second, and shares the memory of the imported modules. Processes that use an
+accelerator are started by their command (processes.py), because a CUDA context does not survive a fork.
 
 The server has one thread, so a fork is a whole process. It reads one request a line from a socket, answers with the child's pid,
 and says the exit code once the child is gone. A child has the server's standard input, which only the controller holds open.
@@ -11,8 +11,8 @@ controller's main module in every child.
 
 Invariants:
 - Answers come in the order of the requests, and a child's pid before its exit code.
-- When the server is gone, so are its children: the controller kills them. The next start begins a new server. One that does not
-  answer is taken for gone.
+- When the server is gone, the controller kills its children. The next start begins a new server. A server that does not answer
+  counts as gone.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
 
 TOLD_S = 3.0
-"""For the server to tell the end of a process that was killed; one that does not is replaced."""
+"""How long the server has to report the end of a killed process; otherwise it is replaced."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """What a child is to be."""
+    """A request to start a child."""
 
     command: list[str]
-    """As a process of its own would be started: `python -P -m asyncrl.pipeline ...`."""
+    """The command of an equal separate process: `python -P -m asyncrl.pipeline ...`."""
     log_path: str
     num_threads: int
     env: dict[str, str]
@@ -68,11 +68,11 @@ class ForkLauncher:
 
     run_folder: Path
     kinds: Collection[ProcessKind]
-    """Which are forked."""
+    """Kinds that are forked."""
     modules: Sequence[str]
-    """What they import."""
+    """Modules that the server imports for them."""
     timeout_s: float
-    """For a start, the import included."""
+    """Timeout of a start, including the import."""
     _server: _Server | None = None
     _process: LocalProcess | None = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -98,7 +98,7 @@ class ForkLauncher:
         return await self._server.fork(spec, self.timeout_s)
 
     async def close(self) -> None:
-        """End the server, and its children where any are left."""
+        """End the server, and its children if any are left."""
         if self._server is not None:
             self._server.give_up()
         if self._process is not None:
@@ -143,13 +143,13 @@ class _Server(asyncio.Protocol):
             raise LaunchError(f"cannot start {spec.name} ({' '.join(spec.command)}): {error}") from error
 
     def give_up(self) -> None:
-        """Take it for gone, and close the socket, which ends it."""
+        """Treat the server as gone, and close the socket, which ends it."""
         assert self._transport is not None
         self.is_gone = True
         self._transport.abort()
 
     def _expect(self, end: asyncio.Future[int]) -> None:
-        """Give up where the end of a process that was killed is not told in time."""
+        """Give up the server if it does not report the end of a killed process in time."""
 
         def look() -> None:
             if not end.done():
@@ -163,7 +163,7 @@ class _Server(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Take what the server says."""
+        """Handle the server's answers."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             answer = msgspec.json.decode(line, type=ForkAnswer)
@@ -177,7 +177,7 @@ class _Server(asyncio.Protocol):
                 self._asked.popleft().set_result(LocalProcess(answer.pid, code, self._expect))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """End what it forked."""
+        """Kill the processes that the server forked."""
         self.is_gone = True
         for pid, code in self._codes.items():
             kill_group(pid)
@@ -197,11 +197,11 @@ def _kill_unwanted(child: asyncio.Future[LocalProcess]) -> None:
 
 
 def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
-    """Be the fork server until the controller is gone. Return in each child, with what follows its command's module.
+    """Run the fork server until the controller is gone. In each child, return the arguments after its command's module.
 
     Args:
-        descriptor: Of the server's end of the socket.
-        modules: To import first.
+        descriptor: File descriptor of the server's end of the socket.
+        modules: Modules to import first.
     """
     _set_title(sys.orig_argv)  # before the environment changes: a title has the room of the arguments and of what is behind them
     with imports_without_gc():
@@ -238,7 +238,7 @@ def serve_forks(descriptor: int, modules: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _ends_of_children() -> Iterator[int]:
-    """Give a descriptor that can be read once a child has ended: a signal that comes just before a wait does not end it."""
+    """Yield a descriptor that becomes readable when a child has ended, since a signal just before a wait would be missed."""
     ended, told = os.pipe()
     os.set_blocking(told, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -254,7 +254,7 @@ def _ends_of_children() -> Iterator[int]:
 
 
 def _requests(channel: socket.socket, ended: int) -> Iterator[bytes]:
-    """Yield requests until the controller is gone; meanwhile tell it of every child that ends."""
+    """Yield requests until the controller is gone; meanwhile report every child that ends."""
     pending, waiting = b"", select.poll()
     for descriptor in (channel.fileno(), ended):
         waiting.register(descriptor, select.POLLIN)

@@ -1,19 +1,19 @@
-"""How a process of a run begins, logs and ends, and who wants it.
+"""How a process of a run starts, logs and ends, and how a controller knows its owner.
 
 A stage's process watches its standard input, which its parent holds open. The kernel closes that pipe however the parent ends, so
-end of file means that nobody needs the process any more.
+end of file means that the process is not needed any more.
 
-An attached run ends with the process that started it, whose end of the controller's standard input the kernel closes. A detached
-one has no such process. Whoever holds a connection to its socket RUN/owner.sock (mode 0600) holds the run: `asyncrl attach`,
-`asyncrl serve`, a program. `owner.absent` says what becomes of it once nobody has held it for `owner.grace_s`.
+An attached run ends with the process that started it: the kernel closes that process's end of the controller's standard input. A
+detached run has no such process. Its owners are all processes connected to its socket RUN/owner.sock (mode 0600): `asyncrl
+attach`, `asyncrl serve`, a program. `owner.absent` says what happens once there was no owner for `owner.grace_s`.
 
-A process logs one line an event, on standard error, which the launcher appends to RUN/logs/NAME.log. INFO is life-cycle and one
-line a step; a WARNING names a knob to turn; DEBUG is for whoever mends asyncrl itself.
+A process logs one line per event, on standard error, which the launcher appends to RUN/logs/NAME.log. INFO is for life-cycle
+events and one line per step; a WARNING names a setting to change; DEBUG is for developers of asyncrl.
 
 Invariants:
-- An error that a restart would meet again, or hide, is a fatal fault and ends the run: a wrong config, a learner that cannot go
-  on, a model that was exchanged, a missing package or device, damaged weights.
-- The owner's socket is there exactly as long as the controller of a detached run.
+- An error that would repeat after a restart, or be hidden by it, is a fatal fault and ends the run: a wrong config, a learner
+  error, a replaced model, a missing package or device, damaged weights.
+- The owner's socket exists exactly as long as the controller of a detached run.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ log = logging.getLogger("asyncrl")
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_FAULT = 0, 1, 2, 3
 PARENT_GONE_EXIT_CODE = 113
 PID_FILE = "controller.pid"
-"""In the folder of a detached run."""
+"""File in the folder of a detached run."""
 FORK_SERVER = "fork-server"
 """Kind of the process that others are forked from (fork_server.py): the run folder, a socket's descriptor, and what to import."""
 _FATAL = (ConfigError, ImportError, LearnerError)
 _FATAL_NAMES = {"SafetensorError"}
-"""Types of libraries that are not imported here: damaged weights."""
+"""Names of fatal error types from libraries that are not imported here: damaged weights."""
 _FATAL_WORDS = ("not compiled with CUDA", "No CUDA GPUs", "no NVIDIA driver", "invalid device", "Invalid device", "pip install",
                 "File too large", "Read-only file system")  # fmt: skip
-"""In the messages of errors whose type says less: a device that is not there, a package that is missing, a limit of the disk."""
+"""Parts of messages of fatal errors with a general type: a missing device or package, a disk that cannot be written."""
 TELL_S = 2.0
-"""For the controller to be told."""
+"""How long sending a fault to the controller may take."""
 SOCKET_FILE = "owner.sock"
 ATTACH_S = 60.0
-"""For whoever starts a run to attach to it first; then `owner.grace_s` counts."""
+"""How long the program that starts a run has to attach first; afterwards `owner.grace_s` applies."""
 
 
 def set_up_logging(process: str, level: str = "INFO") -> None:
@@ -74,7 +74,7 @@ def watch_parent(on_gone: Callable[[], object] | None = None) -> threading.Threa
     """Start a daemon thread that ends this process, and its process group if it leads one, at the end of its standard input.
 
     Args:
-        on_gone: Called first, on that thread, for what must be removed from the machine (shared memory). Keep it short.
+        on_gone: Called first, on that thread, to remove what must not stay on the machine (shared memory). Keep it short.
 
     Returns:
         The thread, already running.
@@ -98,12 +98,12 @@ def watch_parent(on_gone: Callable[[], object] | None = None) -> threading.Threa
 
 
 def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the controller: a terminal sends it to everyone in the foreground group."""
+    """Ignore Ctrl-C, which a terminal sends to the whole foreground group; the controller handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def leave_parent(run_folder: Path) -> None:
-    """Go on as a child of the system's first process, whose pid is in RUN/controller.pid; the parent that was started ends."""
+    """Continue as a forked child of the system's first process, with its pid in RUN/controller.pid; the original process ends."""
     if child := os.fork():
         (run_folder / PID_FILE).write_text(str(child), encoding="utf-8")
         os._exit(EXIT_OK)
@@ -113,7 +113,7 @@ def leave_parent(run_folder: Path) -> None:
 def imports_without_gc() -> Iterator[None]:
     """Import with the garbage collector off, which takes a sixth of the time, and freeze what was imported.
 
-    An import makes a million objects that stay. Later collections pass over them and do not hold a loop up.
+    An import makes a million permanent objects. Later collections skip them and do not block an event loop.
     """
     gc.disable()
     try:
@@ -124,7 +124,7 @@ def imports_without_gc() -> Iterator[None]:
 
 
 async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connection) -> int:
-    """Await a stage's work and return the exit code. Why it cannot go on is told to the controller."""
+    """Await a stage's work and return the exit code; an error is sent to the controller as a Fault."""
     try:
         await work
     except Exception as error:  # the boundary of a process: whatever it was is told, logged, and ends it
@@ -148,7 +148,7 @@ async def run_to_exit_code(work: Awaitable[None], name: str, connection: Connect
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: tearing down an interpreter that has imported torch takes 0.7 s, vLLM seconds, and it frees nothing."""
+    """End the process at once: shutting down an interpreter takes 0.7 s with torch, seconds with vLLM, and frees nothing."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -163,11 +163,11 @@ class Ownership:
     """What a controller knows about its owner."""
 
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the run is to end because nobody wants it any more, or SIGTERM says so."""
+    """Set when the run must end, because it has no owner any more or got SIGTERM."""
     then: Literal["drain", "stop"] = "stop"
     why: str = "the process that started the run is gone"
     nobody: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nobody holds the run: nobody will ask for its last status."""
+    """Set while the run has no owner, so that nobody will ask for its last status."""
 
 
 async def own_by_input() -> Ownership:
@@ -234,7 +234,7 @@ async def own_by_lease(run_folder: Path, config: OwnerConfig) -> AsyncIterator[O
 
 
 async def take_lease(run_folder: Path) -> asyncio.StreamWriter | None:
-    """Hold a detached run until the writer that is returned is closed; None where the run is not detached, or not there."""
+    """Be an owner of a detached run until the returned writer is closed; None if the run is not detached, or not there."""
     try:
         with _short_path(run_folder) as path:
             _, writer = await asyncio.open_unix_connection(path)

@@ -1,8 +1,8 @@
-"""Which processes a run wants, what each is started with, the launcher of this machine, and the controller as its owner holds it.
+"""Which processes a run needs, how each is started, the launcher for this machine, and the owner's handle of a controller.
 
-What a run wants follows from its config. The learner is one process here: its rank 0, which starts the others.
+The needed processes follow from the config. The learner is one process here: its rank 0, which starts the other ranks.
 
-Every launcher (tests/unit/control/launch/test_processes.py; test_supervisor.py with a double):
+Invariants of every launcher (tests/unit/control/launch/test_processes.py; test_supervisor.py with a double):
 - `start` returns once the process has a pid. It does not wait until the process is useful.
 - `wait` returns the exit code once the process, and everything that it started, is gone. Any number of callers may wait.
 - `terminate` and `kill` act on this process and its descendants only, return at once, and do nothing after its end.
@@ -10,9 +10,9 @@ Every launcher (tests/unit/control/launch/test_processes.py; test_supervisor.py 
 A local child has a session of its own, so a Ctrl-C at the terminal does not reach it. Its standard input is a pipe that only this
 process holds open: the child ends when it reads end of file (process_main.py).
 
-The controller is a child of the run's owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. That of a
-detached run is nobody's child, and goes on without its owner. A controller that is lost is not started again: `asyncrl resume`
-goes on from its ledger. `api.json` is never that of an earlier controller once `ControllerProcess.start` has returned.
+The controller is a child of the run's owner, or, with `launch.kind = "ray"`, the child of an actor on the owner's node. The
+controller of a detached run has no parent and continues without its owner. A lost controller is not restarted: `asyncrl resume`
+continues from its ledger. Once `ControllerProcess.start` has returned, `api.json` is never that of an earlier controller.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import ApiEndpoint
 
 STOP_TIMEOUT_S = 60.0
-"""For a controller to end once it is asked to."""
+"""How long a controller has to end once it is asked to."""
 PIPELINE = ("-m", "asyncrl.pipeline")
 """What Python runs for each process of a run."""
 LOOK_S = 0.02
-"""Between looks for api.json."""
+"""Time between two checks for api.json."""
 GLIBC_TUNABLES = (
     "glibc.cpu.x86_non_temporal_threshold=0x10000:glibc.malloc.mmap_threshold=0x2000000:glibc.malloc.trim_threshold=0x10000000"
 )
-"""glibc copies 64 KiB and more past the caches, and keeps up to 256 MiB of freed blocks of under 32 MiB. Others ignore it."""
+"""Makes glibc copy 64 KiB and more without the caches, and keep up to 256 MiB of freed blocks under 32 MiB. Other C libraries
+ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +68,21 @@ class ProcessSpec:
     log_path: Path
     """Standard output and error are appended here."""
     num_threads: int = 1
-    """For OpenMP and MKL; set before the process's Python starts."""
+    """Threads of OpenMP and MKL; set before the process's Python starts."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """On top of the launcher's own environment."""
+    """Variables in addition to the launcher's own environment."""
 
 
 class ProcessHandle(Protocol):
     """A started process."""
 
     pid: int
-    """On the machine that it runs on."""
+    """Its pid on the machine where it runs."""
     node: str
-    """That machine; empty: this one."""
+    """The machine where it runs; empty: this one."""
 
     async def wait(self) -> int:
-        """Return its exit code once it is gone; negative for a signal, LOST where nobody can say."""
+        """Return its exit code once it is gone; negative for a signal, LOST if unknown."""
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
@@ -106,10 +107,10 @@ class LocalLauncher:
     """Starts subprocesses."""
 
     environment: Mapping[str, str] | None = None
-    """Of its children; None: this process's own, as it is at their start."""
+    """Environment of its children; None: this process's environment at their start."""
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = ()) -> LocalProcess:
-        """Start one process, which gets these file descriptors too; see `Launcher.start`."""
+        """Start one process, which also inherits these file descriptors; see `Launcher.start`."""
         process = await _spawn(spec, os.environ if self.environment is None else self.environment, pass_fds=pass_fds)
         code = asyncio.get_running_loop().create_task(_end_of(process), name=f"end-of-{spec.name}")
         return LocalProcess(process.pid, code)
@@ -141,7 +142,7 @@ class LocalProcess:
     """A process of this machine and everything in its process group."""
 
     pid: int
-    """Also the id of its group."""
+    """Its pid, which is also the id of its process group."""
     code: asyncio.Future[int]
     """Its exit code once it is gone."""
     on_kill: Callable[[asyncio.Future[int]], None] = lambda _: None
@@ -155,7 +156,7 @@ class LocalProcess:
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process alone: it ends its own helpers."""
+        """Send SIGTERM to the process only; it ends its own child processes."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -185,12 +186,12 @@ def kill_group(pid: int) -> None:
 
 
 def child_environment(base: Mapping[str, str], spec: ProcessSpec) -> dict[str, str]:
-    """Return the environment of a stage's process: `base`, its share of cores, and what the spec adds.
+    """Return the environment of a stage's process: `base`, its share of cores, and the variables of the spec.
 
-    Passive waiting matters: OpenMP threads that spin at a barrier take the core from the process they wait for. So does
-    GLIBC_TUNABLES. glibc derives the threshold of large copies from the size of the cache, which in a virtual machine may be that
-    of the whole host; copies of weights then go through the caches, at half the speed. And it gives a step's activations back to
-    the system after every step, which clears each page of them for the next one: a tenth of a small learner's CPU.
+    Passive waiting matters, because OpenMP threads that spin at a barrier take the core from the process they wait for.
+    GLIBC_TUNABLES matters too. glibc derives the threshold for large copies from the cache size, which in a virtual machine may
+    be that of the whole host; weights are then copied through the caches, at half the speed. It also returns a step's activations
+    to the system after every step, which must clear each page again for the next step: a tenth of a small learner's CPU time.
     """
     threads = str(spec.num_threads)
     return {
@@ -212,7 +213,7 @@ def child_environment(base: Mapping[str, str], spec: ProcessSpec) -> dict[str, s
 def plan_processes(config: RunConfig) -> list[ProcessPlan]:
     """Return the run's processes in the order they are started.
 
-    The learner (unless outside code is it), reward workers where rules score here, inference workers where models do, generators.
+    The learner (unless outside code trains), reward workers if rules score, inference workers if models score, generators.
     """
     plan = [ProcessPlan("learner", "learner")] if config.learner.kind == "builtin" else []
     if config.has_rules and not config.reward.is_caller:
@@ -224,9 +225,9 @@ def plan_processes(config: RunConfig) -> list[ProcessPlan]:
 
 
 def plan_ranks(config: RunConfig) -> RankPlan:
-    """Return how a step is spread over the learner's ranks, its costs by the model's hidden size.
+    """Return how a step is divided over the learner's ranks; costs depend on the model's hidden size.
 
-    A pretrained model's is read from its folder; where that does not say, only linear layers count.
+    A pretrained model's hidden size is read from its folder; if it is missing there, only linear layers count.
     """
     if config.learner.ranks == 1:
         return RankPlan()
@@ -244,7 +245,7 @@ def stage_modules(config: RunConfig, kind: ProcessKind) -> tuple[str, ...]:
 
 
 def forked_modules(config: RunConfig) -> dict[ProcessKind, tuple[str, ...]]:
-    """Return which kinds of processes are forked (fork_server.py), those that compute on a CPU, and what each imports."""
+    """Return the kinds of processes that are forked (fork_server.py), which are those on a CPU, and what each imports."""
     devices: dict[ProcessKind, str] = {}
     if config.learner.kind == "builtin" and config.learner.fake_step_s is None:
         devices["learner"] = config.learner.device
@@ -279,22 +280,22 @@ class ControllerProcess:
 
     run_folder: Path
     _process: ProcessHandle | None = None
-    """None of a detached one."""
+    """None for a detached controller."""
     _waiting: asyncio.Task[object] | None = None
-    """Done once it is gone."""
+    """Done once the controller is gone."""
 
     async def start(
         self, launch: Callable[[ProcessSpec], Awaitable[ProcessHandle]] | None, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start it; `endpoint` returns once it answers.
+        """Start the controller; `endpoint` returns once it answers.
 
         Args:
-            launch: Starts a process; None: it is detached, and goes on without this process.
-            environment: Of a detached one, laid over this process's own.
+            launch: Starts a process; None: the controller is detached, and continues without this process.
+            environment: Variables of a detached controller, in addition to this process's environment.
 
         Raises:
-            RunLostError: It was killed as it began.
-            LaunchError: It could not be started.
+            RunLostError: The controller was killed while it started.
+            LaunchError: The controller could not be started.
         """
         (self.run_folder / "api.json").unlink(missing_ok=True)
         name, detached = "controller", ("detached",) if launch is None else ()
@@ -311,7 +312,7 @@ class ControllerProcess:
         self._waiting = asyncio.get_running_loop().create_task(gone, name="controller-wait")
 
     async def endpoint(self) -> ApiEndpoint | None:
-        """Return where it answers, waiting until it does; None once it is gone."""
+        """Wait until the controller answers, and return its endpoint; None if it is gone."""
         while self._waiting is not None and not self._waiting.done():
             if endpoint := read_endpoint(self.run_folder):
                 return endpoint
@@ -319,7 +320,7 @@ class ControllerProcess:
         return None
 
     async def end(self, *, late: bool = False) -> None:
-        """Ask it to end (SIGTERM), wait, and kill it where it stays. A detached one is let go, or killed where it is late."""
+        """Send SIGTERM, wait, and kill the controller if it does not end. A detached one is only released, or killed if late."""
         if self._waiting is None:
             return
         if self._process is None:
@@ -341,7 +342,7 @@ class ControllerProcess:
 
 
 def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
-    """Return what `api.json` says, or None where there is none."""
+    """Return the contents of `api.json`, or None if there is none."""
     try:
         return msgspec.json.decode((run_folder / "api.json").read_bytes(), type=ApiEndpoint)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -351,7 +352,7 @@ def read_endpoint(run_folder: Path) -> ApiEndpoint | None:
 def is_live(run_folder: Path) -> bool:
     """Return whether a controller of this run answers and is alive, on this machine.
 
-    Its pid may have been given to another program since, or to another run's process, so its command line is read too.
+    Its pid may belong to another program or another run's process by now, so its command line is read too.
     """
     endpoint = read_endpoint(run_folder)
     try:
@@ -370,14 +371,14 @@ def find_controllers(run_folder: Path) -> list[int]:
 
 
 def kill_controllers(run_folder: Path) -> None:
-    """Kill this run's controllers on this machine; their processes end as their standard input does."""
+    """Kill this run's controllers on this machine; their processes end because their standard input closes."""
     for pid in find_controllers(run_folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 async def until_gone(run_folder: Path, timeout_s: float) -> bool:
-    """Wait until no controller of the run is on this machine, also none that answers no more; return whether that came to be."""
+    """Wait until no controller of the run is on this machine, not even one that does not answer; return whether that happened."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while await asyncio.to_thread(find_controllers, run_folder):  # noqa: ASYNC110 - nobody's child cannot be waited for

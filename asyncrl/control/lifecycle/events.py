@@ -13,11 +13,11 @@ from asyncrl.schema.control import ProcessKind
 from asyncrl.schema.status import Phase
 
 LOST = 256
-"""In place of an exit code, and none that a process ends with: it is gone with its node, or with Ray's actor there."""
+"""Used instead of an exit code, which is never this large: the process was lost with its node, or with Ray's actor there."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
-    """A process that the run wants to have."""
+    """A process that the run needs."""
 
     name: str
     kind: ProcessKind
@@ -35,7 +35,7 @@ class Tick(Value, frozen=True):
 
 
 class Heard(Value, frozen=True):
-    """A heartbeat of a process came; of one that is not expected it is ignored."""
+    """A heartbeat of a process arrived; it is ignored if the process is not expected."""
 
     name: str
 
@@ -60,11 +60,11 @@ class ProcessExited(Value, frozen=True):
     code: int
     incarnation: int = 0
     node: str = ""
-    """Of one that is LOST."""
+    """The lost node, if the code is LOST."""
 
 
 class ProcessFault(Value, frozen=True):
-    """The process says that it cannot go on; fatal: a restart would meet the same end."""
+    """The process reports that it cannot continue; fatal: a restart would fail in the same way."""
 
     name: str
     reason: str
@@ -72,20 +72,20 @@ class ProcessFault(Value, frozen=True):
 
 
 class ProcessWanted(Value, frozen=True):
-    """The run could use one process more: one of that name that left, or is about to, comes back; one that is there stays."""
+    """The run needs this process: it is started again if it has left or is leaving; if it is there, it stays."""
 
     name: str
     kind: ProcessKind
 
 
 class ProcessUnwanted(Value, frozen=True):
-    """The run can do without this process: it finishes what it holds and goes."""
+    """The run does not need this process: it finishes what it holds and ends."""
 
     name: str
 
 
 class EvaluationDone(Value, frozen=True):
-    """The evaluation that the phase `evaluating` stands for is finished."""
+    """The evaluation of the phase `evaluating` is finished."""
 
 
 class StepsDone(Value, frozen=True):
@@ -93,15 +93,15 @@ class StepsDone(Value, frozen=True):
 
 
 class PauseRequested(Value, frozen=True):
-    """A user wants generation to stand still."""
+    """A user asked to pause."""
 
 
 class ResumeRequested(Value, frozen=True):
-    """A user wants it to go on."""
+    """A user asked to continue."""
 
 
 class DrainRequested(Value, frozen=True):
-    """A user (Ctrl-C), or the time limit, wants an orderly end with a checkpoint."""
+    """A user (Ctrl-C) or the time limit asks for an orderly end with a checkpoint."""
 
     reason: str = "drain requested"
 
@@ -111,7 +111,7 @@ class Drained(Value, frozen=True):
 
 
 class StopRequested(Value, frozen=True):
-    """A user wants the end now."""
+    """A user or an alarm asks for an immediate end."""
 
     reason: str = "stop requested"
 
@@ -139,14 +139,14 @@ class StartProcess(Value, frozen=True):
 
 
 class KillProcess(Value, frozen=True):
-    """End the current incarnation at once; its exit is reported like any other."""
+    """Kill the current incarnation; its exit is reported like any other."""
 
     name: str
     reason: str
 
 
 class RetireProcess(Value, frozen=True):
-    """Let the process finish what it holds and end; one that is not up yet is not started. Its exit is no death."""
+    """Let the process finish what it holds and end; if it is not up yet, do not start it. Its exit does not count as a death."""
 
     name: str
     kind: ProcessKind
@@ -160,7 +160,7 @@ class AnnounceDead(Value, frozen=True):
     kind: ProcessKind
     reason: str
     was_leaving: bool = False
-    """It was not wanted, and that it is gone is no death."""
+    """Whether the process was leaving, so that its end does not count as a death."""
 
 
 class EnterPhase(Value, frozen=True):
@@ -170,7 +170,7 @@ class EnterPhase(Value, frozen=True):
 
 
 class EndRun(Value, frozen=True):
-    """Shut every process down; the run ended well or not, and why."""
+    """Shut every process down; says whether the run ended well, and why."""
 
     ok: bool
     reason: str

@@ -1,12 +1,12 @@
-"""What ends a run that cannot succeed: failures of samples and groups, counted by kind, and a run in which nothing moves.
+"""Detects runs that cannot succeed: too many failed samples and groups, counted by kind, or a run without progress.
 
-A wait is told by the process that waits (its Heartbeat), and by the controller for itself and for its queues. The chain of waits
-goes from the learner backwards along the data, each link waiting for what the next one should deliver.
+Each process reports its own wait (in its Heartbeat); the controller reports its own waits and those of its queues. The chain of
+waits goes from the learner back along the data; each link waits for what the next one should deliver.
 
-A kind of failure is the type and place of what was raised (`errors.kind_of`), never its message: one cause is one kind. Pure: no
-clock, no IO. The controller feeds both and acts on what they say.
+A kind of failure is the type and place of the exception (`errors.kind_of`), never its message: one cause is one kind. Pure: no
+clock, no IO. The controller calls both classes and acts on their results.
 
-Invariants: a kind is news once; memory is bounded whatever fails; the verdict, once there, stays.
+Invariants: each kind is reported once; memory is bounded whatever fails; a verdict never changes.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from msgspec.structs import replace
 from asyncrl.schema.status import OVER_LIMIT, FailureSeen
 
 WINDOW_GROUPS, WINDOW_SAMPLES = 64, 256
-"""Newest groups over which the share of failed ones is taken, and scored samples over which that of those over a limit is."""
+"""Number of newest groups for the share of failed groups, and of newest scored samples for the share over a limit."""
 MOST_KINDS = 64
-"""Kinds counted apart; further ones are counted together."""
+"""Maximum number of kinds counted separately; further kinds are counted together."""
 OTHER_KINDS = "other kinds"
 FIRST_GROUPS, FIRST_SAMPLES = 4, 16
-"""So many groups and samples, failed before a single sample was scored, are enough to end a run."""
+"""If this many groups and samples failed before any sample was scored, the run is ended."""
 MOST_PROMPT_FAILURES = 4
-"""A prompt whose groups failed so often in a row is set aside."""
+"""A prompt is set aside after this many failed groups in a row."""
 CALLER_HOLDS = "its caller to train or release groups"
-"""What admission waits for where groups that a caller holds have all places."""
+"""What admission waits for if a caller's groups hold all places."""
 PATIENCE_WITH_WORK = 6
-"""Times the stall time-out, while some process says that it works: a warm start or a long step moves nothing that others see."""
+"""Factor on the stall time-out while some process reports that it works: a warm start or a long step shows no other progress."""
 SAMPLING = frozenset({"generated", "scored"})
-"""What is no progress while it comes to nothing."""
+"""These do not count as progress while no group of theirs can be trained."""
 SLOW_SCORE_S = 10.0
-"""From here on an unanswered request for a score is a wait of its own."""
+"""After this time an unanswered request for a score is reported as a wait."""
 UPSTREAM = ("learner", "controller", "reward", "inference", "generator")
-"""Against the flow of the data: each waits for what comes after it, and the last for the first (weights)."""
+"""Processes against the flow of data: each waits for the next one in this list, and the last for the first (weights)."""
 MOST_LINKS = 6
 
 
 class FailureWatch:
-    """Counts of failures, and what follows from them.
+    """Counts failures, and decides whether the run must end.
 
     Args:
         max_failed_share: `supervision.max_failed_share`.
@@ -57,15 +57,15 @@ class FailureWatch:
 
     def __init__(self, max_failed_share: float) -> None:
         self.kinds: dict[str, FailureSeen] = {}
-        """What failed, by kind, in the order of the first of each."""
+        """Failures by kind, in the order of their first occurrence."""
         self.set_aside: dict[str, str] = {}
         """Prompts that are not issued again, by id, and the kind of their last failure."""
         self.verdict = ""
-        """Empty, or why the run must end."""
+        """Why the run must end; empty if it need not."""
         self._max_failed_share = max_failed_share
         self._window: deque[bool] = deque(maxlen=WINDOW_GROUPS)
         self._prompt_failures: Counter[str] = Counter()
-        """Of each prompt, since a group of it was completed."""
+        """Number of failed groups of each prompt since its last completed group."""
         self._over_limit: deque[bool] = deque(maxlen=WINDOW_SAMPLES)
         self._any_scored = False
         self.num_failed_samples = self.num_over_limit = 0
@@ -77,17 +77,18 @@ class FailureWatch:
 
     @property
     def over_limit_share(self) -> float:
-        """Return the share of the newest scored samples that made a reward run out of time or memory; 0 before there is one."""
+        """Return the share of the newest scored samples for which a reward exceeded time or memory; 0 before there is one."""
         return sum(self._over_limit) / len(self._over_limit) if self._over_limit else 0.0
 
     def sample_scored(self, over_limit: str = "") -> bool:
         """Note a sample that has its reward.
 
         Args:
-            over_limit: As `Score.over_limit`. Such a sample scores 0 and is not failed, but a run of them alone learns nothing.
+            over_limit: As `Score.over_limit`. Such a sample scores 0 and does not fail, but a run with only such samples learns
+                nothing.
 
         Returns:
-            Whether it is the first over this limit: to be told.
+            Whether it is the first over this limit, which must be logged.
         """
         self._over_limit.append(bool(over_limit))
         if not over_limit:
@@ -110,12 +111,12 @@ class FailureWatch:
 
         Args:
             stage: `generate` or `reward`.
-            kind: Type and place; empty: the reason stands for it.
-            reason: In words.
-            trace: The traceback, where there is one.
+            kind: Type and place; empty: the reason is used.
+            reason: As text.
+            trace: The traceback, if there is one.
 
         Returns:
-            Whether it is the first of its kind: to be told.
+            Whether it is the first of its kind, which must be logged.
         """
         self.num_failed_samples += 1
         return self._count(stage, kind or reason, reason, trace)
@@ -129,12 +130,12 @@ class FailureWatch:
         return is_new
 
     def group_completed(self, prompt_id: str) -> None:
-        """Note a group whose members are scored, whatever becomes of it."""
+        """Note a group whose members are scored, whether it is trained or not."""
         self._window.append(False)
         self._prompt_failures.pop(prompt_id, None)
 
     def group_failed(self, prompt_id: str, kind: str) -> bool:
-        """Note a group that failed; return whether its prompt is set aside with that."""
+        """Note a failed group; return whether its prompt is now set aside."""
         self._window.append(True)
         most = max(self.kinds.values(), key=lambda seen: seen.count, default=None)
         said = f": {kind}"
@@ -162,7 +163,7 @@ class FailureWatch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody waits for something."""
+    """A process, and what it waits for."""
 
     who: str
     what: str
@@ -172,7 +173,7 @@ class Wait:
 def wait_chain(waits: Sequence[Wait], now: float) -> str:
     """Return the waits as one line, from the learner back along the data, links joined by ` <- `.
 
-    Of one kind of process with the same complaint only the one that waits longest is shown, with a count.
+    If several processes of one kind wait for the same, only the longest wait is shown, with a count.
     """
     places = {kind: place for place, kind in enumerate(UPSTREAM)}
     links: dict[tuple[int, str], list[Wait]] = {}
@@ -187,7 +188,7 @@ def wait_chain(waits: Sequence[Wait], now: float) -> str:
 
 
 class StallDetector:
-    """Remembers when something last moved, and reports when nothing has for too long.
+    """Remembers the last progress, and reports when there was none for too long.
 
     Example:
         >>> detector = StallDetector(stall_timeout_s=600.0, now=0.0)
@@ -198,32 +199,32 @@ class StallDetector:
 
     def __init__(self, stall_timeout_s: float, now: float) -> None:
         self.in_vain = False
-        """While it is set, new samples and scores are no progress, and of those at work only the learner buys time."""
+        """While set, new samples and scores do not count as progress, and only a working learner extends the time-out."""
         self._timeout_s = stall_timeout_s
         self._moved_s: dict[str, float] = {}
         self._since_s = now
         self._held = False
 
     def moved(self, what: str, now: float) -> None:
-        """Note progress: `generated`, `scored`, `trained`, `evaluated`, `live`, whatever tells that the run moves."""
+        """Note progress, such as `generated`, `scored`, `trained`, `evaluated` or `live`."""
         self._moved_s[what] = now
         if not (self.in_vain and what in SAMPLING):
             self._since_s = max(self._since_s, now)
 
     def hold(self, now: float, *, held: bool) -> None:
-        """Stop or restart the count: nothing is expected to move in a paused run."""
+        """Stop or restart the time-out: a paused run makes no progress."""
         self._held = held
         self._since_s = now
 
     def check(self, now: float, waits: Sequence[Wait], queues: Mapping[str, int], working: Sequence[str] = ()) -> str:
-        """Return the sentence that the run ends with when nothing moved for `stall_timeout_s`, else nothing.
+        """Return the reason to end the run if there was no progress for `stall_timeout_s`, else nothing.
 
-        While somebody says that it works, a stall is one only after PATIENCE_WITH_WORK times as long.
+        While a process reports that it works, the time-out is PATIENCE_WITH_WORK times as long.
 
         Args:
             now: Clock seconds.
-            waits: Everybody's waits, the controller's own among them.
-            queues: Depth by name, `ready`, `running`, `scoring`.
+            waits: The waits of all processes, including the controller.
+            queues: Depth of queues by name: `ready`, `running`, `scoring`.
             working: Names of processes that wait for nothing.
         """
         stalled_s = now - self._since_s

@@ -1,16 +1,16 @@
-"""Run life, decided purely: which phase the run is in, which processes should be up, and when it is over.
+"""The pure state machine of a run's life: which phase the run is in, which processes should be up, and when it is over.
 
 Invariants (check_invariants, after every event in tests):
 - A process has at most one incarnation that is starting, up, ready, dying or leaving; incarnation numbers only grow.
-- Every process that is not up in a live run has a restart on its way; none is started once the run is over.
-- A process that left because it is not wanted is down, and nobody starts it until it is wanted again. That is no death. One
-  that is wanted again while it leaves is started once it is gone.
-- Every death is announced exactly once, when the process is really gone, before its restart is asked for.
-- `stopped` and `failed` are final: an `EndRun` is given exactly once, and nothing but exits is expected after it.
-- Time during which the controller itself stood still is not counted as silence of a process.
+- In a live run, every process that is not up has a restart scheduled; after the end none is started.
+- A process that left because it was not needed is down, and is not started until it is needed again. This is not a death. If it
+  is needed again while it is leaving, it is started once it is gone.
+- Every death is announced exactly once, when the process is really gone, before its restart is requested.
+- `stopped` and `failed` are final: an `EndRun` is given exactly once, and only exits are expected after it.
+- Time during which the controller itself was blocked does not count as silence of a process.
 
-Phases: starting -> warming -> (evaluating) -> running -> (evaluating) -> draining -> stopped; paused stands beside evaluating and
-running; failed can follow anything. The supervisor carries the instructions out.
+Phases: starting -> warming -> (evaluating) -> running -> (evaluating) -> draining -> stopped; evaluating and running can be
+paused; any phase can fail. The supervisor carries out the instructions.
 """
 
 from __future__ import annotations
@@ -34,61 +34,61 @@ _COMES_IN: dict[type, frozenset[Phase]] = {
     ev.StepsDone: frozenset({"evaluating", "running", "draining"}),
     ev.Drained: frozenset({"draining"}),
 }
-"""Events that can come in some phases only. While paused it is the phase that was left that counts."""
+"""Events that are allowed only in some phases. While paused, the phase before the pause counts."""
 
 
 class IllegalTransitionError(AssertionError):
-    """An event came that cannot come in this phase; the message carries the recent story."""
+    """An event came that is not allowed in this phase; the message has the recent events."""
 
 
 @dataclass(slots=True)
 class ProcessRecord:
-    """What the run knows about one of its processes."""
+    """The state of one process of the run."""
 
     name: str
     kind: ProcessKind
     state: ProcessState = "planned"
     incarnation: int = 0
     deaths: list[tuple[float, str]] = field(default_factory=list)
-    """When it died, within the window, and the node that it was lost with; empty where it was not."""
+    """Times of its deaths within the window, each with the node that was lost, or empty if none was."""
     exit_codes: list[int] = field(default_factory=list)
-    """Of every incarnation that died. Exits after the run's end, and of processes that were not wanted, are no deaths."""
+    """Exit codes of all incarnations that died. Exits after the run's end, or of processes not needed, are not deaths."""
     departures: int = 0
-    """Incarnations that left because the run could do without them."""
+    """Number of incarnations that left because they were not needed."""
     reason: str = ""
-    """Why it was killed or said it would die; empty where nobody knows."""
+    """Why it was killed, or its own error; empty if unknown."""
     returns: bool = False
-    """It is leaving, and was wanted again since."""
+    """Whether it is leaving and is needed again, so that it must be started afterwards."""
 
 
 @dataclass(eq=False)
 class Heartbeats:
-    """When each process was last heard of.
+    """Times of the last heartbeat of each process.
 
-    From its start to its first heartbeat a process has `start_timeout_s`: Python, torch and the model are being loaded. After
-    that every gap may last `heartbeat_timeout_s`. A process that beats and is not ready yet is not late: preparing may take long.
+    Before its first heartbeat a process has `start_timeout_s`, because Python, torch and the model are being loaded. After that
+    every gap may last `heartbeat_timeout_s`. A process that sends heartbeats is not late, even if it needs long to be ready.
     """
 
     config: SupervisionConfig
     _heard: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """When, and whether that was a heartbeat; else its start."""
+    """By process: the time, and whether that was a heartbeat (True) or its start."""
     _looked_s: float | None = None
 
     def expect(self, name: str, now: float) -> None:
-        """Begin to wait for the first heartbeat of a new incarnation."""
+        """Start to wait for the first heartbeat of a new incarnation."""
         self._heard[name] = now, False
 
     def beat(self, name: str, now: float) -> None:
-        """Note a heartbeat; of a process that is not expected it is ignored."""
+        """Note a heartbeat; it is ignored if the process is not expected."""
         if name in self._heard:
             self._heard[name] = now, True
 
     def forget(self, name: str) -> None:
-        """Expect nothing more of it."""
+        """Expect no more heartbeats of a process."""
         self._heard.pop(name, None)
 
     def overdue(self, now: float) -> dict[str, str]:
-        """Return who is late at `now`, and in words by how much. Call it every `heartbeat_s`."""
+        """Return the processes that are late at `now`, each with a text about it. Call it every `heartbeat_s`."""
         away_s = 0.0 if self._looked_s is None else now - self._looked_s - self.config.heartbeat_s
         self._looked_s = now
         if away_s > 2 * self.config.heartbeat_s:
@@ -116,7 +116,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
     name = "lifecycle"
 
     plan: InitVar[Iterable[ev.ProcessPlan]]
-    """Every process the run wants, by unique name; may be empty (everything is outside code)."""
+    """Every process that the run needs, by unique name; may be empty (everything is outside code)."""
     config: SupervisionConfig
     evaluate_first: bool = False
     evaluate_last: bool = False
@@ -128,7 +128,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         self.processes = {item.name: ProcessRecord(item.name, item.kind) for item in plan}
         self._heartbeats = Heartbeats(self.config)
         self.goal_reached = False
-        """The last step's version has existed, even if a learner has gone back behind it since."""
+        """Whether the last step's version has existed, even if a learner went back to an earlier version since."""
         self._begun = False
         self._now = 0.0
         self._phase_since_s = 0.0
@@ -152,7 +152,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         return ""
 
     def _decide(self, event: ev.Event, now: float) -> list[ev.Instruction]:
-        """Raise IllegalTransitionError, with the state unchanged, where the event cannot come now."""
+        """Raise IllegalTransitionError, with the state unchanged, if the event is not allowed now."""
         refused, comes_in = "", _COMES_IN.get(type(event))
         phase = self._resume_to if self.phase == "paused" else self.phase
         if self._begun == isinstance(event, ev.Begin):
@@ -179,7 +179,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         return self._out
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         assert not (self.phase == "failed" and not self.reason), "a failed run has no reason"
         for record in self.processes.values():
             assert (record.state == "planned") == (record.incarnation == 0), record
@@ -245,7 +245,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
             self._enter("evaluating" if self.evaluate_first else "running")
 
     def _advance(self, phase: Phase) -> None:
-        """Enter `phase`, or, while paused, remember to enter it when the run goes on."""
+        """Enter `phase`, or, while paused, remember to enter it when the run continues."""
         if self.phase == "paused":
             self._resume_to = phase
         else:
@@ -305,7 +305,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         self._out.append(ev.StartProcess(record.name, record.kind, record.incarnation, delay_s))
 
     def _kill(self, record: ProcessRecord, reason: str) -> None:
-        """End a process, once; the end of one that is leaving is still no death."""
+        """Kill a process, once; if it was leaving, its end still does not count as a death."""
         if record.state in {"starting", "up", "ready", "leaving"} and not record.reason:
             if record.state != "leaving":
                 record.state = "dying"
@@ -356,7 +356,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         )
 
     def _num_deaths(self) -> int:
-        """Return how many deaths there were in the window; those of all that was lost with one node are one."""
+        """Return the number of deaths in the window; all processes lost with one node count as one death."""
         own, nodes = 0, Counter[str]()
         for record in self.processes.values():
             lost = Counter(node for _, node in record.deaths)
@@ -366,7 +366,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
 
 
 def _exit_text(code: int) -> str:
-    """Return an exit code in words, `signal 9` for -9."""
+    """Return an exit code as text, `signal 9` for -9."""
     if code == ev.LOST:
         return "the loss of its node"
     return f"signal {-code}" if code < 0 else f"code {code}"

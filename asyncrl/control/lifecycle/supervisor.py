@@ -1,14 +1,14 @@
-"""Carries out what the lifecycle decides: starts, watches, kills and restarts the processes of a run.
+"""Carries out the lifecycle's decisions: starts, watches, kills and restarts the processes of a run.
 
-RUN/pids.jsonl says which process of the run has which pid. One line a start, one line an end; whoever reads it adds them up. So a
-start costs the same however many processes there are. It is also read by whoever must end what a dead controller left.
+RUN/pids.jsonl records the pid of each process: one line per start, one line per end; a reader combines them. So a start costs the
+same however many processes there are. The file is also used to end processes that a dead controller has left.
 
 Invariants:
-- Every process has one task here that owns it from its start to its exit; when `run` returns or raises, none is left.
+- Every process has one task here that owns it from its start to its exit; when `run` returns or raises, no process is left.
 - Processes are killed by the handle they were started with (recorded in RUN/pids.jsonl), never by name.
-- What pids.jsonl says is true: a line is appended at once and whole, and one that a crash cut short is not read. A controller
-  begins the file anew.
-- Callbacks run on the event loop, inside `post`; they may post further events, which are taken in order.
+- pids.jsonl is always right: a complete line is appended at once, and a line that a crash cut short is ignored. Each controller
+  starts the file again.
+- Callbacks run on the event loop, inside `post`; they may post further events, which are handled in order.
 
 The controller runs `run()` in its task group, posts what it learns, and answers `on_end` by telling the processes to stop over
 their channels and then awaiting `shutdown(deadline_s)`.
@@ -41,16 +41,16 @@ from asyncrl.schema.status import Phase
 log = logging.getLogger(__name__)
 
 COULD_NOT_START = 127
-"""Exit code of a process that never came to be."""
+"""Exit code of a process that could not be started."""
 KILL_GRACE_S = 3.0
-"""Between asking a process to end and ending it."""
+"""Time between SIGTERM and SIGKILL."""
 PIDS_FILE = "pids.jsonl"
 END_BY_ITSELF_S = 5.0
-"""For a process to see that its controller is gone."""
+"""How long a process has to notice that its controller is gone."""
 
 
 class PidRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process; without an end while it lives."""
+    """One process; its end is not set while it lives."""
 
     name: str
     kind: ProcessKind
@@ -67,7 +67,7 @@ class LiveProcess:
     handle: ProcessHandle
     pid: PidRecord
     kill_at_s: float | None = None
-    """When it is killed, once it was asked to end."""
+    """When it will be killed, after it was asked to end."""
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Supervisor:
     lifecycle: Lifecycle
     launcher: Launcher
     spec_for: Callable[[str, ProcessKind, int], ProcessSpec]
-    """(name, kind, incarnation) to what is to be started."""
+    """(name, kind, incarnation) -> what to start."""
     config: SupervisionConfig
     clock: Clock
     run_folder: Path
@@ -96,20 +96,20 @@ class Supervisor:
     """The run is over (ok, reason): say Shutdown over the channels, then await `shutdown`."""
     on_restart: Callable[[PidRecord], None] = lambda _: None
     on_leave: Callable[[str], None] = lambda _: None
-    """A process is to go: once it holds nothing, say Shutdown over its channel, or `terminate` where it has none."""
+    """A process must leave: once it holds nothing, send Shutdown over its channel, or call `terminate` if it has none."""
     live: dict[str, LiveProcess] = field(default_factory=dict, init=False)
     _inbox: deque[ev.Event] = field(default_factory=deque, init=False)
     _handling: bool = field(default=False, init=False)
     _group: asyncio.TaskGroup | None = field(default=None, init=False)
     _owners: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    """By process, of its newest incarnation."""
+    """By process: the task that owns its newest incarnation."""
     _none_left: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def post(self, event: ev.Event) -> None:
         """Tell the lifecycle what happened and carry out what follows; safe to call from a callback.
 
         Raises:
-            IllegalTransitionError: The event cannot come now; ask `Lifecycle.refusal` first for what users request.
+            IllegalTransitionError: The event is not allowed now; for requests of users call `Lifecycle.refusal` first.
         """
         self._inbox.append(event)
         if self._handling:
@@ -123,13 +123,13 @@ class Supervisor:
             self._handling = False
 
     def terminate(self, name: str) -> None:
-        """End a process that cannot be told over its channel; nothing where it is gone."""
+        """End a process that cannot be told over its channel; does nothing if it is gone."""
         if (process := self.live.get(name)) is not None:
             process.kill_at_s = self.clock.now() + KILL_GRACE_S
             process.handle.terminate()
 
     async def run(self) -> None:
-        """Begin the run; return once it is over, `shutdown` was called, and no process is left.
+        """Start the run; return once it is over, `shutdown` was called, and no process is left.
 
         Cancelling it kills every process before it returns.
         """
@@ -149,7 +149,7 @@ class Supervisor:
                 self._went_away(name)
 
     async def shutdown(self, deadline_s: float) -> None:
-        """End every process: wait for those that were told to, then then terminate, then kill.
+        """End every process: wait for those that were told to end, then terminate, then kill.
 
         Args:
             deadline_s: How long processes may take to end by themselves.
@@ -229,7 +229,7 @@ class Supervisor:
 
 
 def end_left(run_folder: Path) -> None:
-    """End what a dead controller left. A process that is stopped (SIGSTOP) or hangs does not see that its parent is gone."""
+    """End processes that a dead controller left. A stopped (SIGSTOP) or hanging process does not see that its parent is gone."""
     left = []
     with contextlib.suppress(OSError, KeyError, msgspec.DecodeError):
         for record in read_pids(run_folder).values():
@@ -243,7 +243,7 @@ def end_left(run_folder: Path) -> None:
 
 
 def begin_pids(run_folder: Path, now: float) -> None:
-    """Begin the file anew with this process, the controller."""
+    """Start the file again, with this process, the controller."""
     first = msgspec.json.encode(PidRecord("controller", "controller", os.getpid(), 0, now)) + b"\n"
     write_whole(run_folder / PIDS_FILE, first, onto_disk=False)
 

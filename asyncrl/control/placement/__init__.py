@@ -1,1 +1,1 @@
-"""Which process holds a shared device: placement phases, and the shares of a GPU."""
+"""Placement on a shared device: its phases, and the shares of a GPU."""

@@ -1,14 +1,15 @@
-"""What each process must have resident, and whether a shared device has room for it, checked before anything is started.
+"""The resident memory of each process, and whether it fits a shared device, checked before any process is started.
 
-First-order sums from the config and folders' headers: of weights, state, gradients, activations and logits of a row, KV cache,
-reference and reward models with a batch of theirs. Nothing is opened but config.json and the headers of safetensors files. What a
-generator needs for a forward is in no sum.
+First-order sums from the config and folders' headers: weights, optimizer state, gradients, activations and logits of a row, KV
+cache, reference and reward models with one batch. Only config.json and the headers of safetensors files are opened. A generator's
+memory for a forward pass is in no sum.
 
 Every phase of a shared device must fit its budget. With `placement.kind = "async_hybrid"` the same sums are divided by shares:
-training state with the activations of a row, models of inference workers on the same device, weights and the least KV cache that
-works are added up, and refused with the sum where they do not fit. Of a budget of B bytes vLLM's KV cache in each of n generators
-is s B / n - weights (without a budget it gets s / n of the GPU), with s = `placement.generation_share`; the transformers engine's
-is fixed by its slots, and on a GPU torch's allocator is held to s B / n. The share of time is in limits.py.
+training state with the activations of a row, models of inference workers on the same device, weights and the smallest KV cache
+that works are added up. If they do not fit, the config is refused with the sum. With a budget of B bytes, vLLM's KV cache in each
+of n generators is s B / n - weights (without a budget it gets s / n of the GPU), with s = `placement.generation_share`. The
+transformers engine's cache is fixed by its slots, and on a GPU torch's allocator is limited to s B / n. The share of time is in
+limits.py.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from asyncrl.schema.control import Phase
 from asyncrl.weights.media.base import NUM_SLOTS
 
 JUDGING_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
+"""Number of tokens whose logits exist at once in a reference on an inference worker (inference/models.py)."""
 CHARACTER_VOCABULARY = 64
-"""Upper bound for the character tokenizers of scratch models."""
+"""Upper bound of the vocabulary of a scratch model's character tokenizer."""
 
 
 def policy_shape(model: ModelConfig) -> ModelShape:
@@ -66,7 +67,7 @@ def policy_shape(model: ModelConfig) -> ModelShape:
 
 
 def training_sizes(config: RunConfig) -> dict[str, int]:
-    """Return what one rank of the learner has on its device while it trains: weights, state, gradients, one row in the making."""
+    """Return the bytes on one learner rank's device in training: weights, optimizer state, gradients, a row's activations."""
     sizes, learner = dict[str, int](), config.learner
     gradients = 0
     for model, parts in learner_parts(config).items():
@@ -85,7 +86,7 @@ def training_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def reference_sizes(config: RunConfig) -> dict[str, int]:
-    """Return what one rank of the learner has on its device while it reads a reference of its own; nothing where it has none."""
+    """Return the bytes on one learner rank's device during the forward of its own reference; empty without one."""
     weights = _on_device(learner_parts(config).get("reference", ()), "weights")
     if not weights:
         return {}
@@ -104,7 +105,7 @@ def _reference_shape(config: RunConfig) -> ModelShape:
 
 
 def judging_forward_bytes(config: RunConfig) -> int:
-    """Return what an inference worker needs for one batch, by the largest of its models: they judge one after the other."""
+    """Return the bytes that an inference worker needs for one batch: its largest model's, since models take turns."""
     inference = config.inference
     longest = config.most_samples_in_flight * config.generate.engine.max_sequence_tokens
     tokens = min(inference.tokens_per_batch, longest)
@@ -118,7 +119,7 @@ def judging_forward_bytes(config: RunConfig) -> int:
 
 
 def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
-    """Return what the learner's ranks hold together, by model: policy, critic, reference."""
+    """Return the memory of all learner ranks together, by model: policy, critic, reference."""
     learner, algorithm, shape = config.learner, config.algorithm, policy_shape(config.model)
     adapters = shape.adapter_parameters(learner.lora)
     trained, frozen = (adapters, shape.parameters) if learner.lora is not None else (shape.parameters, 0)
@@ -137,7 +138,7 @@ def learner_parts(config: RunConfig) -> dict[str, tuple[Part, ...]]:
 
 
 def generator_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return what each generator holds, weights first; nothing where its engine has no model, or has it on a server elsewhere."""
+    """Return the memory of each generator, weights first; empty if its engine has no model or is a server elsewhere."""
     engine, shape = config.generate.engine, policy_shape(config.model)
     if not isinstance(engine, TransformersEngineConfig | VLLMEngineConfig):
         return ()
@@ -146,7 +147,7 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
     if isinstance(engine, TransformersEngineConfig):
         places = cache_rows(engine.slots) * cache_tokens(engine.max_sequence_tokens)
         return Part("weights", weights), Part("KV cache", shape.cached_values * places * held)
-    # On a GPU the KV cache is what room there is, unless the config says how much.
+    # On a GPU the KV cache takes the remaining memory, unless the config gives a size.
     rest_of_gpu = "" if engine.kv_cache_gib else f"what is left of {engine.gpu_memory_share:.0%} of each GPU"
     whole = Part("weights", weights * engine.data_parallel)
     if engine.device == "cuda" and rest_of_gpu:
@@ -157,7 +158,7 @@ def generator_parts(config: RunConfig) -> tuple[Part, ...]:
 
 
 def inference_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return what each inference worker holds, a part a model; nothing where there is none."""
+    """Return the memory of each inference worker, one part per model; empty without such workers."""
     parts = [
         Part(model.name, stored_elements(model.path, "inference.reward_models.path") * BYTES[model.dtype])
         for model in config.inference.reward_models
@@ -168,14 +169,14 @@ def inference_parts(config: RunConfig) -> tuple[Part, ...]:
 
 
 def version_bytes(config: RunConfig) -> int:
-    """Return the bytes of one weight version: of the adapters alone under LoRA."""
+    """Return the bytes of one weight version: with LoRA, of the adapters alone."""
     shape, dtype = policy_shape(config.model), config.broadcast.dtype
     sent = shape.parameters if config.learner.lora is None else shape.adapter_parameters(config.learner.lora)
     return sent * BYTES[config.learner.dtype if dtype == "model" else dtype]
 
 
 def number_of_model(folder: str, field: str) -> int:
-    """Return a number that a model's config.json says, of its text model where that has one of its own; 0: it does not say."""
+    """Return a number from a model's config.json, from its text model's section if it has one; 0: not given."""
     try:
         model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         return int(model.get(field) or model.get("text_config", {}).get(field) or 0)
@@ -187,7 +188,7 @@ def stored_elements(path: str, field: str) -> int:
     """Return how many numbers the safetensors files of a folder hold, from their headers.
 
     Raises:
-        ConfigError: There are none, or one is no safetensors file; `field` is whose path it is.
+        ConfigError: There are no such files, or one cannot be read; the message names `field`.
     """
     files = list(Path(path).glob("*.safetensors"))
     if not files:
@@ -222,7 +223,7 @@ def _shape_in(path: str, field: str) -> ModelShape:
 
 
 def with_own_memory(config: RunConfig) -> RunConfig:
-    """Return the config as a generator beside training reads it: vLLM's memory bounded by the share."""
+    """Return the config for a generator beside training: vLLM's memory is limited to its share."""
     engine = config.generate.engine
     if not shares_device(config) or not isinstance(engine, VLLMEngineConfig):
         return config
@@ -237,16 +238,16 @@ def with_own_memory(config: RunConfig) -> RunConfig:
 
 
 def memory_bounds(config: RunConfig) -> tuple[float, float, int]:
-    """Return the shares of the budget that a generator and the learner are held to, and the budget in bytes; 0: the whole GPU."""
+    """Return the budget shares of one generator and of the learner, and the budget in bytes (0: the whole GPU)."""
     share, budget_bytes = config.placement.generation_share, int(config.placement.device_memory_gib * GIB)
     return (share / most_generators(config), 1 - share, budget_bytes) if shares_device(config) else (1.0, 1.0, 0)
 
 
 def check_shares(config: RunConfig) -> None:
-    """Refuse shares that cannot be, with the sum. Where nobody knows the device's memory nothing is added up.
+    """Refuse shares that do not fit, with the sum. If the device's memory is unknown, only the cores are checked.
 
     Raises:
-        ConfigError: No whole core, or training and the least that generation needs do not fit beside each other.
+        ConfigError: The share has no whole core, or training and the minimum for generation do not fit together.
     """
     if not shares_device(config):
         return
@@ -278,22 +279,22 @@ def check_shares(config: RunConfig) -> None:
 
 
 def check_phase_room(config: RunConfig) -> None:
-    """Refuse a device on which some phase has no room: one that phases share, or a learner's own with a budget.
+    """Refuse a device that is too small for some phase: a device that phases share, or a learner's own with a budget.
 
-    Without `placement.device_memory_gib` the budget of a shared device is all that the GPU has; on a CPU there is none then, and
+    Without `placement.device_memory_gib` the budget of a shared GPU is its whole memory; on a CPU there is then no budget, and
     nothing is refused.
 
     Raises:
-        ConfigError: With the sum that is too large, and what makes it smaller.
+        ConfigError: A phase does not fit; the message has the sum and the options that lower it.
     """
     placement, is_builtin = config.placement, config.learner.kind == "builtin"
     budget_bytes = int(placement.device_memory_gib * GIB) or (gpu_memory_bytes(config) if placement.takes_turns else 0)
     if not budget_bytes or shares_device(config):
         return
-    trained = training_sizes(config) if is_builtin else {}  # outside code has what it has
+    trained = training_sizes(config) if is_builtin else {}  # the memory of outside code is unknown
     stays = {"policy": trained["policy"]} if placement.kind == "hybrid" else {}
     sums: list[tuple[Phase, dict[str, int]]] = [("train", trained)]
-    if placement.takes_turns:  # in hybrid the generators' weights are the policy
+    if placement.takes_turns:  # in hybrid the generators use the learner's weights
         held = {
             "KV cache" if part.name.startswith("KV") else "engine weights": part.num_bytes * most_generators(config)
             for part in generator_parts(config)
@@ -313,7 +314,7 @@ def check_phase_room(config: RunConfig) -> None:
 
 
 def least_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return what one generator cannot do without: weights, and the KV cache of all its slots, with vLLM of one sample."""
+    """Return the minimum memory of one generator: weights, and the KV cache of all its slots (with vLLM, of one sample)."""
     engine, shape = config.generate.engine, policy_shape(config.model)
     if not isinstance(engine, VLLMEngineConfig):
         return generator_parts(config)
@@ -323,18 +324,18 @@ def least_parts(config: RunConfig) -> tuple[Part, ...]:
 
 
 def gpu_memory_bytes(config: RunConfig) -> int:
-    """Return the memory of the learner's GPU as its driver says; 0 where there is none, or nobody says."""
+    """Return the memory of the learner's GPU as its driver reports it; 0 without a GPU or a report."""
     gpu = places_of(config).learner_gpu
     told = "" if gpu is None else ask_driver("memory.total", gpu)
     return int(told) << 20 if told.isdigit() else 0
 
 
 def _training_parts(config: RunConfig) -> dict[str, int]:
-    """Return what is on the device beside generation: the learner with a row, versions to fetch, inference workers there."""
+    """Return the memory beside generation: the learner with a row, versions to fetch, inference workers on the device."""
     if config.learner.kind != "builtin":
         return {}
     sizes, reference = training_sizes(config), reference_sizes(config)
-    if not config.placement.device_memory_gib:  # with a budget it comes and goes (learner/train_state.py)
+    if not config.placement.device_memory_gib:  # with a budget it is loaded and freed in turn (learner/train_state.py)
         sizes |= {name: size for name, size in reference.items() if name == "reference"}
     elif sum(reference.values()) > sum(sizes.values()):
         sizes = reference

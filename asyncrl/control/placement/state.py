@@ -1,18 +1,18 @@
-"""Which process holds a device that learner, generators and inference workers share, decided purely.
+"""The state machine for a device that learner, generators and inference workers share: which process holds it. Pure.
 
-A switch of phase has two halves. First every process that holds the device for the phase that ends is told to give it back.
-When all of them have answered, every process that takes it for the phase that begins is told to. When those have answered, the
-phase has begun.
+A switch of phase has two halves. First every process that holds the device in the ending phase is told to release it. When all
+have answered, every process that needs the device in the next phase is told to take it. When these have answered, the phase has
+begun.
 
 Invariants (check_invariants, after every event in tests):
-- Nobody is told to take the device while one who gives it back has not answered: no two phases overlap.
-- A process owes at most one answer; the next switch begins when nobody owes one. A process that died owes none.
-- A process that joins is told the phase when it is its turn, and not before. A learner cannot be kept from loading its model
-  when it starts, so while there is none, or one that came in during a rollout, the device is the learner's and generation
-  stands still.
-- What was wanted before a learner came in is void: it goes back to its checkpoint, and has steps to train again.
+- No process is told to take the device before all processes that release it have answered: no two phases overlap.
+- A process owes at most one answer; the next switch begins when no process owes one. A process that died owes none.
+- A process that joins is told the phase in its turn, not before. A learner always loads its model when it starts. So while there
+  is no learner, or one joined during a rollout, the device belongs to the learner and generation stops.
+- When a learner joins, earlier requests for a phase are discarded: it restarts from its checkpoint and may have to train steps
+  again.
 
-At the beginning the device is the learner's to take. switching.py carries them out.
+At the start the device belongs to the learner. switching.py carries out the instructions.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from asyncrl.schema.control import Phase, ProcessKind, SetPhase
 
 Stage = Literal["settled", "giving", "taking"]
 HOLDER: dict[Phase, ProcessKind] = {"rollout": "generator", "inference": "inference", "train": "learner"}
-"""Which role has the device in a phase."""
+"""The role that holds the device in each phase."""
 
 
 class Joined(Value, frozen=True):
-    """A process is there and can be told. A learner has everything on the device, the others have nothing there yet."""
+    """A process joined and can take orders. A learner has its model on the device already; the others have nothing there yet."""
 
     name: str
     role: ProcessKind
 
 
 class Left(Value, frozen=True):
-    """A process is gone."""
+    """A process left or died."""
 
     name: str
 
 
 class Reached(Value, frozen=True):
-    """A process has done what it was told."""
+    """A process has carried out its order."""
 
     name: str
     number: int
 
 
 class Wanted(Value, frozen=True):
-    """The run would go on in this phase."""
+    """The run needs this phase next."""
 
     phase: Phase
 
 
 class LeavePhase(Value, frozen=True):
-    """The phase is over: hold what belongs to it."""
+    """The phase is over: hold back its work."""
 
     phase: Phase
 
 
 class Tell(Value, frozen=True):
-    """Send this order."""
+    """Send this order to this process."""
 
     name: str
     order: SetPhase
 
 
 class EnterPhase(Value, frozen=True):
-    """The phase has begun: let go what belongs to it."""
+    """The phase has begun: release its work."""
 
     phase: Phase
 
@@ -81,9 +81,9 @@ PhaseInstruction = LeavePhase | Tell | EnterPhase
 class _Member:
     role: ProcessKind
     told: int = -1
-    """Number of the switch it was told of last; -1: of none yet."""
+    """Number of the last switch that it was told of; -1: none yet."""
     owes: bool = False
-    """It has not answered that."""
+    """It has not answered the last order."""
 
 
 class Phases(Machine[PhaseEvent, PhaseInstruction]):
@@ -105,7 +105,7 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
 
     def __init__(self) -> None:
         self.phase: Phase = "train"
-        """The phase that is on, or that the switch under way leads to."""
+        """The current phase, or the target of the switch in progress."""
         self.before: Phase = "train"
         """The phase that the last switch ended."""
         self.stage: Stage = "taking"
@@ -115,25 +115,25 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
 
     @property
     def now(self) -> Phase | None:
-        """Return the phase that is on; None during a switch."""
+        """Return the current phase; None during a switch."""
         return self.phase if self.stage == "settled" else None
 
     def with_role(self, role: ProcessKind) -> list[str]:
-        """Return the names of those of that role who are there."""
+        """Return the names of the present processes of that role."""
         return sorted(name for name, member in self._members.items() if member.role == role)
 
     def has_newcomer(self, role: ProcessKind) -> bool:
-        """Return whether somebody of that role is there who has not been told a phase yet."""
+        """Return whether a process of that role has not been told a phase yet."""
         return any(self._members[name].told < 0 for name in self.with_role(role))
 
     @property
     def owing(self) -> list[str]:
-        """Return the names of those whose answer has not come."""
+        """Return the names of the processes that have not answered."""
         return sorted(name for name, member in self._members.items() if member.owes)
 
     @property
     def waiting_for(self) -> str:
-        """Return in words what a switch under way waits for; empty where there is none."""
+        """Return in words what the switch in progress waits for; empty without a switch."""
         names = ", ".join(self.owing)
         if self.stage == "giving":
             return f"{names} to give the device back for phase {self.phase}"
@@ -147,7 +147,7 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
             case Joined(name, role) if name not in self._members:
                 self._members[name] = _Member(role)
                 if role == "learner":
-                    self.wanted = "train"  # what was wished for before it was there: it may have steps to train again
+                    self.wanted = "train"  # discard earlier requests: the new learner may have to train steps again
                 if role == HOLDER[self.phase] and self.stage != "giving":
                     self._tell([name], instructions)
             case Left(name):
@@ -165,7 +165,7 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
         return instructions
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         teller = HOLDER[self.before if self.stage == "giving" else self.phase]
         for name, member in self._members.items():
             assert not member.owes or member.told == self.number, f"{name} owes an answer to an old order"
@@ -173,13 +173,13 @@ class Phases(Machine[PhaseEvent, PhaseInstruction]):
         assert self.stage != "giving" or self.owing, "a switch waits for nobody"
 
     def _advance(self, instructions: list[PhaseInstruction]) -> bool:
-        """Do the next thing that can be done; return False where there is none."""
+        """Take the next possible step; return False if there is none."""
         if self.owing:
             return False
-        # Whatever is wanted, the device is the learner's while there is none, or one that has just started.
+        # Whatever is wanted, the device belongs to the learner while there is none, or while one has just started.
         is_learners = not self.with_role("learner") or self.has_newcomer("learner")
         if self.stage == "giving":
-            if is_learners and self.phase != "train":  # nobody takes the device only to give it back at once
+            if is_learners and self.phase != "train":  # no process takes the device only to release it at once
                 self.phase, self.number = "train", self.number + 1
             self.stage = "taking"
             self._tell(self.with_role(HOLDER[self.phase]), instructions)

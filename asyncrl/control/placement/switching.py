@@ -1,9 +1,9 @@
-"""Carries out the phases of a shared device (state.py): orders out, answers in, and the time that each phase and switch took.
+"""Carries out the phases of a shared device (state.py): sends orders, takes answers, and times each phase and switch.
 
-Invariants: groups and evaluation prompts go out only in `rollout`. Steps go out only in `train`, except the next one, which the
-learner keeps for its turn. Inference workers on the device score in `inference` only. A generator or an inference worker is
-told to load its model when the device is first its own. A switch that waits is reported as a wait, so that a process which
-never answers is a stall with a name.
+Invariants: groups and evaluation prompts are sent only in `rollout`. Steps are sent only in `train`, except the next one, which
+the learner keeps for its turn. Inference workers on the device score in `inference` only. A generator or an inference worker is
+told to load its model when it first holds the device. A waiting switch is reported as a wait, so a stall names the process that
+does not answer.
 
     phase       ends when                                                       then comes
     rollout     the learner is sent a step                                      train
@@ -40,7 +40,7 @@ FIGURED: tuple[Activity, ...] = ("rollout", "inference", "train", "switch")
 
 @dataclass(eq=False)
 class Switching:
-    """The phases of one run whose placement takes turns; at first nobody holds the device."""
+    """The phases of one run whose placement takes turns; at first no process holds the device."""
 
     peers: Peers
     dispatcher: Dispatcher
@@ -49,7 +49,7 @@ class Switching:
     stall_detector: StallDetector
     clock: Clock
     judges_too: bool = False
-    """Inference workers take turns too."""
+    """Whether inference workers take turns too."""
 
     def __post_init__(self) -> None:
         self.phases = st.Phases()
@@ -57,7 +57,7 @@ class Switching:
         """The version whose weights were announced last."""
         self._model_folder = ""
         self._told_to_load: set[str] = set()
-        """Inference workers that are there and know where their models are."""
+        """Inference workers that have joined and know where their models are."""
         self._activity: Activity = "start"
         self._activity_number = 0
         self._began_s = self._counted_s = self.clock.now()
@@ -69,17 +69,17 @@ class Switching:
     # -- what happens ----------------------------------------------------------------------------------------------------
 
     def join(self, peer: Peer, model_folder: str) -> None:
-        """Take in a learner that is ready, or somebody else who takes turns and may load this model."""
+        """Add a learner that is ready, or another process that takes turns and may load this model."""
         self._model_folder = model_folder
         self._handle(st.Joined(peer.name, peer.kind))
         self.consider()
 
     def leave(self, name: str, kind: ProcessKind) -> None:
-        """Note that a process is gone, one that never joined too."""
+        """Note that a process is gone, also if it never joined."""
         self._told_to_load.discard(name)
         self._handle(st.Left(name))
         if kind == "learner":
-            self._announced = -1  # the next learner may stand at the same version, and has to put it where it can be had
+            self._announced = -1  # the next learner may be at the same version, and must publish it again
         self.consider()
 
     def reached(self, answer: PhaseReached) -> None:
@@ -90,18 +90,18 @@ class Switching:
         self.consider()
 
     def announced(self, version: int) -> None:
-        """Note that a version's weights can be had."""
+        """Note that a version's weights are available."""
         self._announced = version
         self.consider()
 
     def consider(self) -> None:
-        """Want another phase, where the one that is on has nothing left to do."""
+        """Request another phase if the current one has no more work."""
         now, feed, unjudged = self.phases.now, self.feeder, len(self.dispatcher.scores.open["inference"])
         is_at_rest = feed.idle and not feed.woken.is_set()
         if now in {"rollout", "inference"} and feed.next_step > max(feed.version, 0):  # a step waits for its turn
             self._handle(st.Wanted("train"))
         elif now == "rollout" and self.phases.with_role("inference") and (unjudged or self.phases.has_newcomer("inference")):
-            # Models judge once generation has made what a step needs, or all that it can.
+            # Models score once generation has produced what a step needs, or all it can.
             counts, needed = self.dispatcher.buffer.counts(), self.dispatcher.state.limits.groups_per_step
             is_step_made = bool(unjudged) and counts.ready < needed <= counts.ready + counts.scoring
             if is_step_made or all(self.dispatcher.holds_nothing(peer.name) for peer in self.peers.of("generator")):
@@ -114,17 +114,17 @@ class Switching:
     # -- what is said ----------------------------------------------------------------------------------------------------
 
     def waits(self) -> list[Wait]:
-        """Return whom a switch under way waits for."""
+        """Return the processes that a switch in progress waits for."""
         what = self.phases.waiting_for
         return [Wait("controller", what, self._began_s)] if what else []
 
     @property
     def may_judge(self) -> bool:
-        """Return whether inference workers may work now: it is their turn, or they take none."""
+        """Return whether inference workers may score now: it is their turn, or they do not take turns."""
         return not self.judges_too or self.phases.now == "inference"
 
     def figured(self, done: StepDone) -> StepDone:
-        """Return a step's report with the seconds of each phase and of switches since the step before."""
+        """Return a step's report with the seconds of each phase and of switches since the previous step."""
         self._count()
         seconds = {f"placement/{activity}_s": self._spent_s[activity] for activity in FIGURED}
         self._spent_s.clear()
@@ -142,7 +142,7 @@ class Switching:
                     peer = self.peers.get(name)
                     if peer is None:
                         continue
-                    # Before the first order that puts something of a process on the device it is told which model.
+                    # A process is told its model before the first order that puts something of it on the device.
                     if (peer.kind == "generator" and peer.num_slots == 0) or (
                         peer.kind == "inference" and name not in self._told_to_load
                     ):
@@ -160,7 +160,7 @@ class Switching:
             self.feeder.take_turn(has_turn)
 
     def _begin(self, activity: Activity) -> float:
-        """Begin a phase or a switch; return how long the activity before took."""
+        """Begin a phase or a switch; return how long the previous activity took."""
         now = self._count()
         took_s = now - self._began_s
         of_phase = span(PHASE, self._began_s, now, "controller", phase=self._activity, number=self._activity_number)
@@ -170,7 +170,7 @@ class Switching:
         return took_s
 
     def _count(self) -> float:
-        """Count the time of the phase or switch that is on, and return what the clock says."""
+        """Count the time of the current phase or switch, and return the clock's time."""
         now = self.clock.now()
         self._spent_s[self._activity] += now - self._counted_s
         self._counted_s = now

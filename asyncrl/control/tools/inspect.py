@@ -1,4 +1,4 @@
-"""`asyncrl inspect`: the ledger in words. Read-only; works on a live run and on one that ended."""
+"""`asyncrl inspect`: the ledger as text. Read-only; works during a run and after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS_SHOWN = 64
 
 
 def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json: bool = False) -> str:
-    """Return what the ledger says: an overview, or one sample's (or group's) whole story.
+    """Return the ledger as text: an overview, or the history of one sample or group.
 
     Args:
         run_folder: The run.
@@ -26,8 +26,8 @@ def inspect_run(run_folder: Path, *, sample: str = "", prompt: str = "", as_json
         as_json: One JSON object instead of text.
 
     Raises:
-        ConfigError: `sample` is not of that form.
-        LedgerError: There is no ledger, group or sample of that name.
+        ConfigError: `sample` has another form.
+        LedgerError: The ledger, group or sample does not exist.
     """
     reader = LedgerReader(run_folder)
     if sample:

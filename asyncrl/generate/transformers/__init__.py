@@ -1,1 +1,1 @@
-"""The embedded engine: a transformers causal LM, decoded in slots on any machine."""
+"""The transformers engine: continuous batching in slots over a transformers causal LM, on any machine."""

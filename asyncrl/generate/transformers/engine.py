@@ -1,16 +1,16 @@
-"""The embedded engine: continuous batching in slots over any transformers causal LM, on any machine.
+"""The transformers engine: continuous batching in slots over any transformers causal LM, on any machine.
 
-`TransformersEngine` is the asyncio face: it checks requests, keeps their streams and hands everything else over to the one
-thread that touches the model. That thread runs what the event loop asks for at token boundaries and decodes in between. News
-comes back in batches, one `call_soon_threadsafe` each: requests that ended at once, and every `_NEWS_INTERVAL_S` those that have
-`_NEWS_TOKENS` more since they were last heard of. So short completions come whole.
+`TransformersEngine` is the asyncio interface: it checks requests, keeps their streams and passes all other work to the one thread
+that uses the model. That thread runs the event loop's calls at token boundaries and decodes in between. It sends news in batches,
+one `call_soon_threadsafe` each: finished requests at once, and every `_NEWS_INTERVAL_S` the requests with `_NEWS_TOKENS` new
+tokens. So short completions arrive whole.
 
-What the engine promises stands in generate/engine.py. How it keeps it: scheduler.py (slots, refill, draws, versions), model.py
-and kv_cache.py (forwards of fixed shape).
+generate/engine.py has the contract. It is implemented in scheduler.py (slots, refill, draws, versions), model.py and kv_cache.py
+(forwards of fixed shape).
 
 Invariants:
-- Requests (submit, abort, pause, weights, score) are served in the order they were handed over, between two steps.
-- An exception in a step ends the thread and every request with an EngineDied; later calls raise it.
+- Calls (submit, abort, pause, weights, score) are served in order, between two steps.
+- An exception in a step ends the thread, and every request with an EngineDied; later calls raise it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 _Work = tuple[Callable[[SlotDecoder], Any], "Future[Any] | None"]
-"""What is to be done, and where the answer goes if one is awaited."""
+"""A call for the thread, and the future for its result if one is awaited."""
 
 
 class TransformersEngine:
@@ -64,7 +64,7 @@ class TransformersEngine:
         fp32_head: bool = False,
         lora: LoRAConfig | None = None,
     ) -> None:
-        """Note what `start` will load; see `SlotModel.load`."""
+        """Store what `start` will load; see `SlotModel.load`."""
         self._config = config
         self._load = partial(
             SlotModel.load, model_folder, config, trust_remote_code=trust_remote_code, fp32_head=fp32_head, lora=lora
@@ -72,11 +72,11 @@ class TransformersEngine:
         self._streams: dict[str, TokenStream] = {}
         self.version, self.has_weights = -1, True
         self.resident: dict[str, int] = {}
-        """Bytes of weights and KV cache, as far as they are on the device now."""
+        """Bytes of weights and KV cache that are on the device now."""
         self._rules = RequestRules(0, config.max_sequence_tokens)
         self._receiver: Receiver | None = None
         self._wake = threading.Condition()
-        """Of the four that follow, which both threads use."""
+        """Lock for the next four attributes, which both threads use."""
         self._asked: deque[_Work] = deque()
         self._is_paused = False
         self._is_closing = False
@@ -88,14 +88,14 @@ class TransformersEngine:
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once. Raises EngineDied once the decode thread is dead."""
+        """Maximum number of requests that run at once. Raises EngineDied once the decode thread is dead."""
         if self._fault is not None:
             raise EngineDied(str(self._fault))
         return self._config.slots
 
     @property
     def num_running(self) -> int:
-        """Requests submitted and not finished."""
+        """Number of submitted and unfinished requests."""
         return len(self._streams)
 
     async def start(self) -> None:
@@ -120,7 +120,7 @@ class TransformersEngine:
     def abort(self, request_id: str) -> None:
         """End a request; see `Engine.abort`."""
         if request_id in self._streams:
-            with contextlib.suppress(GenerationError):  # closed or dead: it has ended
+            with contextlib.suppress(GenerationError):  # closed or dead: the request has ended
                 self._post(lambda decoder: self._tell(decoder.abort(request_id)))
 
     async def pause(self) -> None:
@@ -128,21 +128,21 @@ class TransformersEngine:
         await self._call(lambda _: setattr(self, "_is_paused", True))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._call(lambda _: setattr(self, "_is_paused", False))
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:
-        """Give memory back; see `Engine.sleep`."""
+        """Free memory; see `Engine.sleep`."""
         await self._call(lambda decoder: decoder.sleep(kv))
 
     async def wake(self) -> None:
-        """Take it again after `sleep`."""
+        """Allocate memory again after `sleep`."""
         await self._call(SlotDecoder.wake)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], kv: KVPolicy) -> float:
         """Replace the weights between two tokens; see `Engine.load_weights`."""
         arriving: ArrivingTensors | None = None
-        if isinstance(tensors, DeferredTensors):  # it goes on generating until the version begins to arrive
+        if isinstance(tensors, DeferredTensors):  # generation continues until the version begins to arrive
             if self._receiver is None:
                 self._receiver = make_receiver(tensors.receiver, tensors.arguments)
             device = torch.device(self._config.device)
@@ -162,7 +162,7 @@ class TransformersEngine:
         return await self._call(lambda decoder: decoder.score(token_ids))
 
     async def close(self) -> None:
-        """End the thread after the step it is in, and its requests with reason `abort`."""
+        """End the thread after its current step, and all requests with reason `abort`."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -178,7 +178,7 @@ class TransformersEngine:
         return await asyncio.wrap_future(done)
 
     def _post(self, act: Callable[[SlotDecoder], T], done: Future[T] | None = None) -> None:
-        """Have `act` run in the thread at the next token boundary; returns at once. Raises if the thread has ended."""
+        """Run `act` in the thread at the next token boundary; returns at once. Raises if the thread has ended."""
         with self._wake:
             if self._is_closing or self._fault is not None:
                 raise EngineDied(str(self._fault)) if self._fault is not None else GenerationError("the engine is closed")
@@ -186,7 +186,7 @@ class TransformersEngine:
             self._wake.notify()
 
     def _hear(self, all_news: list[News] | EngineDied) -> None:
-        """Hand on what came of requests, or what all of them died of."""
+        """Pass news to the requests' streams, or the error that ended all of them."""
         if isinstance(all_news, EngineDied):
             all_news = [(request_id, EngineDied(str(all_news))) for request_id in self._streams]
         for request_id, news in all_news:
@@ -197,7 +197,7 @@ class TransformersEngine:
     # -- in the thread -----------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        if not self._started.set_running_or_notify_cancel():  # from here on a start that is cancelled does not cancel it
+        if not self._started.set_running_or_notify_cancel():  # from here on a cancelled start does not cancel it
             return
         try:
             torch.set_num_threads(self._config.num_threads)
@@ -224,7 +224,7 @@ class TransformersEngine:
             self._tell(fault)
 
     def _decode(self, decoder: SlotDecoder) -> None:
-        """Serve what is asked for and step, until closed."""
+        """Serve calls and step, until closed."""
         told_s = time.monotonic()
         while self._serve(decoder):
             if self._is_paused or not decoder.has_work:
@@ -240,7 +240,7 @@ class TransformersEngine:
             self._tell(news)
 
     def _serve(self, decoder: SlotDecoder) -> bool:
-        """Run everything asked for; return False once closing."""
+        """Run all queued calls; return False when closing."""
         while self._asked:
             act, done = self._asked[0]
             if done is None:
@@ -254,10 +254,10 @@ class TransformersEngine:
                     done.set_result(result)
                 except (GenerationError, BroadcastError) as error:
                     done.set_exception(error)
-            self._asked.popleft()  # not before: what fails otherwise is told with those that wait
+            self._asked.popleft()  # removed only now: if the call raises, it fails together with the waiting ones
         return not self._is_closing
 
     def _tell(self, news: list[News] | EngineDied) -> None:
         if news:
-            with contextlib.suppress(RuntimeError):  # the event loop is gone, and so is everyone who could listen
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and so are all streams
                 self._loop.call_soon_threadsafe(self._hear, news)

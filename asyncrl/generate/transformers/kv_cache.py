@@ -1,13 +1,13 @@
-"""Keys and values of every slot, laid out so that a row's attention cannot depend on its neighbours.
+"""The KV cache of all slots, with a layout that makes a row's attention independent of other rows.
 
-Owns the static KV cache and the three ways of attending over it. One tensor a layer for keys and one for values, of shape
-[block, row, KV head, token in block, head dim]: any first n blocks are one contiguous piece, whatever n is.
+Owns the static KV cache and three kinds of attention over it. Each layer has one tensor for keys and one for values, of shape
+[block, row, KV head, token in block, head dim]: for every n, the first n blocks are contiguous.
 
 Invariants:
-- A decoded row attends block by block, every block by a matrix product of one and the same shape, and blocks are added up in
-  order; blocks past the row's end add exact zeros. So how many blocks the longest neighbour needs changes no bit of the result.
-- A prefilled piece attends by products whose shape depends on the piece alone; pieces of one length do so in one call.
-- The last token place of every row is nobody's: rows without a request, and padding, write there.
+- A decoded row attends block by block, with matrix products of the same shape for every block, and blocks are summed in order;
+  blocks past the row's end add exact zeros. So the number of blocks of the longest other row changes no bit of the result.
+- A prefilled piece attends with products whose shape depends on the piece alone; pieces of one length share a call.
+- The last token place of every row is unused: rows without a request, and padding, write there.
 
 B blocks in use, R rows, N pieces of one length, H KV heads, G query heads a KV head, D head dim, T tokens.
 """
@@ -29,11 +29,11 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class CacheFilledError(Exception):
-    """A prefill has written the keys and values of the last layer: what would follow of the forward, nobody reads."""
+    """A prefill has written the keys and values of the last layer; the rest of the forward is not needed."""
 
 
 class SlotCache:
-    """Static storage for `num_rows` sequences of `max_tokens` each; layers are allocated when they are first written."""
+    """Static storage for `num_rows` sequences of `max_tokens` each; a layer is allocated at its first write."""
 
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
         self.num_rows, self.device = num_rows, device
@@ -41,9 +41,9 @@ class SlotCache:
         self.num_blocks = -(-max_tokens // self.block_tokens)
         self.idle_position = self.num_blocks * self.block_tokens - 1
         self.layers: dict[int, KeysValues] = {}
-        """All of them once a whole forward was run."""
+        """The layers; complete after a whole forward."""
         self._given_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """Of keys and of values: on no device, their shape and dtype; the first blocks, in host memory."""
+        """During sleep, for keys and values: shape and dtype (on the meta device), and the kept first blocks in host memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,10 +60,10 @@ class SlotCache:
         return self.layers[layer]
 
     def give_back(self, keep_tokens: int = 0) -> None:
-        """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed anew.
+        """Free all storage; the first `keep_tokens` places of every row move to host memory, the rest must be computed again.
 
         Raises:
-            GenerationError: Host memory has no room for what is kept; nothing is freed then.
+            GenerationError: Host memory is too small for the kept part; then nothing is freed.
         """
         blocks, pins = -(-keep_tokens // self.block_tokens), self.device.type != "cpu"
         given_back: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -78,7 +78,7 @@ class SlotCache:
         self.layers.clear()
 
     def take_again(self) -> None:
-        """Allocate what `give_back` freed, empty but for what it kept. Raises RuntimeError: there is too little memory."""
+        """Allocate the storage that `give_back` freed, and restore the kept part. Raises RuntimeError without enough memory."""
         for layer, parts in self._given_back.items():
             keys, values = (torch.zeros_like(shape, device=self.device) for shape, _ in parts)
             self.layers[layer] = (keys, values)
@@ -87,7 +87,7 @@ class SlotCache:
         self._given_back.clear()
 
     def flat_index(self, rows: torch.Tensor, positions: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Return where (row, position, head) lies in a layer seen as [tokens, D], in that order, flattened; all on the device."""
+        """Return the flat index of each (row, position, head), in that order, in a layer seen as [tokens, D]; on the device."""
         block, offset = positions // self.block_tokens, positions % self.block_tokens
         first_head = (block * self.num_rows + rows) * kv_heads * self.block_tokens + offset
         heads = torch.arange(kv_heads, device=self.device) * self.block_tokens
@@ -120,19 +120,19 @@ class SlotCache:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """One new token for each of the first rows at once, or of all."""
+    """Attention for one new token of each of the first rows, or of all rows."""
 
     cache: SlotCache
     write_positions_R: torch.Tensor  # noqa: N815
-    """int64, on the cache's device, as the next."""
+    """int64, on the cache's device, like the next tensor."""
     attend_positions_R: torch.Tensor  # noqa: N815
-    """Last position each row sees; its own for a running row, 0 for an idle one."""
+    """Last visible position of each row: its own for a running row, 0 for an idle one."""
     num_blocks: int
     _by_heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Write index [R * H] and additive mask [B * R * H, 1, tokens], made once a forward."""
+    """Write index [R * H] and additive mask [B * R * H, 1, tokens], computed once per forward."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write one token a row, then attend over all blocks in use.
+        """Write one token per row, then attend over all blocks in use.
 
         Args:
             layer: Its number.
@@ -170,7 +170,7 @@ class DecodePlan:
 
 
 def _sum_in_order(blocks: torch.Tensor) -> torch.Tensor:
-    """Add up along the first axis strictly in order: trailing zeros then change nothing, which `sum` does not promise."""
+    """Sum along the first axis strictly in order, so that trailing zeros change nothing; `sum` does not guarantee this."""
     total = blocks[0]
     for block in blocks[1:]:
         total = total + block
@@ -179,16 +179,16 @@ def _sum_in_order(blocks: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of tokens of one row, to be prefilled."""
+    """Consecutive tokens of one row to prefill."""
 
     row: int
     start: int
-    """Position of the first token in its sequence; everything before is in the cache already."""
+    """Position of the first token in its sequence; the cache already has all earlier tokens."""
     token_ids: tuple[int, ...]
 
 
 class PrefillPlan:
-    """Pieces of several rows end to end in one forward of fixed length, padded at the end. Pieces of one length lie together."""
+    """Pieces of several rows in one forward of fixed length, padded at the end. Pieces of equal length are adjacent."""
 
     def __init__(self, cache: SlotCache, pieces: tuple[Piece, ...], num_tokens: int) -> None:
         self.cache, self.num_tokens = cache, num_tokens
@@ -204,7 +204,7 @@ class PrefillPlan:
         self._places = (torch.from_numpy(rows).to(cache.device), torch.from_numpy(positions).to(cache.device))
         self._index: dict[int, torch.Tensor] = {}
         self._runs: list[tuple[int, list[Piece]]] = []
-        """Place of the first token, and pieces that attend together: of one length, after equally many tokens."""
+        """Place of the first token, and pieces that attend together: of equal length and equal start position."""
         for piece, length, end in zip(pieces, lengths, ends.tolist(), strict=True):
             last = self._runs[-1][1] if self._runs else []
             if last and (piece.start, length) == (last[0].start, len(last[0].token_ids)):
@@ -227,7 +227,7 @@ class PrefillPlan:
             query_N, key_N, value_N = (
                 t[0, :, here].view(-1, num, tokens, t.shape[3]).transpose(0, 1) for t in (query, key, value)
             )
-            if pieces[0].start:  # everything of the rows up to the pieces' end, [N, H, end, D]
+            if pieces[0].start:  # all tokens of the rows up to the pieces' end, [N, H, end, D]
                 end = pieces[0].start + tokens
                 blocks, rows = -(-end // self.cache.block_tokens), [piece.row for piece in pieces]
                 key_N, value_N = (
@@ -239,7 +239,7 @@ class PrefillPlan:
 
 
 class WholePlan:
-    """One sequence by itself, nothing kept: the probe."""
+    """One sequence alone, not stored in the cache: the probe."""
 
     cache = None
 
@@ -250,11 +250,11 @@ class WholePlan:
 
 
 AttentionPlan = DecodePlan | PrefillPlan | WholePlan
-"""Where one forward's keys and values go, and what its queries see."""
+"""Where a forward writes its keys and values, and which ones its queries see."""
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend where the queries are the last T of the keys' S positions.
+    """Causal attention in which the queries are the last T of the keys' S positions.
 
     Args:
         query: [batch, H * G, T, D].

@@ -1,12 +1,12 @@
 """A transformers causal LM driven over a `SlotCache`: decode a token for every row, prefill pieces, score, take new weights.
 
-Owns the model and the cache. The model's own forward runs unchanged; only its attention is ours, plugged in through transformers'
-attention interface, which hands the `slot_plan` argument down to `_slot_attention`.
+Owns the model and the cache. The model's own forward runs unchanged. Only its attention is replaced, through transformers'
+attention interface, which passes the `slot_plan` argument to `_slot_attention`.
 
 Invariants:
-- `prefill` always runs a length that follows from each piece alone. `decode` runs all rows, or as many of the first as it was
-  seen to give the same bits to (`_same_bits`). So no bit of a row's result depends on what else is in the batch.
-- Used from one thread only, after `load`. New weights are copied in between two forwards or not at all.
+- `prefill` always runs a length that depends on each piece alone. `decode` runs all rows, or a first number of rows that was
+  measured to give identical bits (`_same_bits`). So no bit of a row's result depends on the rest of the batch.
+- Used from one thread only, after `load`. New weights are copied in only between two forwards.
 
 R rows, V vocabulary, T tokens.
 """
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 _ATTENTION: Final = "asyncrl_slots"
 _PIECE_TOKENS: Final = 64
-"""A prompt longer than this is prefilled in several forwards on a CPU: prompts share whole pieces that they begin with."""
+"""On a CPU, a longer prompt is prefilled in several forwards: prompts share whole pieces of a common prefix."""
 _GPU_PIECE_TOKENS: Final = 256
 ForwardTokens = tuple[tuple[int, int], ...]
-"""(longest piece, length of the forward that pieces up to that long share)."""
+"""(maximum piece length, length of the forward for pieces up to that length)."""
 _GPU_FORWARD_TOKENS: Final[ForwardTokens] = ((_GPU_PIECE_TOKENS, 2048),)
 """On a GPU a forward of 2,048 tokens takes little more time than one of 64."""
 
@@ -67,11 +67,11 @@ def _slot_attention(
     slot_plan: AttentionPlan | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the plan says; the signature is transformers' attention interface."""
+    """Run the plan's attention; the signature is transformers' attention interface."""
     del attention_mask
     if slot_plan is None:
         raise GenerationError(
-            f"{type(module).__name__} does not hand attention arguments through, so the transformers engine cannot run this model"
+            f"{type(module).__name__} does not pass attention arguments on, so the transformers engine cannot run this model"
         )
     for name in ("softcap", "position_bias", "s_aux"):
         if kwargs.get(name) is not None:
@@ -87,7 +87,7 @@ def _slot_attention(
 
 
 class SlotModel:
-    """The model, its cache, and the forwards that generation consists of."""
+    """The model, its cache, and the forwards of generation."""
 
     def __init__(self, model: Any, config: TransformersEngineConfig, *, adapters_only: bool) -> None:  # noqa: ANN401
         self._model = model
@@ -102,15 +102,15 @@ class SlotModel:
         self.weights = WeightsInPlace(model, trainable_only=adapters_only)
         self._graphs = DecodeGraphs(self) if self.device.type == "cuda" else None
         self.row_counts: tuple[int, ...] = (self.num_rows,)
-        """How many rows `decode` may run, ascending."""
-        # More slots are refilled with more prompts at once: half a token a slot.
+        """The row counts that `decode` may run, ascending."""
+        # More slots are refilled with more prompts at once: half a token per slot.
         least = min(256, 1 << max(5, (slots // 2).bit_length() - 1))
         on_cpu = tuple((longest, max(longest, least)) for longest in (16, _PIECE_TOKENS))
         self._forward_tokens: ForwardTokens = on_cpu if self._graphs is None else _GPU_FORWARD_TOKENS
         self.piece_tokens = self._forward_tokens[-1][0]
-        """A prefill runs so many tokens of a sequence at once; a piece's bits do not depend on what computed those before it."""
+        """Tokens of a sequence in one prefill piece; a piece's bits do not depend on how earlier pieces were computed."""
         self._has_adopted = False
-        """The weights are the learner's own; they do not leave with the engine's sleep."""
+        """The weights are the learner's own, so the engine's sleep does not free them."""
 
     @classmethod
     def load(
@@ -122,14 +122,14 @@ class SlotModel:
         fp32_head: bool = False,
         lora: LoRAConfig | None = None,
     ) -> SlotModel:
-        """Open a Hugging Face folder and run one decode to see that the model can be driven this way.
+        """Open a Hugging Face folder and run one decode to check that the engine can run the model.
 
         Args:
-            folder: The model; with adapters, their base.
-            config: Slots, longest sequence, dtype and device are read.
-            trust_remote_code: Of `model` in the run's config.
-            fp32_head: As well.
-            lora: Where the learner trains adapters: new weights are then those alone.
+            folder: The model's folder; with adapters, the base model's.
+            config: Slots, maximum sequence length, dtype and device are used.
+            trust_remote_code: `model.trust_remote_code` of the run's config.
+            fp32_head: `model.fp32_head` of the run's config.
+            lora: The LoRA config if the learner trains adapters: then new weights are only the adapters.
 
         Raises:
             ConfigError: The weights are damaged, or the adapters or the output layer do not fit the model.
@@ -158,7 +158,7 @@ class SlotModel:
                 model, lora, 0
             )  # any seed: the first version replaces all of them
         made = cls(model.eval().to(config.device), config, adapters_only=lora is not None)
-        # The first decode allocates the cache and meets every refusal before any request does.
+        # The first decode allocates the cache, and raises every error about the model before any request.
         made.row_counts = made._same_bits()
         if not made.cache.num_bytes:
             raise GenerationError(
@@ -168,7 +168,7 @@ class SlotModel:
 
     @property
     def resident(self) -> dict[str, int]:
-        """Return the bytes of weights and cache, as far as they are on the device now; weights that are another's are not."""
+        """Return the bytes of weights and cache that are on the device now, without weights that the learner owns."""
         return {"engine weights": 0 if self._has_adopted else self.weights.num_bytes, "KV cache": self.cache.num_bytes}
 
     @torch.inference_mode()
@@ -176,7 +176,7 @@ class SlotModel:
         """Feed one token to each of the first rows.
 
         Args:
-            tokens_R: Ids of so many rows, one of `row_counts`; anything valid in idle rows.
+            tokens_R: A token id per row, with R one of `row_counts`; any valid id in idle rows.
             positions_R: Position of that token in its sequence; -1 for an idle row.
 
         Returns:
@@ -191,20 +191,20 @@ class SlotModel:
         return self.decode_eagerly(inputs_3R.to(self.device), num_blocks)
 
     def decode_eagerly(self, inputs_3R: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """Return logits [R, V]; the inputs, on the device: tokens, positions to write to, last positions seen."""
+        """Return logits [R, V]; the inputs, on the device, are tokens, write positions and last visible positions."""
         tokens_R, write_R, attend_R = inputs_3R
         plan = DecodePlan(self.cache, write_positions_R=write_R, attend_positions_R=attend_R, num_blocks=num_blocks)
         return self._forward(tokens_R.view(-1, 1), attend_R.view(-1, 1), plan)[:, 0]
 
     def rows_for(self, num_rows: int) -> int:
-        """Return how many rows `decode` runs where the first `num_rows` are needed."""
+        """Return how many rows `decode` runs if the first `num_rows` are needed."""
         return next(count for count in self.row_counts if count >= num_rows)
 
     def _same_bits(self) -> tuple[int, ...]:
-        """Return the row counts that a decode was seen to give the same bits with as with all rows; all rows alone on a GPU.
+        """Return the row counts with which a test decode gave the same bits as with all rows; on a GPU only all rows.
 
-        A matrix product adds up in an order that may depend on the number of rows. Which numbers differ in that is the library's
-        and the processor's matter, and not the weights'.
+        The summation order of a matrix product may depend on the number of rows. Which row counts differ depends on the library
+        and the processor, not on the weights.
         """
         rows = np.arange(self.num_rows)
         tokens_R, last = rows * 7 % self.vocabulary_size, min(self.max_tokens - 1, self.cache.block_tokens)
@@ -226,8 +226,8 @@ class SlotModel:
         """Fill rows' caches with sequences.
 
         Args:
-            sequences: Row, token ids, and how many of the first are in the row already, a multiple of `piece_tokens`; empty
-                sequences are fine.
+            sequences: Row, token ids, and how many first tokens are in the row already (a multiple of `piece_tokens`); empty
+                sequences are allowed.
         """
         for pieces, num_tokens in _forwards(sequences, self._forward_tokens):
             plan = PrefillPlan(self.cache, pieces, num_tokens)
@@ -248,21 +248,21 @@ class SlotModel:
         return chosen
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
-        """Copy new weights in, those that arrive one by one, or take over the learner's own; see `WeightsInPlace`."""
+        """Copy new weights in, also one by one as they arrive, or use the learner's own; see `WeightsInPlace`."""
         if isinstance(tensors, SharedTensors):
             is_first = not self._has_adopted
             self.weights.adopt(tensors)
             self._has_adopted = True
             if self._graphs is not None:
                 self._graphs.clear()
-            if is_first and self.device.type == "cuda":  # the engine's own weights are gone: the learner wants their memory
+            if is_first and self.device.type == "cuda":  # the engine's own weights are freed: the learner needs their memory
                 torch.cuda.empty_cache()
         else:
             self.weights.load(tensors)
 
     def sleep(self, keep_tokens: int = 0) -> None:
-        """Free the weights, and the cache but for the first tokens of every row; no forward until `wake`."""
-        if self._graphs is not None:  # recordings read memory which is about to go
+        """Free the weights, and the cache except the first tokens of every row; no forward until `wake`."""
+        if self._graphs is not None:  # recordings read memory that is about to be freed
             self._graphs.clear()
         self.cache.give_back(keep_tokens)
         if not self._has_adopted:
@@ -271,7 +271,7 @@ class SlotModel:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory again; the cache has what was kept, the weights no values. Raises GenerationError: too little."""
+        """Allocate the memory again; kept cache is restored, weights have no values. GenerationError if memory is short."""
         try:
             self.weights.come_back()
             self.cache.take_again()
@@ -284,18 +284,18 @@ class SlotModel:
 
 
 class DecodeGraphs:
-    """A GPU's decode forwards, recorded once for each number of blocks and then replayed: one launch and not a thousand.
+    """A GPU's decode forwards as CUDA graphs: recorded once for each number of blocks, then replayed with one launch.
 
-    Recordings read the weights and the cache where they lay. New weights that are copied in are seen; where the memory itself
-    goes (sleep, another's weights), `clear` comes first. A model whose forward cannot be recorded, or for whose recordings there
-    is no room, is run as it is.
+    Recordings read the weights and the cache at fixed addresses, so they use new weights that are copied in. Before the memory
+    itself is freed (sleep, the learner's weights), call `clear`. If a forward cannot be recorded, or there is no memory for the
+    recordings, the model runs without graphs.
 
-    Invariant: recordings share one pool of memory, and none leaves there what is read after its own replay: the logits are copied
-    out. So they may be replayed in any order.
+    Invariant: recordings share one memory pool, and no data in it is read after a replay: the logits are copied out. So they may
+    be replayed in any order.
     """
 
     def __init__(self, model: SlotModel) -> None:
-        self._model: SlotModel = weakref.proxy(model)  # a cycle would keep the GPU's memory after the engine has gone
+        self._model: SlotModel = weakref.proxy(model)  # a cycle would keep the GPU's memory after the engine's end
         self._inputs_3R = torch.zeros(3, model.num_rows, dtype=torch.int64, device=model.device)
         self._logits_RV: torch.Tensor | None = None
         self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
@@ -304,18 +304,18 @@ class DecodeGraphs:
         self._cannot = False
 
     def clear(self) -> None:
-        """Forget all recordings, and what the matrix products keep for themselves: 32 MB a stream."""
+        """Remove all recordings, and the workspace of the matrix products: 32 MB per stream."""
         self._recorded.clear()
-        self._logits_RV, self._pool = None, torch.cuda.graph_pool_handle()  # torch refuses a pool that all recordings have left
+        self._logits_RV, self._pool = None, torch.cuda.graph_pool_handle()  # torch refuses a pool without recordings
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - torch has no public name for it
 
     def decode(self, inputs_3R: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """See `SlotModel.decode_eagerly`; the inputs are on the host, the logits are overwritten by the next call."""
+        """See `SlotModel.decode_eagerly`; the inputs are on the host, and the next call overwrites the logits."""
         self._inputs_3R.copy_(inputs_3R)
         if num_blocks not in self._recorded and not self._cannot:
             try:
                 self._record(num_blocks)
-            except RuntimeError as error:  # too little memory, or a choice that depends on values, as experts' routing may be
+            except RuntimeError as error:  # too little memory, or a branch that depends on values, such as expert routing
                 self._cannot = True
                 self.clear()
                 told = "decoding goes on without CUDA graphs: %s; where memory is short, set generate.engine.num_slots lower"
@@ -327,11 +327,11 @@ class DecodeGraphs:
         return self._logits_RV
 
     def _record(self, num_blocks: int) -> None:
-        """Record the forward on a stream of its own; what has run there is over when this returns."""
+        """Record the forward on a separate stream; its work is complete on return."""
         self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
-        # Around the recording too: it waits for the current device, and leaves the current stream wrong where it fails.
+        # Also around the recording: it waits for the current device, and leaves a wrong current stream if it fails.
         with torch.cuda.stream(self._stream):
-            # Kernels that choose their way on first use do so before the recording.
+            # Kernels that tune themselves on first use must do so before the recording.
             logits_RV = self._model.decode_eagerly(self._inputs_3R, num_blocks)
             if self._logits_RV is None:
                 self._logits_RV = logits_RV
@@ -344,7 +344,7 @@ class DecodeGraphs:
 def _forwards(
     sequences: Iterable[tuple[int, Sequence[int], int]], forward_tokens: ForwardTokens
 ) -> list[tuple[tuple[Piece, ...], int]]:
-    """Cut sequences into pieces and lay them into forwards; a piece's forward length follows from its own length."""
+    """Split sequences into pieces and group them into forwards; a piece's forward length depends on its own length."""
     forwards: list[tuple[tuple[Piece, ...], int]] = []
     tails: dict[int, list[Piece]] = {num_tokens: [] for _, num_tokens in forward_tokens}
     most = forward_tokens[-1][0]

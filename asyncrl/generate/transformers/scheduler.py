@@ -1,20 +1,20 @@
-"""Continuous batching: which request sits in which row, and the decode loop's one step.
+"""Continuous batching: assigns requests to rows, and runs one step of the decode loop.
 
-A step refills free slots, runs the model once, draws a token a row and sees who is done. Owns every request between submit and
-its last token. Synchronous, no threads, no clocks: the thread in engine.py runs it.
+A step refills free slots, runs the model once, draws one token per row and finds the finished requests. Owns every request
+between submit and its last token. Synchronous, no threads, no clocks: the thread in engine.py runs it.
 
 Invariants of drawing a token:
 - Its logprob is that of the final distribution: divided by the temperature, filtered, renormalised.
 - A token of probability 0 is never drawn. Temperature 0 is greedy, with logprob 0.
-- Row r of the result depends on row r of the inputs only, and on (seed, position); every operation works on rows one by one.
+- Row r of the result depends only on row r of the inputs and on (seed, position); every operation works on each row alone.
 
 Invariants of the rows:
-- A free slot is refilled before the next step whenever a request waits; requests start in the order they came.
-- A prompt's last token is never prefilled but fed by the first step, so that all tokens come from one path.
-- Keys and values are shared only if they were computed under the current weights by a prefill of the prompt alone, and nobody
-  has overwritten them: a whole prompt's inside a group, and among all prompts the whole pieces (`SlotModel.piece_tokens`) that
-  they begin with. Sharing changes no bit.
-- Where few rows are left, their requests move to the first ones, so that fewer are run.
+- A free slot is refilled before the next step if a request waits; requests start in order of arrival.
+- A prompt's last token is never prefilled but fed by the first step, so that one code path samples all tokens.
+- Keys and values are shared only if a prefill of the prompt alone computed them under the current weights, and they were not
+  overwritten: the whole prompt inside a group, and among all prompts the whole pieces (`SlotModel.piece_tokens`) of a common
+  prefix. Sharing changes no bit.
+- If few rows are in use, their requests move to the first rows, so that fewer rows are run.
 - A row is free or holds one request. Its position is that of the token it feeds next, -1 while it is free.
 
 R rows, V vocabulary, T tokens.
@@ -40,20 +40,20 @@ from asyncrl.schema.samples import FinishReason
 from asyncrl.weights.tensors import ArrivingTensors, MappedTensors
 
 DRAW_FIELDS: Final = [("seed", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)]
-"""Of a row: how it draws. Temperature 1, top_p 1 and top_k 0 are the plainest way."""
+"""Sampling fields of a row. Temperature 1, top_p 1 and top_k 0 mean no change of the distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How each of R rows draws its tokens, as tensors, at one moment."""
+    """The sampling parameters of R rows as tensors, at one step."""
 
     seeds_R: NDArray[np.uint64]  # noqa: N815
     temperatures_R1: torch.Tensor  # noqa: N815
-    """float32; 1 where the row is greedy."""
+    """float32; 1 for a greedy row."""
     greedy_R: torch.Tensor  # noqa: N815
     any_greedy: bool
     all_unscaled: bool
-    """Every temperature is 1: the division can be left out."""
+    """Every temperature is 1, so the division can be skipped."""
     top_k_rows: torch.Tensor
     """int64 [K], the rows with a top-k filter."""
     top_k: tuple[int, ...]
@@ -83,12 +83,12 @@ class SamplingBatch:
 def sample(
     logits_RV: torch.Tensor, batch: SamplingBatch, positions_R: NDArray[np.uint64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draw one token a row.
+    """Draw one token per row.
 
     Args:
-        logits_RV: Any float dtype; not changed.
-        batch: The rows' parameters and seeds.
-        positions_R: Ordinal of the token within its request's completion.
+        logits_RV: Any float dtype; not modified.
+        batch: The rows' sampling parameters and seeds.
+        positions_R: Index of the token in its request's completion.
 
     Returns:
         Token ids and behaviour logprobs [R]. A row of non-finite logits gives a non-finite logprob. Ties at the top-k threshold
@@ -105,7 +105,7 @@ def sample(
         largest = scores_KV.topk(min(max(batch.top_k), vocabulary), dim=-1).values
         scores_RV[batch.top_k_rows] = scores_KV.masked_fill(scores_KV < largest.gather(1, ranks), -torch.inf)
     if len(batch.top_p_rows):
-        # The smallest set of most likely tokens whose mass reaches top_p stays; always at least one.
+        # Keep the smallest set of most likely tokens whose mass reaches top_p, at least one.
         scores_PV = scores_RV[batch.top_p_rows]
         ascending, order = scores_PV.sort(dim=-1)
         cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - batch.top_p_P1
@@ -127,13 +127,13 @@ def sample(
 _ROW = np.dtype([
     ("token", np.int64), ("position", np.int64), ("ordinal", np.int64), ("told", np.int64), ("most", np.int64), *DRAW_FIELDS
 ])  # fmt: skip
-"""What a row feeds next and where, how many tokens of its completion it has, has told of and may have, and how it draws."""
+"""A row: its next token and position; how many tokens its completion has, has sent and may have; its sampling fields."""
 _FREE = np.array((0, -1, 0, 0, 0, 0, 1.0, 1.0, 0), dtype=_ROW)
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request, and its row once it has one; what it has generated lies in the row."""
+    """A request and its row, if assigned; the row has the generated tokens."""
 
     request: EngineRequest
     stop_ids: frozenset[int]
@@ -142,13 +142,13 @@ class InFlight:
 
 
 _Prompt = tuple[str, tuple[int, ...]]
-"""Group key and prompt of keys and values that may be shared."""
+"""Group key and prompt of shareable keys and values."""
 News = tuple[str, TokenChunk | GenerationError]
-"""A request's id, and what came of it."""
+"""A request's id, and its chunk or error."""
 
 
 class SlotDecoder:
-    """Continuous batching over a `SlotModel`, of whose rows the first `num_slots` may hold requests.
+    """Continuous batching over the first `num_slots` rows of a `SlotModel`.
 
     Example:
         >>> decoder = SlotDecoder(model, num_slots=32)      # doctest: +SKIP
@@ -166,24 +166,24 @@ class SlotDecoder:
         self._logprobs_RT: NDArray[np.float32] = np.zeros(shape, dtype=np.float32)
         self._versions_RT: NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         self._stops_S: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        """Every token that ended any request so far, or may."""
+        """All end tokens of the requests so far."""
         self._waiting: deque[InFlight] = deque()
         self._occupants: dict[int, InFlight] = {}
         self._free = list(range(num_slots))
         self._prompts: dict[int, _Prompt] = {}
-        """Whose keys and values each row holds, computed under the current weights."""
+        """The prompt whose keys and values each row holds, if computed under the current weights."""
         self._prefixes: dict[bytes, int] = {}
-        """The row that begins with the whole pieces of this digest, computed under the current weights."""
+        """By digest: the row that begins with these whole pieces, computed under the current weights."""
         self._sampling: SamplingBatch | None = None
         self.is_torn = False
-        """The last load was overtaken half-way, or sleep gave the weights up: no step until a load succeeds."""
+        """The last load broke off, or sleep freed the weights: no step until a load succeeds."""
         self._is_asleep = False
         self._has_kv = True
-        """Running requests' keys and values are in the cache."""
+        """Whether the cache has the running requests' keys and values."""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, and there are weights to sample with and memory to do it in."""
+        """Whether a request is unfinished, and weights and memory are available."""
         return bool(self._occupants or self._waiting) and not (self.is_torn or self._is_asleep)
 
     def submit(self, flight: InFlight) -> None:
@@ -191,7 +191,7 @@ class SlotDecoder:
         self._waiting.append(flight)
 
     def abort(self, request_id: str | None = None) -> list[News]:
-        """End a request, if it is still there, with the tokens it has; without a name: every request."""
+        """End an unfinished request with its tokens so far; without an id, end every request."""
         held = (*self._occupants.values(), *self._waiting)
         asked = held if request_id is None else [flight for flight in held if flight.request.request_id == request_id]
         return [
@@ -236,7 +236,7 @@ class SlotDecoder:
             elif is_full[place]:
                 ended.append(self._finish(flight, self._take_chunk(flight, "length")))
         if is_broken.any():
-            # Attention weighs a hidden place by 0, and 0 times NaN is NaN. Idle rows ran with the same weights.
+            # Attention multiplies a masked place by 0, and 0 times NaN is NaN. Idle rows ran with the same weights.
             free = np.flatnonzero(rows_R["position"] < 0).tolist()
             for row in free:
                 self._forget_prompt(row)
@@ -244,40 +244,40 @@ class SlotDecoder:
         return ended
 
     def chunks(self, least_tokens: int = 1) -> list[News]:
-        """Return what running requests generated since they were last asked, if it is that much."""
+        """Return the tokens of running requests since their last chunk, if there are at least `least_tokens`."""
         is_untold_R = (self._rows_R["position"] >= 0) & (self._rows_R["ordinal"] - self._rows_R["told"] >= least_tokens)
         flights = [self._occupants[row] for row in np.flatnonzero(is_untold_R).tolist()]
         return [(flight.request.request_id, self._take_chunk(flight)) for flight in flights]
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor] | ArrivingTensors, kv: KVPolicy) -> None:
-        """Go on with other weights; nothing is sampled with half of them. Raises as `Engine.load_weights`."""
+        """Load new weights; nothing is sampled with incomplete ones. Raises as `Engine.load_weights`."""
         check_awake("load weights", is_asleep=self._is_asleep)
         was_torn, self.is_torn = self.is_torn, True
         try:
             self.model.load_weights(tensors)
-        except GenerationError:  # refused before anything was touched
+        except GenerationError:  # refused before any change
             self.is_torn = was_torn
             raise
         if isinstance(tensors, MappedTensors):
             tensors.check()
         self.is_torn, self.version = False, version
-        self._prompts.clear()  # computed under other weights: it is shared no more
+        self._prompts.clear()  # computed under other weights: no longer shareable
         self._prefixes.clear()
         if kv == "keep" and self._has_kv:
             return
-        # Of every running request all keys and values but of the last token, which is fed next.
+        # For every running request, all keys and values except the last token's, which is fed next.
         ordinals_R = self._rows_R["ordinal"]
         self.model.prefill(
             (row, (*flight.request.prompt_ids, *self._ids_RT[row, : ordinals_R[row]].tolist())[:-1], 0)
             for row, flight in self._occupants.items()
         )
         for row, flight in self._occupants.items():
-            if not ordinals_R[row]:  # computed along with later tokens, a prompt's last bits are others
+            if not ordinals_R[row]:  # computed together with later tokens, a prompt's keys and values differ in the last bits
                 self._note_prompt(row, (flight.request.group_key, flight.request.prompt_ids))
         self._has_kv = True
 
     def sleep(self, kv: KVPolicy) -> None:
-        """Give memory back; nothing steps until it is awake and weights are loaded."""
+        """Free memory; no step until it is awake and weights are loaded."""
         if self._is_asleep:
             return
         self._has_kv = self._has_kv and kv == "keep"
@@ -285,7 +285,7 @@ class SlotDecoder:
         self._is_asleep = self.is_torn = True
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         if self._is_asleep:
             self.model.wake()
             self._is_asleep = False
@@ -298,10 +298,10 @@ class SlotDecoder:
         return self.model.score(token_ids)
 
     def _refill(self) -> None:
-        """Place waiting requests; of each prompt prefill what no running or just placed request begins with."""
+        """Assign rows to waiting requests; prefill the part of each prompt that no running or just placed request shares."""
         placed: list[InFlight] = []
         waves: list[list[tuple[int, tuple[int, ...], int, int]]] = []
-        """Row, what to prefill, and from which row to copy how many tokens of it; each wave copies from those before it."""
+        """Row, tokens to prefill, source row and number of tokens to copy from it; each wave copies from earlier waves."""
         wave_of: dict[int, int] = {}
         while self._waiting and self._free:
             flight = self._waiting.popleft()
@@ -314,7 +314,7 @@ class SlotDecoder:
                 self._free.remove(row)
                 heapq.heapify(self._free)
             else:
-                if donor < 0:  # the running row that begins with most of the prompt's whole pieces
+                if donor < 0:  # the running row with the most whole pieces in common with the prompt
                     digests = self._digests(prompt_ids)
                     while digests and self._prefixes.get(digests[-1], -1) not in self._occupants:
                         digests.pop()
@@ -352,7 +352,7 @@ class SlotDecoder:
         return digests
 
     def _move_below(self, limit: int) -> None:
-        """Move the requests of rows from `limit` on to free ones below it."""
+        """Move the requests in rows from `limit` on to free rows below it."""
         copies = []
         for source in [row for row in self._occupants if row >= limit]:
             target, flight = heapq.heappop(self._free), self._occupants.pop(source)
@@ -371,7 +371,7 @@ class SlotDecoder:
         self.model.cache.copy_rows(copies)
 
     def _take_chunk(self, flight: InFlight, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """Return the tokens of its completion since the last chunk, which may be none."""
+        """Return the request's tokens since its last chunk, possibly none."""
         row = flight.row
         start, end = int(self._rows_R["told"][row]), int(self._rows_R["ordinal"][row])
         self._rows_R["told"][row] = end
@@ -380,7 +380,7 @@ class SlotDecoder:
         return TokenChunk(ids, logprobs, versions, finish_reason)
 
     def _finish(self, flight: InFlight, news: TokenChunk | GenerationError) -> News:
-        """Take the request's row back; what it left in the cache may still be shared."""
+        """Free the request's row; its keys and values in the cache may still be shared."""
         if flight.row >= 0:
             del self._occupants[flight.row]
             self._rows_R[flight.row] = _FREE
@@ -391,7 +391,7 @@ class SlotDecoder:
         return flight.request.request_id, news
 
     def _note_prompt(self, row: int, prompt: _Prompt) -> None:
-        """Note whose keys and values a row holds from now on."""
+        """Note the prompt whose keys and values a row holds from now on."""
         self._forget_prompt(row)
         self._prompts[row] = prompt
         for digest in self._digests(prompt[1]):
@@ -399,6 +399,6 @@ class SlotDecoder:
                 self._prefixes[digest] = row
 
     def _forget_prompt(self, row: int) -> None:
-        """Note that a row's keys and values may not be shared."""
+        """Note that a row's keys and values are no longer shareable."""
         if self._prompts.pop(row, None) is not None:
             self._prefixes = {digest: other for digest, other in self._prefixes.items() if other != row}

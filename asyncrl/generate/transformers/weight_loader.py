@@ -1,15 +1,14 @@
-"""A model's weights in place: new ones copied in, and all of them given back and taken again for sleep.
+"""Updates a model's weights in place, and frees and reallocates them for sleep.
 
-New weights are checked before anything is touched. Tied parameters (one storage, several names) may come under any of their
-names, or under several that agree. Where only adapters are trained, new weights are the adapters, and the rest stays as it was
-opened.
+New weights are checked before any change. Tied parameters (one storage, several names) may come under any of their names, or
+under several names with equal values. If only adapters are trained, new weights are the adapters, and the rest is unchanged.
 
-Sleep gives up what new weights replace anyway. The rest (the base under adapters, buffers) keeps its values: on a device they go
-to pinned host memory, on a CPU they stay where they are. Buffers that are not part of the state dict (rotary tables) never move:
-they are small and nothing brings them again.
+Sleep frees the weights that new weights replace. The rest (the base under adapters, buffers) keeps its values: from a device it
+moves to pinned host memory, on a CPU it stays. Buffers outside the state dict (rotary tables) never move: they are small, and no
+new weights contain them.
 
-Invariants: every name keeps its tensor object, of no elements while its memory is given back; tied names stay tied. Used from one
-thread, between forwards.
+Invariants: every name keeps its tensor object, which has no elements while its memory is freed; tied names stay tied. Used from
+one thread, between forwards.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from asyncrl.weights.tensors import ArrivingTensors
 
 @dataclass(slots=True)
 class _Storage:
-    """The tensor objects of one storage."""
+    """The tensor objects that share one storage."""
 
     names: list[str]
     objects: list[torch.Tensor]
     shape: torch.Size
     host: torch.Tensor | None = None
-    """The values, while they sleep."""
+    """The values during sleep."""
 
 
 class WeightsInPlace:
-    """One model's parameters and persistent buffers; all of them may be replaced, or the trainable ones alone."""
+    """One model's parameters and persistent buffers; updates replace all of them, or only the trainable ones."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool = False) -> None:
-        # The model's own tensors, not views of them: sleeping gives their memory back and takes other memory later.
+        # The model's own tensors, not views: sleep frees their memory and allocates other memory later.
         own = model.state_dict(keep_vars=True)
         self._tensors = {name: tensor for name, tensor in own.items() if tensor.requires_grad or not trainable_only}
         self._buffers = frozenset(name for name, tensor in own.items() if not isinstance(tensor, torch.nn.Parameter))
@@ -53,18 +52,18 @@ class WeightsInPlace:
         self._storages = tuple(found.values())
         tied = ([name for name in storage.names if name in self._tensors] for storage in self._storages)
         self._tied = [names for names in tied if names]
-        """The names that new weights may come under, those of one tensor together."""
+        """The accepted names of new weights, grouped by tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held on the model's device now, tied tensors once."""
+        """Bytes on the model's device now, tied tensors once."""
         return sum(storage.objects[0].nbytes for storage in self._storages)
 
     def load(self, tensors: Mapping[str, torch.Tensor] | ArrivingTensors) -> None:
-        """Copy every tensor in, cast to the model's dtype; of those that arrive, what came before a BroadcastError stays.
+        """Copy every tensor in, cast to the model's dtype; tensors that arrived before a BroadcastError stay.
 
         Args:
-            tensors: Name to tensor, named as the model's parameters: all that is replaced. Of tied names one is enough.
+            tensors: All replaced tensors by the model's parameter names; one of several tied names is enough.
 
         Raises:
             GenerationError: A name is unknown or missing, a shape differs, or tied names disagree; nothing was changed.
@@ -83,7 +82,7 @@ class WeightsInPlace:
         copy_tensors((tensors[name], self._tensors[name]) for name in given)
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Become views of these tensors: no byte is copied, and whatever is written to them later is the model's.
+        """Make the parameters views of these tensors: nothing is copied, and later writes to the tensors change the model.
 
         Args:
             tensors: As `load`, of the model's own dtypes and device.
@@ -105,7 +104,7 @@ class WeightsInPlace:
                     self._tensors[name].data = tensors[given]
 
     def leave(self) -> None:
-        """Give memory back."""
+        """Free the memory."""
         for storage in self._storages:
             own = storage.objects[0]
             if not any(name in self._tensors and name not in self._buffers for name in storage.names):
@@ -117,7 +116,7 @@ class WeightsInPlace:
                 one.data = gone
 
     def come_back(self) -> None:
-        """Take the memory again; what was given up holds no values until weights are loaded. Raises RuntimeError: too little."""
+        """Allocate the memory again; freed weights have no values until a load. Raises RuntimeError without enough memory."""
         for storage in self._storages:
             own = storage.objects[0]
             if own.numel() == storage.shape.numel():

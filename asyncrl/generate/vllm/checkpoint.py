@@ -1,9 +1,9 @@
-"""A model's checkpoint, looked at before vLLM opens it: what its tensors are called, where they are, and what it is made for.
+"""Examines a model's checkpoint before vLLM opens it: names and locations of its tensors, and limits of the model.
 
-vLLM is told none of it: it loads what it is given and reads past what it does not understand, so requests and weights are
-checked against the folder first. transformers holds some models otherwise than their checkpoints do (all experts of a layer in
-one tensor, a head by another name), and the learner sends what transformers holds. What transformers would write of each tensor
-is found once, without any data, as names and places inside that tensor; workers then cut the tensor up without copying.
+vLLM loads the tensors that it gets and ignores unknown ones, so requests and weights are checked against the folder first.
+transformers stores some models differently from their checkpoints (all experts of a layer in one tensor, a head by another name),
+and the learner sends transformers' tensors. The checkpoint tensors that transformers would write for each of them are found once,
+without any data, as names and positions inside that tensor; workers then take views of them without copying.
 
 Reads safetensors' headers only. Imports no vllm.
 """
@@ -41,45 +41,45 @@ class Part(msgspec.Struct, frozen=True):
     """A checkpoint's tensor inside one of the model's; all numbers count elements."""
 
     name: str
-    """In the checkpoint."""
+    """Its name in the checkpoint."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """From the start of the model's tensor, which is contiguous."""
+    """Offset from the start of the model's contiguous tensor."""
 
 
 class FixedTensor(msgspec.Struct, frozen=True):
-    """A small tensor that no version changes (a buffer of the model), which vLLM wants with every load of its layer."""
+    """A small tensor that no version changes (a buffer of the model) and that vLLM needs at every load of its layer."""
 
     dtype: str
-    """As torch names it."""
+    """The torch dtype's name."""
     shape: tuple[int, ...]
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A Hugging Face folder, looked at from outside."""
+    """The description of a Hugging Face folder."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
-    """Of every tensor, by its name in transformers' model; tied ones once."""
+    """The shape of every tensor, by its name in transformers' model; tied tensors once."""
     vocabulary_size: int
     end_ids: frozenset[int]
     dtype: str
-    """Of the largest tensor, as torch names it: what vLLM's `auto` is not, which halves float32."""
+    """The torch dtype of the largest tensor; vLLM's `auto` would load float32 as a 16-bit dtype."""
     model_type: str
     """transformers' name of the architecture."""
     head_size: int
-    """Of attention; 0: it does not say."""
+    """Attention head size; 0: unknown."""
     max_positions: int
-    """Longest sequence the model was made for; 0: it does not say."""
+    """Maximum sequence length of the model; 0: unknown."""
     tied: dict[str, str] = field(default_factory=dict)
-    """A second name of a tensor to the name it has in `shapes`."""
+    """Maps a second name of a tensor to its name in `shapes`."""
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
-    """What the checkpoint has instead of a tensor of `shapes`, where it has not that one."""
+    """The checkpoint's tensors for each tensor of `shapes` that it does not contain itself."""
     fixed: dict[str, FixedTensor] = field(default_factory=dict)
-    """What the checkpoint has beside them that belongs to the model, by its name there."""
+    """Further tensors of the model in the checkpoint, by their names there."""
     trust_remote_code: bool = False
 
 
@@ -124,7 +124,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         end_ids=frozenset([] if end is None else [end] if isinstance(end, int) else end),
         dtype=_DTYPES.get(dtypes[max(headers, key=lambda name: prod(headers[name]))], "auto"),
         model_type=config.model_type,
-        head_size=0 if getattr(text, "kv_lora_rank", None) else int(head_size),  # latent attention has sizes of its own
+        head_size=0 if getattr(text, "kv_lora_rank", None) else int(head_size),  # latent attention has its own sizes
         max_positions=getattr(text, "max_position_embeddings", 0) or 0,
         tied=tied,
         parts=parts,
@@ -150,7 +150,7 @@ def _fixed(path: Path, names: frozenset[str]) -> dict[str, FixedTensor]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that save_pretrained wrote, and no others that lie beside them."""
+    """Return the files that save_pretrained wrote, without other files in the folder."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return [path / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
@@ -160,21 +160,21 @@ def weight_files(path: Path) -> list[Path]:
 def find_tensors(
     path: Path, config: PreTrainedConfig, shapes: Shapes, *, trust_remote_code: bool
 ) -> tuple[Shapes, dict[str, tuple[Part, ...]], frozenset[str]]:
-    """Find what of a checkpoint each of the model's tensors is; what else lies in it is not the model's.
+    """Find the checkpoint tensors for each of the model's tensors; other tensors do not belong to the model.
 
     Args:
-        path: Of the model folder, for the message.
-        config: Of the model.
-        shapes: Of every tensor in the checkpoint, by its name there.
+        path: The model folder, for the message.
+        config: The model's config.
+        shapes: The shape of every tensor in the checkpoint, by its name there.
         trust_remote_code: Whether code in the folder may run.
 
     Returns:
-        The shape of every parameter, tied ones once: what the learner sends. What the checkpoint has instead of a parameter,
-        where it has not that one. Names, in the checkpoint, of the model's buffers. Where transformers has no such language
-        model: the checkpoint's tensors.
+        The shape of every parameter that the learner sends, tied ones once; the checkpoint's tensors for each parameter that it
+        does not contain itself; the checkpoint's names of the model's buffers. If transformers has no such language model, the
+        checkpoint's own tensors.
 
     Raises:
-        GenerationError: transformers cannot build the model, or a tensor of it is no rearrangement of tensors in this checkpoint.
+        GenerationError: transformers cannot build the model, or one of its tensors is not a rearrangement of this checkpoint's.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
         return shapes, {}, frozenset()
@@ -187,13 +187,13 @@ def find_tensors(
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     differing = {name: shape for name, shape in parameters.items() if name not in shapes}
     parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
-    if _missing(parts, shapes):  # a prefix of the checkpoint's, which transformers leaves out of what was made from a config
+    if _missing(parts, shapes):  # a prefix that transformers omits in a model made from a config
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # noqa: SLF001 - as from_pretrained does
         parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
     for name, missing in _missing(parts, shapes).items():
         raise GenerationError(
-            f"the checkpoint in {path} has {name} neither by this name nor as transformers would write it ({missing}): load the "
-            "model with transformers and save it anew, or use generate.engine.kind = 'transformers'"
+            f"the checkpoint in {path} lacks {name}, by this name and as transformers would write it ({missing}): load the "
+            "model with transformers and save it again, or use generate.engine.kind = 'transformers'"
         )
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, Parameter)}
     fixed = {part.name for name, tensor in buffers.items() for part in _parts_of(model, name, tuple(tensor.shape))}
@@ -201,13 +201,13 @@ def find_tensors(
 
 
 def _missing(parts: dict[str, tuple[Part, ...]], shapes: Shapes) -> dict[str, str]:
-    """Return the tensors of which the checkpoint lacks parts, with the first of these."""
+    """Return the tensors with parts that the checkpoint lacks, each with the first missing part."""
     lacking = {name: [part for part in own if shapes.get(part.name) != part.shape] for name, own in parts.items()}
     return {name: ", ".join(f"{part.name} {part.shape}" for part in some[:3]) for name, some in lacking.items() if some}
 
 
 def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return where each tensor that transformers would write lies inside this one."""
+    """Return the position, inside this tensor, of each tensor that transformers would write."""
     whole = torch.empty(shape, device="meta")
     try:
         with torch.no_grad(), _ViewsOnly():  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tupl
         raise GenerationError(f"vLLM cannot be given new values of {name}: {error}") from error
     if any(tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata for tensor in written.values()):  # noqa: SLF001
         raise GenerationError(
-            f"vLLM cannot be given new values of {name}: its checkpoint has other numbers, not the same in another order; "
+            f"vLLM cannot be given new values of {name}: its checkpoint has other numbers, not just another order; "
             f"generate.engine.kind = 'transformers' can"
         )
     return tuple(
@@ -225,7 +225,7 @@ def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tupl
 
 
 class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies that only lay out anew (`contiguous`) are left out, so that a result still says where in the source it is."""
+    """Skips copies that only change the layout (`contiguous`), so that a result still shows its position in the source."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
         del types

@@ -1,6 +1,6 @@
-"""vLLM's AsyncLLM in this event loop, its engine core and workers in processes of their own (launch.py).
+"""vLLM's AsyncLLM in this event loop, with its engine core and workers in separate processes (launch.py).
 
-Its engine core may die at any moment, and then never answers: whatever is awaited of it, its death is looked for.
+Its engine core may die at any moment and then never answers. So every wait also checks for its death.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from asyncrl.generate.vllm.launch import (
 )
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
 
-DEATH = "vLLM's engine process died; its last words are in this process's log"
+DEATH = "vLLM's engine process died; its last output is in this process's log"
 _DEATH_CHECK_S = 0.5
 _QUIET_TURNS = 10
-"""Turns of the event loop after which, while vLLM is paused, no output is on its way any more."""
+"""Event loop iterations after which a paused vLLM has no more output on the way."""
 
 T = TypeVar("T")
 
 
 class EmbeddedVLLM:
-    """One vLLM. Every method raises GenerationError alone; once `fault` says what vLLM died of, nothing works any more.
+    """One vLLM. Methods raise only GenerationError; once `fault` has the cause of vLLM's death, all of them fail.
 
-    What is no method but `config` and `shared_folder` is known once it has started.
+    All attributes except `config` and `shared_folder` are set by `start`.
     """
 
     shared_folder = ""
-    """Where weights are written for workers of another machine; empty: in this machine's memory."""
+    """Folder for weights for workers on another machine; empty: this machine's memory is used."""
     load_hint = ""
-    """What to look at where its workers cannot read a file of weights; empty: they are on this machine."""
+    """Advice if its workers cannot read a weights file; empty: they are on this machine."""
 
     def __init__(self, config: VLLMEngineConfig, *, fp32_head: bool = False) -> None:
-        """Note what `start` will start."""
+        """Store what `start` will start."""
         self.config, self._fp32_head = config, fp32_head
         self.num_slots, self.block_tokens = config.num_slots * config.data_parallel, 0
-        """Most requests at once (vLLM takes one more, for a score), and tokens of a KV block; 0: it does not say."""
+        """Maximum number of requests (vLLM accepts one more, for a score), and tokens of a KV block; 0: unknown."""
         self.fullness: dict[int, tuple[float, int]] = {}
-        """Of each replica: the free share of its KV cache, and how many requests run."""
+        """For each replica: the free share of its KV cache, and the number of running requests."""
         self.llm: Any = None
         self.processes: set[psutil.Process] = set()
         self.sockets: OwnedFolder | None = None
@@ -66,16 +66,16 @@ class EmbeddedVLLM:
 
     @property
     def fault(self) -> str:
-        """What vLLM died of, as far as was noticed."""
+        """The cause of vLLM's death, if one was noticed."""
         return DEATH if self.llm is not None and self.llm.errored else ""
 
     async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
         """Start vLLM and load the model; on error or cancellation the caller closes.
 
         Args:
-            folder: The model's.
-            on_room: Told how many KV blocks are free and how many requests run.
-            on_death: Called where `fault` appears without anybody having asked. Here streams tell of it.
+            folder: The model's folder.
+            on_room: Called with the number of free KV blocks and of running requests.
+            on_death: Called when a fault is found without a call (a server only). Here streams report it.
         """
         del on_death
         self._has_labels, self._on_room = installed_version().has_weight_versions, on_room
@@ -86,11 +86,11 @@ class EmbeddedVLLM:
         )
         try:
             self.llm = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # what is being started is there in a moment, and `close` ends it
+        except asyncio.CancelledError:  # the start completes in a moment, and `close` ends it
             await asyncio.wait({starting})
             self.llm = None if starting.exception() else starting.result()
             raise
-        # A stat logger, which `_watch` is, has it count every token of every request too: a sixth of what a token costs here.
+        # With a stat logger, which `_watch` is, vLLM also counts every request's tokens: a sixth of the cost of a token here.
         self.llm.log_stats = self.llm.output_processor.log_stats = False
         self.processes = processes_of(path)
         cache = self.llm.vllm_config.cache_config
@@ -120,24 +120,24 @@ class EmbeddedVLLM:
         except Exception as error:
             raise self._failure(error) from error
         finally:
-            if not (is_finished or self.fault):  # vLLM itself does so only once it has handed the request over
+            if not (is_finished or self.fault):  # vLLM itself aborts only after it has handed the request over
                 await self.llm.abort(vllm_id)
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop at a token boundary; requests stay. Where the cache is cleared, their keys and values are computed anew.
+        """Stop at a token boundary; requests stay. If the cache is cleared, their keys and values are computed again.
 
-        Every token sampled before has been yielded when it returns, or comes with spans.
+        When it returns, every token sampled before has been yielded, or will arrive with spans.
         """
         # AsyncLLM's own `pause_generation` does the same and then sleeps for 20 ms.
         await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
         quiet = 0
-        while quiet < _QUIET_TURNS:  # outputs are in this process by now, a few turns of the event loop away
+        while quiet < _QUIET_TURNS:  # outputs are in this process by now, a few event loop iterations away
             before = self._num_pieces
             await asyncio.sleep(0)
             quiet = quiet + 1 if self._num_pieces == before else 0
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
         await self._call(self.llm.resume_generation())
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
@@ -146,7 +146,7 @@ class EmbeddedVLLM:
         return [msgspec.json.decode(text, type=LoadReply) for text in replies]
 
     async def name_weights(self, label: str) -> None:
-        """Name the weights that are there now, in spans, where vLLM has names for them."""
+        """Set the label of the current weights for spans, if vLLM supports labels."""
         if self._has_labels:
             await self._call(self.llm.update_weight_version(label))
 
@@ -166,24 +166,24 @@ class EmbeddedVLLM:
         return [position[token].logprob for position, token in zip(logprobs[1:], token_ids[1:], strict=True)]
 
     async def sleep(self) -> None:
-        """Give the memory of weights and KV cache back."""
+        """Free the memory of weights and KV cache."""
         await self._call(self.llm.sleep(2, mode="keep"))
 
     async def wake_up(self, tag: str) -> None:
-        """Take the memory of `weights` or `kv_cache` again. With the last of it vLLM goes on by itself."""
+        """Allocate the memory of `weights` or `kv_cache`. When all memory is back, vLLM resumes by itself."""
         await self._call(self.llm.wake_up([tag]))
 
     async def look(self) -> None:
-        """Find out whether it still lives: `fault` knows."""
+        """Check whether it is alive; `fault` has the result."""
 
     async def close(self) -> None:
-        """End what `start` began. Safe to repeat."""
+        """End vLLM. Safe to repeat."""
         if self.sockets is None:
             return
         try:
             if (llm := self.llm) is not None:
                 path = self.sockets.path
-                # Shielded: a cancelled future that no thread has begun yet is never run, and vLLM's processes would live on.
+                # Shielded: a cancelled future that no thread has begun is never run, and vLLM's processes would stay.
                 ending = asyncio.get_running_loop().run_in_executor(None, shut_down, llm, self.processes | processes_of(path))
                 await asyncio.shield(ending)
                 await asyncio.sleep(0)  # vLLM closes its sockets in a callback; only then does its context end
@@ -193,7 +193,7 @@ class EmbeddedVLLM:
             self.sockets.close()
 
     async def _in_every_worker(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every worker's; by `collective_rpc` only those of the first data-parallel engine would answer."""
+        """Call a method of every worker; with `collective_rpc` only workers of the first data-parallel engine would answer."""
         client, loop = self.llm.engine_core, asyncio.get_running_loop()
         calls = [
             client._call_utility_async("collective_rpc", method, None, args, None, engine=engine)  # noqa: SLF001
@@ -204,14 +204,14 @@ class EmbeddedVLLM:
         return [reply for task in tasks for reply in task.result()]
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await something of vLLM's, which never answers once its engine process is dead."""
+        """Await a call of vLLM and check for the death of its engine process, which would never answer."""
         task = asyncio.get_running_loop().create_task(work)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=_DEATH_CHECK_S)
                 if not task.done() and self.fault:
                     break
-            return task.result()  # of one that is not done: InvalidStateError
+            return task.result()  # raises InvalidStateError if it is not done
         except Exception as error:
             raise self._failure(error) from error
         finally:
@@ -221,7 +221,7 @@ class EmbeddedVLLM:
         return EngineDied(self.fault) if self.fault else GenerationError(f"vLLM failed: {type(error).__name__}: {error}")
 
     def _watch(self, config: Any, engine_index: int = 0) -> SimpleNamespace:  # noqa: ANN401 - vLLM's
-        """Return what vLLM calls a stat logger: it hears after every step how full one of the engines is."""
+        """Return a vLLM stat logger: after every step it gets the load of one engine."""
         del config
 
         def record(scheduler_stats: Any = None, *_: object, **__: object) -> None:  # noqa: ANN401 - vLLM's

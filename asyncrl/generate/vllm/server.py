@@ -1,13 +1,13 @@
-"""A `vllm serve` that somebody else runs, over HTTP: token ids in and out, pause, weights, sleep. vLLM 0.32 or newer.
+"""A client of an external `vllm serve`, over HTTP: token ids in and out, pause, weights. vLLM 0.32 or newer.
 
-A completion is one POST, answered when it is finished, with the server's account of which weights sampled which tokens; closing
-its connection makes the server abort it. What the server must offer is asked for once, at the start; where something is missing
-the command line that brings it is named. From then on its gauges are read every two seconds.
+A completion is one POST, answered when it is finished, with the server's report of which weights sampled which tokens; closing
+its connection makes the server abort it. The start checks the server's features once; if one is missing, the error has the
+command line that enables it. From then on its gauges are read every two seconds.
 
-A server that is gone, or was restarted, is dead to the engine: the generator's process ends, its groups are handed out again, and
-its successor gives the server the newest weights. A server that cannot be reached is `ServerLost`, one that says no is
-`ServerRefused`: the engine ends all streams for the first and one request for the second. Fields of answers that we do not know
-are skipped, so versions may differ. Imports no vllm.
+If a server is gone or was restarted, the engine counts as dead: the generator's process ends, its groups are assigned again, and
+its successor gives the server the newest weights. `ServerLost` means that the server cannot be reached, and ends all streams.
+`ServerRefused` means that the server answered with an error, and ends one request. Unknown fields of answers are ignored, so
+versions may differ. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from asyncrl.generate.vllm.launch import EXTENSION, parse_version, sampling_argu
 from asyncrl.generate.vllm.load_request import LoadReply, LoadRequest
 
 LOOK_INTERVAL_S = 2.0
-"""How often the server's gauges are read."""
+"""Interval between two reads of the server's gauges."""
 NUM_ATTEMPTS = 3
 FIRST_DELAY_S = 0.2
-"""Between the first attempt and the second; doubled each time."""
+"""Delay between the first and the second attempt; doubled each time."""
 CLAMPED_LOGPROB = -9999.0
-"""What the server sends for a logprob that is not a number."""
+"""The server's value for a logprob that is not a number."""
 _HEALTH_INTERVAL_S = 0.5
 _GENERATE, _RPC, _LOAD = "/inference/v1/generate", "/collective_rpc", "asyncrl_load"
 _GAUGES = "process_start_time_seconds", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
@@ -53,7 +53,7 @@ class ServerLost(GenerationError):  # noqa: N818 - a state of the server, told t
 
 
 class ServerRefused(GenerationError):  # noqa: N818 - an answer
-    """The server answered that it will not, or that it failed."""
+    """The server refused the request, or failed."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class GenerateReply(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[str, _Logprob] | None, ...] | None = None
 
     def piece(self) -> Piece:
-        """Return the completion, with -inf for a logprob that is no number. Raises GenerationError where a part is missing."""
+        """Return the completion, with -inf for a logprob that is not a number. Raises GenerationError if a part is missing."""
         choice = self.choices[0] if self.choices else _Choice()
         token_ids, spans = choice.token_ids or (), choice.weight_versions or ()
         entries = (choice.logprobs.content if choice.logprobs is not None else None) or ()
@@ -111,7 +111,7 @@ class GenerateReply(msgspec.Struct, frozen=True):
         return Piece(token_ids, logprobs, choice.finish_reason, [(span.version, span.end - span.start) for span in spans])
 
     def scores(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the logprob of each prompt token after the first. Raises GenerationError where one is missing."""
+        """Return the logprob of each prompt token after the first. Raises GenerationError if one is missing."""
         rows = self.prompt_logprobs or ()
         found = [(row or {}).get(str(token), _Logprob()).logprob for row, token in zip(rows[1:], token_ids[1:], strict=False)]
         scores = [logprob for logprob in found if logprob is not None]
@@ -121,7 +121,7 @@ class GenerateReply(msgspec.Struct, frozen=True):
 
 
 class VLLMServer:
-    """One server; everything public is as `EmbeddedVLLM` has it, but it is never put to sleep."""
+    """One server, with the public interface of `EmbeddedVLLM`; `sleep` is refused."""
 
     load_hint = (
         ". If the server does not see this machine's files (another machine, a container), set generate.engine.shared_folder "
@@ -129,7 +129,7 @@ class VLLMServer:
     )
 
     def __init__(self, config: VLLMServerEngineConfig, clock: Clock) -> None:
-        """Note what `start` will drive; of several urls, the first."""
+        """Store the server's address; of several urls, the first."""
         self.config, self._clock = config, clock
         self._url = config.urls[0].rstrip("/")
         self.shared_folder = config.shared_folder
@@ -139,16 +139,16 @@ class VLLMServer:
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self, folder: ModelFolder, on_room: Callable[[int, int], object], on_death: Callable[[], None]) -> None:
-        """Find out what the server is, and refuse it where something is missing.
+        """Check the server, and refuse it if a feature is missing.
 
         Raises:
-            GenerationError: It is not healthy in time, too old, refuses our key, or was started without a flag we need.
+            GenerationError: The server is not healthy in time, too old, refuses our key, or was started without a required flag.
         """
         config, self._on_room, self._on_death = self.config, on_room, on_death
         key = await asyncio.to_thread(read_api_key, config.api_key_file)
         self._session = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-            # vLLM ends a connection that was idle for 5 s, and a request on one that has just ended is lost.
+            # vLLM closes a connection that was idle for 5 s, and a request on a just closed connection is lost.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         )
         give_up_s = self._clock.now() + config.start_timeout_s
@@ -169,7 +169,7 @@ class VLLMServer:
             )
         await self._check_offers(folder.path)
         said: dict[str, dict[str, Any]] = {}
-        with suppress(ServerRefused, msgspec.MsgspecError):  # a server that tells nothing of its own config is taken as it is
+        with suppress(ServerRefused, msgspec.MsgspecError):  # a server that does not report its config is accepted
             raw = await self._ask("GET", "/server_info", params={"config_format": "json"})
             said = msgspec.json.decode(raw, type=dict[str, dict[str, Any]]).get("vllm_config", {})
         if (num_replicas := int(said.get("parallel_config", {}).get("data_parallel_size", 1))) > 1:
@@ -192,32 +192,32 @@ class VLLMServer:
         await self._ask("POST", "/pause", params={"mode": "keep", "clear_cache": "true" if clear_cache else "false"})
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
         await self._ask("POST", "/resume")
 
     async def load(self, request: LoadRequest) -> list[LoadReply]:
-        """Have every worker load."""
+        """Make every worker load."""
         return await self._load(msgspec.json.encode(request).decode())
 
     async def name_weights(self, label: str) -> None:
-        """Name the weights that are there now."""
+        """Set the label of the current weights."""
         await self._ask("POST", "/update_weight_version", {"new_version": label})
 
     async def score(self, token_ids: Sequence[int], salt: str) -> list[float]:
-        """Return the logprob of each token after the first; the server samples one token at least, which nobody reads."""
+        """Return the logprob of each token after the first; the server must sample at least one token, which is ignored."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
         raw = await self._ask("POST", _GENERATE, GenerateBody("asyncrl-score", token_ids, sampling, salt))
         return self._decoded(raw, GenerateReply).scores(token_ids)
 
     async def sleep(self) -> None:
         """Refuse; a run that shares a device has no server (config/check.py)."""
-        raise GenerationError(f"the server at {self._url} is not this run's to put to sleep")
+        raise GenerationError(f"the server at {self._url} does not belong to this run, so it cannot be put to sleep")
 
     async def wake_up(self, tag: str) -> None:
-        """Do nothing, for it never sleeps."""
+        """Do nothing: the server never sleeps."""
 
     async def look(self) -> None:
-        """Ask how it is and read the gauges; take note of the room there is, or that the server is gone."""
+        """Check the server's health and read its gauges; note its free blocks, or that it is gone."""
         if self.fault:
             return
         try:
@@ -239,7 +239,7 @@ class VLLMServer:
             self._on_death()
 
     async def close(self) -> None:
-        """Close the connections; the server runs on."""
+        """Close the connections; the server keeps running."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
@@ -252,18 +252,18 @@ class VLLMServer:
             await self.look()
 
     async def _check_offers(self, folder: Path) -> None:
-        """See that the server was started with all that is needed; one that a killed generator left paused goes on."""
+        """Check the server's start flags; if a killed generator left it paused, resume it."""
         wanted, fault = self.config.max_sequence_tokens, ""
         try:
             models = self._decoded(await self._ask("GET", "/v1/models"), dict[str, Any]).get("data") or [{}]
             limit = models[0].get("max_model_len")
             await self._ask("POST", "/resume")
-            # Two tokens from one candidate each, whose logprob is 0 after top-k and something else before.
+            # Two tokens with one candidate each: the logprob is 0 after top-k, and another value before it.
             sampling = {"max_tokens": 2, "temperature": 0.5, "top_k": 1, "ignore_eos": True, "logprobs": 0, "detokenize": False}
             raw = await self._ask("POST", _GENERATE, GenerateBody("asyncrl-probe", (0, 1), sampling, "asyncrl-probe"))
             if any(self._decoded(raw, GenerateReply).piece().logprobs):
                 fault = "reports logprobs of another distribution than it samples from"
-            elif not await self._load("{}"):  # says nothing: whoever has the extension answers what is wrong with it
+            elif not await self._load("{}"):  # an empty request: a server with the extension answers with its fault
                 fault = "cannot take weights from us"
         except ServerRefused as error:
             if error.status in {401, 403}:
@@ -298,18 +298,18 @@ class VLLMServer:
         *,
         is_completion: bool = False,
     ) -> bytes:
-        """Return the answer; a lost connection is tried again, a few times.
+        """Send a request and return the answer; if the connection is lost, try again a few times.
 
         Args:
             method: GET or POST.
-            path: Of the route.
-            body: Sent as JSON; None: nothing.
-            params: Of the query.
-            is_completion: It may not be said twice, and its answer takes as long as it takes.
+            path: The path of the route.
+            body: Sent as JSON; None: no body.
+            params: Query parameters.
+            is_completion: Whether it is a completion: it is sent only once and has no time limit.
 
         Raises:
-            ServerLost: It cannot be reached.
-            ServerRefused: It answered with another status than 200.
+            ServerLost: The server cannot be reached.
+            ServerRefused: It answered with a status other than 200.
         """
         assert self._session is not None, "the engine is not started"
         most_s, num_attempts = self.config.request_timeout_s, 1 if is_completion else NUM_ATTEMPTS
@@ -343,10 +343,10 @@ class VLLMServer:
 
 
 def read_gauges(page: bytes) -> tuple[float, int, int, int]:
-    """Read the metrics page of a server with one engine; a row that is not there counts 0.
+    """Read the metrics page of a server with one engine; a missing row counts 0.
 
     Returns:
-        When the server's process began, in seconds; requests that run; free KV blocks; tokens of a block.
+        Start time of the server's process in seconds; running requests; free KV blocks; tokens of a block.
     """
     rows = {name: (labels, float(value)) for name, labels, value in _ROW.findall(page.decode(errors="replace"))}
     started_s, running, usage = (rows.get(name, ("", 0.0))[1] for name in _GAUGES)
@@ -356,7 +356,7 @@ def read_gauges(page: bytes) -> tuple[float, int, int, int]:
 
 
 def read_api_key(path: str) -> str:
-    """Return the file's first line; empty where no file is named. Raises GenerationError: it cannot be read, or there is none."""
+    """Return the file's first line; empty if no file is named. Raises GenerationError if it cannot be read or is empty."""
     if not path:
         return ""
     try:

@@ -1,12 +1,12 @@
-"""What runs inside vLLM's worker processes: it takes a version's tensors from a file or a receiver and loads them in place.
+"""Code inside vLLM's worker processes: it loads a version's tensors in place, from a file or a receiver.
 
 vLLM mixes `WeightsExtension` into its worker class (`worker_extension_cls`), so `self` is the worker: `self.model_runner`,
 `self.vllm_config`, `self.device`. Its methods are called by `collective_rpc`, text in, text out.
 
-Three things go wrong silently without the care taken here: a plain `load_weights` stops half-way where linears are repacked (on a
-CPU, or quantized), hence the layer-wise reload there; a tied head keeps its old values unless it is loaded under its own name too
-(`also_as`), or repacked where the model skips that name; and one shard of a fused layer alone gives garbage, which
-load_request.py excludes by asking for the whole set.
+Three silent faults are prevented. A plain `load_weights` stops half-way if linear layers are repacked (on a CPU, or quantized):
+such models are reloaded layer by layer. A tied head keeps its old values: it is loaded under its own name too (`also_as`), or
+repacked if the model skips that name. A single shard of a fused layer gives wrong weights: load_request.py requires the whole
+set.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from asyncrl.models.layout import view_tensors
 from asyncrl.weights.tensors import Receiver, make_receiver
 
 _NOISY = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns at every load of layers that have no weights (rotary embeddings); what was not loaded, we look at ourselves."""
+"""This logger warns at every load about layers without weights (rotary embeddings); we check missing weights ourselves."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Theirs = Any
-"""A worker of vLLM's, or its model, which have no types."""
+"""A vLLM worker or its model; vLLM has no types for them."""
 
 
 class WeightsExtension:
-    """Mixed into vLLM's worker; every name begins with `asyncrl_`, so that none of the worker's is hidden."""
+    """Mixed into vLLM's worker; every name begins with `asyncrl_`, so that no worker attribute is hidden."""
 
     def asyncrl_load(self, order: str) -> str:
-        """Replace the weights as a `LoadRequest` says; return a `LoadReply`. Both as JSON.
+        """Replace the weights by a `LoadRequest`; return a `LoadReply`. Both are JSON.
 
-        Never raises: vLLM takes the first rank's error and leaves the others' in its queue, for the next call to find.
+        Never raises: vLLM reads the first rank's error and leaves the others in its queue, where the next call would read them.
         """
         try:
             reply = _load(self, msgspec.json.decode(order, type=LoadRequest))
@@ -59,13 +59,13 @@ class WeightsExtension:
         return msgspec.json.encode(reply).decode()
 
     def asyncrl_follow(self, owner_pid: int, sockets: str) -> None:
-        """End this worker and its engine core when the process that owns the engine is gone, however it ended.
+        """End this worker and its engine core when the process that owns the engine has ended for any reason.
 
         Args:
-            owner_pid: The generator's; it must live. Where vLLM has one worker, that may be the core itself.
-            sockets: The folder of the engine's sockets, removed in the end.
+            owner_pid: The generator's process id; it must be alive. With one worker, the worker may be the engine core itself.
+            sockets: The folder of the engine's sockets; removed at the end.
         """
-        owner, parent = os.pidfd_open(owner_pid), os.pidfd_open(os.getppid())  # handles never come to mean another process
+        owner, parent = os.pidfd_open(owner_pid), os.pidfd_open(os.getppid())  # a handle never refers to another process
 
         def follow() -> None:
             select.select([owner], [], [])
@@ -78,7 +78,7 @@ class WeightsExtension:
 
 
 def _load(worker: Theirs, order: LoadRequest) -> LoadReply:
-    """Load everything, once its first tensor is here; a layer whose tensors did not come keeps its old ones."""
+    """Load all tensors, from the arrival of the first one; a layer whose tensors do not arrive keeps its old ones."""
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     vocabulary = import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     device = torch.device(worker.device)
@@ -89,7 +89,7 @@ def _load(worker: Theirs, order: LoadRequest) -> LoadReply:
         heads = {name: module for name, module in model.named_modules() if isinstance(module, vocabulary.ParallelLMHead)}
         if order.base is not None:
             tensors = merged(tensors, order.base, device)
-        # A model that has no head applies the embedding itself (Gemma) and knows no other name of it.
+        # A model without a head uses the embedding itself (Gemma) and has no other name for it.
         named: NamedTensors = (pair for pair in checkpoint_tensors(tensors, order) if heads or pair[0] != HEAD)
         try:
             named = chain(list(islice(named, 1)), named)
@@ -106,7 +106,7 @@ def _load(worker: Theirs, order: LoadRequest) -> LoadReply:
             raise GenerationError(f"vLLM did not load {len(missing)} of its parameters: {', '.join(sorted(missing)[:5])}")
         for name, head in heads.items():
             # A tied head that the model skips while loading (Llama until 0.28, GPT-2 still) has the embedding's storage, which
-            # has new values; but on a CPU its matrix product runs over a packed copy.
+            # has new values; but on a CPU its matrix product uses a packed copy.
             if f"{name}.weight" not in (loaded or ()) and isinstance(head.quant_method, vocabulary.UnquantizedEmbeddingMethod):
                 head.quant_method.process_weights_after_loading(head)
         if order.zero_kv:
@@ -121,9 +121,9 @@ def _load(worker: Theirs, order: LoadRequest) -> LoadReply:
 
 
 def is_plainly_loaded(model: torch.nn.Module) -> bool:
-    """Return whether a GPU computes with a model's weights as its loader leaves them: not quantized, no mixture, plain attention.
+    """Return whether a GPU uses a model's weights as loaded: not quantized, no mixture of experts, plain attention.
 
-    Then all that the layer-wise reload does beside loading changes nothing, and it takes longer than the loading.
+    For such a model the layer-wise reload has no effect beyond loading, and takes longer than the loading.
     """
     linear = import_module("vllm.model_executor.layers.linear").UnquantizedLinearMethod
     embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding").UnquantizedEmbeddingMethod
@@ -137,7 +137,7 @@ def is_plainly_loaded(model: torch.nn.Module) -> bool:
 
 
 def _load_layerwise(worker: Theirs, model: Theirs, named: NamedTensors, device: torch.device) -> tuple[set[str] | None, set[str]]:
-    """Load layer by layer, each made ready as at the start; return the names of what was loaded, and of what was not.
+    """Load layer by layer, and prepare each layer as at the start; return the names of loaded and of missing parameters.
 
     Not loaded is, in layers that are not complete yet, all of a layer's which was given nothing, whatever the model says it
     loaded (GPT-OSS writes past the reload), and what the model does not name. Of a complete layer it need not name them as they
@@ -175,7 +175,7 @@ def _tensors(worker: Theirs, source: FileSource | ReceiverSource, device: torch.
         yield from view_tensors(mapped[source.offset :], source.manifest).items()
         return
     key, kept = (source.receiver, source.arguments), getattr(worker, "_asyncrl_receiver", None)
-    if kept is None or kept[0] != key:  # made at the first order, and kept as long as its arguments stay the same
+    if kept is None or kept[0] != key:  # created at the first order, and kept while its arguments stay the same
         if kept is not None:
             kept[1].close()
         kept = (key, make_receiver(source.receiver, source.arguments.encode()))
@@ -188,7 +188,7 @@ def _tensors(worker: Theirs, source: FileSource | ReceiverSource, device: torch.
 
 
 def checkpoint_tensors(tensors: NamedTensors, order: LoadRequest) -> NamedTensors:
-    """Yield tensors as a checkpoint has them: under every name, cut into views of what comes, and what no version changes."""
+    """Yield tensors in a checkpoint's form: under every name, split into views, plus the tensors that no version changes."""
     for name, given in tensors:
         for own in [name, *([order.also_as[name]] if name in order.also_as else [])]:
             if own not in order.parts:
@@ -202,12 +202,12 @@ def checkpoint_tensors(tensors: NamedTensors, order: LoadRequest) -> NamedTensor
 
 
 def merged(adapters: Iterable[tuple[str, torch.Tensor]], base: Base, device: torch.device) -> NamedTensors:
-    """Yield the whole model: the base's tensors, those with adapters with them added.
+    """Yield the whole model: the base's tensors, with the adapters added.
 
     Args:
-        adapters: All of a version's, [rank, in] and [out, rank].
-        base: Where the rest is.
-        device: Where sums are taken.
+        adapters: All adapters of a version, [rank, in] and [out, rank].
+        base: The location of the base model.
+        device: The device for the sums.
 
     Source: Hu et al. 2021 (arXiv 2106.09685), equation 3: W + alpha / r B A.
     """

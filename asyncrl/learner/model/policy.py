@@ -1,16 +1,15 @@
 """The policy, made from scratch or opened from a local folder, always with packed attention; its forward over a packed row.
 
-The critic too: the return to expect from the state before each token, as a head on the policy or as a model of its own.
+Also the critic: it predicts the return from the state before each token, as a head on the policy or as a separate model.
 
-A checkpoint under LoRA is a Hugging Face folder whose weights are links to the run's model, with the adapters beside them in
+A checkpoint with LoRA is a Hugging Face folder whose weights are links to the run's model, with the adapters beside them in
 peft's format (adapter_config.json, adapter_model.safetensors). `AutoModelForCausalLM.from_pretrained` opens it with the adapters
-in force; `peft.PeftModel.from_pretrained` opens it over the base.
+active; `peft.PeftModel.from_pretrained` opens it over the base.
 
-Invariants: what engines and checkpoints get is exactly what is trained; nothing is ever fetched from a network; dropout is off
-(the importance ratio of an update's first forward is 1 only where the forward is a function of weights and tokens); a folder
-written here opens with `AutoModelForCausalLM.from_pretrained`; peft is imported only where there are adapters. A new critic gives
-0 everywhere (its output layer starts at zero), so that it begins by changing nothing; that layer is float32, also where its body
-is not.
+Invariants: engines and checkpoints get exactly the trained weights; nothing is downloaded; dropout is off (the importance ratio
+of an update's first forward is 1 only if the forward depends on weights and tokens alone); a folder written here opens with
+`AutoModelForCausalLM.from_pretrained`; peft is imported only if there are adapters. A new critic gives 0 everywhere (its output
+layer starts at zero), so that it changes nothing at first; that layer is float32, even if its body is not.
 
 Legend: M targets of a row, D hidden size.
 """
@@ -65,13 +64,13 @@ PAD, EOS = "<pad>", "<eos>"
 ADAPTER_FILE = "adapter_model.safetensors"
 PROBE_TOKENS = 16
 MOST_FED = 0.9
-"""Share of a row's tokens beyond which leaving the others out saves less than it costs."""
+"""Share of a row's tokens above which skipping the other tokens saves less than it costs."""
 SMALL_LOGITS = 1 << 20
-"""So many need no chunks, which cost a second forward of the output layer: 4 MiB in float32."""
+"""Up to so many logits (4 MiB in float32) are computed without chunks, which would cost a second forward of the output layer."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token a character; ids follow the sorted characters, 0 is `<pad>` and 1 is `<eos>`.
+    """Return a tokenizer with one token per character; ids follow the sorted characters, 0 is `<pad>` and 1 is `<eos>`.
 
     A character outside the alphabet raises: a task whose prompts do not fit its own alphabet is a bug, not an unknown token.
 
@@ -92,8 +91,8 @@ def build_scratch(config: ScratchModel, alphabet: str, seed: int) -> tuple[PreTr
 
     Args:
         config: Sizes.
-        alphabet: Every character a prompt or completion may hold.
-        seed: Of the weights.
+        alphabet: All characters that a prompt or completion may contain.
+        seed: Seed of the weights.
 
     Returns:
         float32 model on the CPU, tokenizer.
@@ -126,12 +125,12 @@ def open_model(
     Args:
         folder: Config, safetensors and tokenizer.
         config: Device, dtype and gradient checkpointing are read.
-        trust_remote_code: Of `model` in the run's config.
-        fp32_head: As well.
-        needs_head: As `open_folder` takes it.
+        trust_remote_code: As in the run's config.
+        fp32_head: As `model.fp32_head` in the run's config.
+        needs_head: See `open_folder`.
 
     Raises:
-        ConfigError: The folder is missing something, a weight say, or the model cannot be trained on packed rows.
+        ConfigError: The folder is incomplete (for example, a weight is missing), or the model cannot be trained on packed rows.
     """
     check_folder(folder)
     model = open_folder(
@@ -142,10 +141,10 @@ def open_model(
 
 
 def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool = False) -> PreTrainedModel:
-    """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is understood."""
+    """Move a model to device and dtype, set packed attention, switch dropout off, and check that its head is supported."""
     use_packed_attention(model)
     model.to(device=config.device)
-    # Not model.to(dtype): it would round the rotary frequencies too, and positions far out would turn by whole radians.
+    # Not model.to(dtype), which would also round the rotary frequencies: large positions would be wrong by whole radians.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.dtype])
     if fp32_head:
@@ -165,7 +164,7 @@ def made_ready(model: PreTrainedModel, config: LearnerConfig, *, fp32_head: bool
 
 
 def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401 - transformers' own class
-    """Open the tokenizer of a folder that `check_folder` let pass."""
+    """Open the tokenizer of a folder that passed `check_folder`."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, RuntimeError) as error:
@@ -179,7 +178,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  #
 
 
 def link_folder(source: Path, folder: Path, *, relative: bool = False) -> None:
-    """Fill `folder` with the small files of `source`, and links to its weights; `relative` ones survive moving both."""
+    """Fill `folder` with the small files of `source`, and links to its weights; `relative` links survive a move of both."""
     for path in source.iterdir():
         if path.suffix == ".safetensors":
             (folder / path.name).symlink_to(os.path.relpath(path, folder.resolve()) if relative else path)
@@ -189,14 +188,14 @@ def link_folder(source: Path, folder: Path, *, relative: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowOutputs:
-    """What one forward of the policy over a row gives."""
+    """Results of one forward of the policy over a row."""
 
     logprobs: torch.Tensor
-    """float32 [M] (float64 of a float64 model), log-probability of each target."""
+    """float32 [M] (float64 for a float64 model), log-probability of each target."""
     entropy: torch.Tensor
-    """As `logprobs`, of the distribution that each target was drawn from."""
+    """As `logprobs`: entropy of the distribution from which each target was drawn."""
     hidden: torch.Tensor
-    """[M, D], what the output layer saw of each target: the state before it."""
+    """[M, D], the output layer's input for each target: the state before it."""
 
 
 def run_row(
@@ -214,7 +213,7 @@ def run_row(
         model: From `open_model` or `made_ready`.
         row: On the model's device.
         temperature: See `token_logprobs`.
-        chunk_tokens: See `token_logprobs`; more where the vocabulary is small (SMALL_LOGITS).
+        chunk_tokens: See `token_logprobs`; more if the vocabulary is small (SMALL_LOGITS).
         entropy_gradient: See `token_logprobs`.
         fused: See `token_logprobs`.
     """
@@ -254,10 +253,10 @@ def row_hidden(body: PreTrainedModel, row: Row) -> torch.Tensor:
 
 
 def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> contextlib.ExitStack:
-    """Return a context in which the last block's feed-forward runs over `tokens` alone and gives 0 to the other tokens of a row.
+    """Return a context in which the last block's feed-forward runs only over `tokens` and gives 0 for the row's other tokens.
 
-    After it nothing reads the others: most tokens of a prompt. Where blocks are compiled, run again in the backward or have
-    experts, and where few tokens would be left out, it runs over all.
+    Nothing reads the other tokens (most of a prompt) after that block. If blocks are compiled, checkpointed or have experts, or
+    if few tokens would be skipped, it runs over all tokens.
     """
     context, kinds = contextlib.ExitStack(), body._no_split_modules or ()  # noqa: SLF001 - transformers' name for its repeated blocks
     blocks = [one for one in body.modules() if type(one).__name__ in kinds]
@@ -274,16 +273,16 @@ def _feed_only(body: PreTrainedModel, tokens: torch.Tensor, num_tokens: int) -> 
 
 
 def compile_now(model: PreTrainedModel, optimizer: PolicyOptimizer, *, fused: bool) -> None:
-    """Have compiled what rows of any size run in forward and backward (`learner.compile`), before a step waits for it.
+    """Compile forward and backward for rows of any size (`learner.compile`) now, so that no step waits for it.
 
-    No memory of it is kept: vLLM takes what others allocate while it measures the memory for its own.
+    The memory is released: vLLM counts memory that others allocate while it measures as its own.
 
     Args:
         model: From `made_ready`.
-        optimizer: The model's.
+        optimizer: The model's optimizer.
         fused: See `run_row`.
     """
-    sequences = [np.arange(40), np.concatenate([np.arange(24), np.arange(40, 72)])]  # the second shares the first's beginning
+    sequences = [np.arange(40), np.concatenate([np.arange(24), np.arange(40, 72)])]  # the second has the first's prefix
     layout = on_device(build_layout(sequences, 72), model.device)
     places = torch.from_numpy(np.concatenate([sequences[0], np.arange(24, 56)])).to(model.device)
 
@@ -299,7 +298,7 @@ def compile_now(model: PreTrainedModel, optimizer: PolicyOptimizer, *, fused: bo
 
 
 class Reference:
-    """The frozen reference policy on the learner's device: a model of its own, or the policy with its adapters off."""
+    """The frozen reference policy on the learner's device: a separate model, or the policy with its adapters off."""
 
     def __init__(
         self, model: PreTrainedModel, chunk_tokens: int, adapters_off: Callable[[], AbstractContextManager[None]] | None = None
@@ -309,8 +308,8 @@ class Reference:
         Args:
             model: The reference, or the policy.
             chunk_tokens: `learner.logprob_chunk_tokens`.
-            adapters_off: Makes the policy its base for as long as the context lasts, which saves a second copy; None: `model` is
-                a model of its own.
+            adapters_off: Context in which the policy is its base model, which saves a second copy; None: `model` is a separate
+                model.
         """
         self.model = model if adapters_off is not None else model.requires_grad_(False)
         self.is_own_model = adapters_off is None
@@ -326,11 +325,11 @@ class Reference:
 
 @torch.no_grad()
 def make_probe(model: PreTrainedModel, max_tokens: int) -> Probe:
-    """Return a fixed sequence and its log-probabilities: they show whether a generator holds the weights the learner means.
+    """Return a fixed sequence and its log-probabilities, with which a generator verifies that it has the learner's weights.
 
     Args:
         model: The policy.
-        max_tokens: Longest sequence a generator takes.
+        max_tokens: Longest sequence that a generator accepts.
     """
     vocabulary = model.config.get_text_config().vocab_size
     token_ids = np.random.default_rng(0).integers(0, vocabulary, min(PROBE_TOKENS, max_tokens)).astype(np.int32)
@@ -344,15 +343,15 @@ def make_probe(model: PreTrainedModel, max_tokens: int) -> Probe:
 
 
 def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None = None) -> PreTrainedModel:
-    """Open the policy with what is trained of it, ready to train.
+    """Open the policy, with its adapters if there are any, ready to train.
 
     Args:
         config: `model`, `learner` and `seed` are read.
         model_folder: `RUN/model`, the policy at version 0.
-        checkpoint: Whose weights, or adapters, it has; None: those of version 0.
+        checkpoint: Source of the weights or adapters; None: version 0.
 
     Raises:
-        ConfigError: A folder cannot be opened, or there is no layer that the adapters name.
+        ConfigError: A folder cannot be opened, or the model has no layer of a name in `learner.lora`.
         LearnerError: The checkpoint has no adapters, or they are not of this model and this `learner.lora`.
     """
     weights = checkpoint if checkpoint is not None and config.learner.lora is None else model_folder
@@ -363,13 +362,13 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
             path = checkpoint / ADAPTER_FILE
             if not path.is_file():
                 raise LearnerError(
-                    f"{checkpoint} has no {ADAPTER_FILE}: it was written without learner.lora; go on without, or start anew"
+                    f"{checkpoint} has no {ADAPTER_FILE}: it was written without learner.lora; remove it, or start a new run"
                 )
             saved = load_file(path)
             wanted = {_peft_name(name): parameter for name, parameter in publishable_tensors(model).items()}
             if {name: one.shape for name, one in saved.items()} != {name: one.shape for name, one in wanted.items()}:
                 raise LearnerError(
-                    f"the adapters in {path} are not those of this model under this learner.lora: take the run's own config"
+                    f"the adapters in {path} do not fit this model and learner.lora: use the config of the run's start"
                 )
             with torch.no_grad():
                 for name, parameter in wanted.items():
@@ -383,7 +382,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 
 def publishable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what engines must load to hold this version: the trained adapters where there are any, else every parameter."""
+    """Return the tensors that engines must load for this version: the trained adapters if there are any, else all parameters."""
     parameters = model.named_parameters()
     if not has_adapters(model):
         return dict(parameters)
@@ -401,19 +400,19 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _peft_name(name: str) -> str:
-    """Return what peft calls a parameter in its files: without the adapter's name."""
+    """Return a parameter's name in peft's files: without the adapter's name."""
     return "base_model.model." + name.replace(".default.", ".")
 
 
 class Critic(torch.nn.Module):
-    """A linear layer on the policy's hidden states (a head, whose gradient goes on into the policy) or on a body of its own."""
+    """A linear layer on the policy's hidden states (a head, whose gradient continues into the policy) or on its own body."""
 
     def __init__(self, hidden_size: int, body: PreTrainedModel | None = None) -> None:
-        """Make one on the CPU, or where its body is.
+        """Make a critic on the CPU, or on its body's device.
 
         Args:
             hidden_size: D.
-            body: A transformer without its output layer; None: it is a head.
+            body: A transformer without its output layer; None: the critic is a head.
         """
         super().__init__()
         self.body = body
@@ -424,7 +423,7 @@ class Critic(torch.nn.Module):
             self.output.to(next(body.parameters()).device)
 
     def forward(self, given: Row | torch.Tensor) -> torch.Tensor:
-        """Return [M], the value of the state before each target: of a row or, of a head, of the policy's hidden states [M, D]."""
+        """Return [M], the value of the state before each target: of a row or, for a head, of the policy's states [M, D]."""
         if isinstance(given, Row):
             assert self.body is not None, "a head is given the policy's hidden states"
             given = row_hidden(self.body, given)
@@ -435,7 +434,7 @@ class Critic(torch.nn.Module):
 def build_critic_optimizer(
     critic: Critic, config: CriticConfig, learner: LearnerConfig, num_steps: int, policy: PolicyOptimizer
 ) -> PolicyOptimizer:
-    """Return the critic's optimizer: the learner's, at the critic's learning rate; `policy` is the policy's."""
+    """Return the critic's optimizer: the learner's settings with the critic's learning rate; `policy` is the policy's."""
     own = msgspec.structs.replace(learner, learning_rate=config.learning_rate)
     shared = policy if critic.body is None else None
     return PolicyOptimizer(critic.named_parameters(), own, num_steps, shares_scale_of=shared)

@@ -1,7 +1,7 @@
 """A short supervised training of a scratch model on the task's own worked examples, before version 0 exists.
 
-Cross-entropy on completion and end-of-sequence, token mean; ends early at a given accuracy, where asked to; seeded, so that the
-same config gives the same version 0. The learning rate rises over the first tenth and then falls along a cosine to a tenth.
+Cross-entropy on completion and end-of-sequence, token mean. It can end early at a given accuracy. It is seeded, so that the same
+config gives the same version 0. The learning rate rises over the first tenth of the steps, then a cosine reduces it to a tenth.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LOG_EVERY = 50
 FINAL_RATE_SHARE = 0.1
 WARMUP_SHARE = 0.1
 ACCURACY_BATCHES = 8
-"""Batches that the accuracy is averaged over."""
+"""Number of batches over which the accuracy is averaged."""
 
 
-class StartAbandoned(Exception):  # noqa: N818 - not an error: somebody asked for the end
-    """The learner was told to end before it had a version 0."""
+class StartAbandoned(Exception):  # noqa: N818 - not an error: the stop was requested
+    """The learner was told to stop before version 0 existed."""
 
 
 Example = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -59,20 +59,20 @@ def warm_start(
 
     Args:
         model: From `made_ready`.
-        examples: Drawn from without replacement within a batch.
+        examples: Each batch is drawn from these without replacement.
         config: Steps, batch size, learning rate.
-        learner: Everything else of an optimizer: betas, clipping, chunking.
-        seed: Of the draw.
-        stopped: Asked before every step.
+        learner: Other optimizer settings (betas, clipping) and chunking.
+        seed: Seed of the draw.
+        stopped: Called before every step.
 
     Returns:
-        `warm_start/loss` (nats a token, mean of the last ten steps), `warm_start/accuracy` (of the last batches, before they
-        were trained on) and `warm_start/steps` taken.
+        `warm_start/loss` (nats per token, mean of the last ten steps), `warm_start/accuracy` (of the last batches, before they
+        were trained) and `warm_start/steps` (number of steps done).
 
     Raises:
         ConfigError: There are no examples.
         LearnerError: The loss is not finite.
-        StartAbandoned: `stopped` said so.
+        StartAbandoned: `stopped` returned true.
     """
     if not examples:
         raise ConfigError("model.warm_start: this task has no worked examples; remove warm_start or choose another task")
@@ -103,7 +103,7 @@ def warm_start(
         losses.append(loss.item())
         if not np.isfinite(losses[-1]):
             raise LearnerError(f"warm start: loss {losses[-1]} at step {step}; lower model.warm_start.learning_rate")
-        # The mean probability that sampling at temperature 1 gives the worked completion, end included.
+        # Mean probability of the worked completion, end included, when sampling at temperature 1.
         parts = torch.split(logprobs.detach(), [len(completion) for _, completion in drawn_examples])
         accuracies.append(float(np.mean([part.sum().exp().item() for part in parts])))
         is_full = len(accuracies) == ACCURACY_BATCHES
@@ -120,7 +120,7 @@ def warm_start(
 
 
 def _row(examples: list[Example]) -> Row:
-    """Lay examples end to end in one row; every token of a completion is a target."""
+    """Concatenate examples in one row; every token of a completion is a target."""
     samples, start = [], 0
     for group_id, (prompt_ids, completion_ids) in enumerate(examples):
         sizes = len(prompt_ids), len(completion_ids)

@@ -1,17 +1,17 @@
-"""The tensors that optimizers change, and how gradients get to them and weights back.
+"""Master weights: the tensors that optimizers change, and the copies of gradients to them and of weights back.
 
 A float32 parameter on the learner's device is its own master. Otherwise the master is a float32 copy, because at RL learning
 rates an update of a bfloat16 or float16 parameter rounds to nothing; the gradients of all micro-batches then add up in float32
 on the parameter's device.
 
-A copy does not begin at the rounded value but anywhere within what rounds to it. From the middle, a weight of 16 bits would stay
-as it is until its updates add up to half of a rounding step: 2e-4 for one of 0.1 in bfloat16, ten full updates at a rate of 2e-5.
-So in the mean the rounded weights follow the updates from the first one on.
+A copy starts at a random value that rounds to the parameter, not at the rounded value itself. From the rounded value, a 16-bit
+weight would not change until its updates add up to half of a rounding step: for a weight of 0.1 in bfloat16 that is 2e-4, or ten
+full updates at a rate of 2e-5. With random starts the rounded weights follow the updates from the first one on, on average.
 
-With offload the copy is in host memory (pinned where the parameter is on CUDA), and gradients come over bucket by bucket, the
-next bucket's copy under way while the host works on this one.
+With offload the copy is in host memory (pinned if the parameter is on CUDA), and gradients are copied bucket by bucket; the next
+bucket is copied while the host works on this one.
 
-Invariant: where a master is kept changes no bit on a CPU.
+Invariant: on a CPU the location of a master changes no bit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from asyncrl.learner.ranks.fsdp import divided_like
 
 FULL_PRECISION = (torch.float32, torch.float64)
 BUCKET_ELEMENTS = 16 << 20
-"""64 MiB of float32 gradients, twice over, in staging memory."""
+"""Two staging buffers of 64 MiB of float32 gradients each."""
 
 
 class Master:
-    """One trained parameter of the model and what its optimizer changes in its place."""
+    """One trained parameter of the model, and the tensor that its optimizer changes instead."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, *, on_host: bool) -> None:
         self.parameter = parameter
@@ -46,7 +46,7 @@ class Master:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the optimizer changes a copy, which has to be written back and saved."""
+        """Whether the optimizer changes a copy, which must be written back and saved."""
         return self.trained is not self.parameter
 
     @property
@@ -55,7 +55,7 @@ class Master:
         return self.parameter.grad if self._sums_by_itself else self._sum
 
     def drop_gradient(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.parameter.grad = self._sum = self.trained.grad = None
 
     def _add_up(self, source: torch.Tensor) -> None:
@@ -66,14 +66,14 @@ class Master:
 
 
 def spread(rounded: torch.Tensor, name: str) -> torch.Tensor:
-    """Return float32 values drawn evenly from what rounds to the given ones of 16 bits.
+    """Return float32 values drawn uniformly from the values that round to the given 16-bit ones.
 
-    They are the same for the same name on one kind of device. Zeros stay, and so does a quarter of the powers of two.
+    The same name gives the same values on one kind of device. Zeros do not change, nor do a quarter of the powers of two.
 
-    Source: dithered quantization (Schuchman 1964): with an offset drawn evenly over a step, rounding has no error in the mean.
+    Source: dithered quantization (Schuchman 1964): with an offset uniform over a step, rounding has no error on average.
     """
     exact = rounded.float()
-    device = torch.device("cpu") if isinstance(rounded, DTensor) else rounded.device  # alike over any ranks
+    device = torch.device("cpu") if isinstance(rounded, DTensor) else rounded.device  # the same for any number of ranks
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     noise = divided_like(torch.rand(rounded.shape, generator=generator, device=device).sub_(0.5), rounded)
     step = torch.finfo(rounded.dtype).eps * exact.abs().log2().floor().exp2()
@@ -82,7 +82,7 @@ def spread(rounded: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def buckets_of(masters: Sequence[Master], bucket_elements: int = BUCKET_ELEMENTS) -> list[list[Master]]:
-    """Cut masters, in order, into buckets of at most `bucket_elements` (a larger parameter is one of its own)."""
+    """Cut masters, in order, into buckets of at most `bucket_elements` (a larger parameter has its own bucket)."""
     buckets: list[list[Master]] = []
     room = 0
     for master in masters:
@@ -95,14 +95,14 @@ def buckets_of(masters: Sequence[Master], bucket_elements: int = BUCKET_ELEMENTS
 
 
 class HostGradients:
-    """Brings gradients to host memory, two buckets at a time."""
+    """Copies gradients to host memory, two buckets at a time."""
 
     def __init__(self, buckets: Sequence[Sequence[Master]]) -> None:
         self._buckets = buckets
         self._staging: tuple[torch.Tensor, ...] = ()
 
     def arrivals(self) -> Iterator[int]:
-        """Yield each bucket's index once its masters hold their gradients; they last until the next one is asked for."""
+        """Yield each bucket's index once its masters hold their gradients; they are valid until the next one is requested."""
         arrived = [self._send(0)]
         for index, bucket in enumerate(self._buckets):
             if index + 1 < len(self._buckets):
@@ -115,7 +115,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _send(self, index: int) -> torch.cuda.Event | None:
-        """Start the copy of a bucket's gradients; return what says that it is over, None where it is already."""
+        """Start the copy of a bucket's gradients; return an event that marks its end, None if it is complete already."""
         device = self._buckets[index][0].parameter.device
         on_cuda = device.type == "cuda"
         if not self._staging:
@@ -130,10 +130,10 @@ class HostGradients:
         if not on_cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))  # the copies run there, whatever the thread's current device is
+        event.record(torch.cuda.current_stream(device))  # the copies run on this stream, for any current device of the thread
         return event
 
 
 def _room(master: Master) -> int:
-    """Return the bytes a gradient takes in the staging memory, rounded up to whole cache lines."""
+    """Return the bytes of a gradient in the staging memory, rounded up to whole cache lines."""
     return -(-master.trained.nbytes // 64) * 64

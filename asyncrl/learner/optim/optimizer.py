@@ -1,10 +1,10 @@
 """AdamW with a schedule, clipping and loss scaling, over float32 master weights, with a state that is saved without pickle.
 
-Its moments may be in 8 bits, by bitsandbytes; no other file imports that.
+The moments may have 8 bits, by bitsandbytes; no other file imports it.
 
-Invariants: the learning rate is a function of the step number alone, so there is no scheduler state to lose; what the optimizer
-changes is at least float32 (optim/master_weights.py); saving and loading changes no bit; a loss scale is a power of two, so that
-scaling and unscaling round nothing.
+Invariants: the learning rate depends only on the step number, so there is no scheduler state to lose; the tensors that the
+optimizer changes are at least float32 (optim/master_weights.py); saving and loading changes no bit; a loss scale is a power of 2,
+so that scaling and unscaling cause no rounding.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _MASTER, _SCALE = "master", "loss_scale"
 _ADAMW_KINDS = {"step", "exp_avg", "exp_avg_sq"}
 _LOWBIT_CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}
 _LOWBIT_CONSTANTS = ("qmap1", "qmap2")
-"""Tables of the library that turn 8 bits into numbers. They are not saved."""
+"""Tables of the library that map 8 bits to numbers. They are not saved."""
 FIRST_SCALE = 2.0**16
 SMALLEST_SCALE = 1.0
 GROWTH_INTERVAL = 2000
-"""Good updates in a row after which the scale doubles."""
+"""Number of successful updates in a row after which the scale doubles."""
 SAMPLED = 1024
-"""Weights of each matrix, about, by which an update is measured."""
+"""Approximate number of weights of each matrix by which an update is measured."""
 
 
 class LossScale:
-    """What float16 losses are multiplied by before the backward pass: small gradients vanish without, large ones overflow.
+    """The factor of float16 losses before the backward pass: without it small gradients vanish; if too large, gradients overflow.
 
-    Source: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2; numbers of `torch.amp.GradScaler`.
+    Source: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2; constants of `torch.amp.GradScaler`.
 
     Example:
         >>> scale = LossScale()
@@ -53,13 +53,13 @@ class LossScale:
         self.good_updates = 0
 
     def note_update(self) -> None:
-        """Count an update that was made."""
+        """Count a successful update."""
         self.good_updates += 1
         if self.good_updates >= GROWTH_INTERVAL:
             self.value, self.good_updates = self.value * 2.0, 0
 
     def shrink(self) -> bool:
-        """Halve the scale after an overflow; return False where it cannot be the scale's fault any more."""
+        """Halve the scale after an overflow; return False if the scale is minimal, so that it is not the cause."""
         self.good_updates = 0
         if self.value <= SMALLEST_SCALE:
             return False
@@ -71,7 +71,7 @@ def learning_rate_at(step: int, config: LearnerConfig, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
 
     Linear from learning_rate / warmup_steps up to `learning_rate`, then cosine down to `min_learning_rate_ratio` of it at the
-    last step; constant where the ratio is 1.
+    last step; constant if the ratio is 1.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -103,11 +103,11 @@ class PolicyOptimizer:
         """Take over a model's parameters.
 
         Args:
-            named_parameters: Those that need no gradient are left alone.
+            named_parameters: Parameters that need no gradient are not changed.
             config: Optimizer and dtype.
-            num_steps: Where a cosine schedule ends.
-            shares_scale_of: The optimizer that runs the backward pass of a loss whose gradients reach these parameters too (a
-                value head beside its policy); it owns the loss scale.
+            num_steps: The step at which a cosine schedule ends.
+            shares_scale_of: The optimizer that owns the loss scale, if its backward pass gives these parameters their gradients
+                too (a value head beside its policy).
         """
         self._config, self._num_steps = config, num_steps
         on_host = config.offload_optimizer
@@ -128,24 +128,24 @@ class PolicyOptimizer:
         self._adamw_of = {id(m.trained): adamw for bucket, adamw in zip(buckets, self._adamws, strict=True) for m in bucket}
         self._own_scale = LossScale() if config.dtype == "float16" and shares_scale_of is None else None
         self.scale: LossScale | None = self._own_scale if shares_scale_of is None else shares_scale_of.scale
-        """One and the same for all whose gradients come from one backward pass; None but for float16."""
+        """Shared by all optimizers whose gradients come from one backward pass; None except for float16."""
         self.relative_update = 0.0
-        """How far the newest `step` moved the matrices' weights, over their size (norms of a sample of this rank's), had it been
-        at the schedule's highest rate. So the first step of a warm-up tells what its end will be like."""
+        """Norm of the newest `step`'s change of the matrices' weights over their norm (of a sample on this rank), scaled to the
+        schedule's highest rate. So the first step of a warm-up already shows the value at its end."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss."""
         (loss if self.scale is None else loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Yield each parameter's gradient, in order, unclipped and without the loss scale (float64; zeros where it has none)."""
+        """Yield each parameter's gradient, in order, unclipped and without the loss scale (float64; zeros if it has none)."""
         scale = 1.0 if self.scale is None else self.scale.value
         for master in self._masters.values():
             gradient = torch.zeros_like(master.parameter) if master.gradient is None else master.gradient
             yield gradient.detach().double() / scale
 
     def clip(self) -> float:
-        """Scale the gradients to at most `max_grad_norm`; return the norm they had (not finite where a gradient was not)."""
+        """Scale the gradients to at most `max_grad_norm`; return their norm before (not finite if a gradient was not)."""
         gradients = [gradient for master in self._masters.values() if (gradient := master.gradient) is not None]
         scale = 1.0 if self.scale is None else self.scale.value
         norm = whole(get_total_norm(gradients)) / scale
@@ -155,17 +155,17 @@ class PolicyOptimizer:
         return norm.item()
 
     def follow(self, config: LearnerConfig, num_steps: int) -> None:
-        """Take everything but kind, dtype and place from this config from the next step on; `num_steps`: where a cosine ends."""
+        """Use this config from the next step on, except kind, dtype and offload; `num_steps`: the step at which a cosine ends."""
         self._config, self._num_steps = config, num_steps
         for adamw in self._adamws:
             for group in adamw.param_groups:
                 group |= {"betas": config.betas, "eps": config.epsilon}
-            adamw.param_groups[0]["weight_decay"] = config.weight_decay  # of matrices; others have none
+            adamw.param_groups[0]["weight_decay"] = config.weight_decay  # for matrices; other parameters have none
 
     def step(self, step: int, first_step: int = 0) -> float:
-        """Apply and drop the clipped gradients at the learning rate of optimizer step `step`, and return that rate.
+        """Apply and drop the clipped gradients with the learning rate of optimizer step `step`, and return that rate.
 
-        The schedule begins at `first_step`, the first that trains these parameters.
+        The schedule begins at `first_step`, the first step that trains these parameters.
         """
         rate = learning_rate_at(step - first_step, self._config, self._num_steps - first_step)
         for adamw in self._adamws:
@@ -180,7 +180,7 @@ class PolicyOptimizer:
             for index in self._host.arrivals():
                 self._adamws[index].step()
         copied = [master for master in self._masters.values() if master.is_copy]
-        if copied:  # at once: a copy for each tensor takes longer to ask for than to do
+        if copied:  # all at once: one call per tensor would cost more than the copy
             with torch.no_grad():
                 parameters, values = [part_here(one.parameter) for one in copied], [part_here(one.trained) for one in copied]
                 torch._foreach_copy_(parameters, values, non_blocking=self._host is not None)
@@ -203,7 +203,7 @@ class PolicyOptimizer:
             master.drop_gradient()
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield everything that has to be saved, each under its kind and its parameter's name, in the parameters' order."""
+        """Yield all tensors to save, each under its kind and its parameter's name, in the parameters' order."""
         for name, master in self._masters.items():
             if master.is_copy:
                 yield f"{_MASTER}/{name}", master.trained.detach()
@@ -213,9 +213,9 @@ class PolicyOptimizer:
             yield f"{_SCALE}/", torch.tensor([scale.value, scale.good_updates], dtype=torch.float64)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield everything that it keeps between steps as the very tensors it works on; there is more after the first step.
+        """Yield the tensors that the optimizer keeps between steps, not copies; there are more after the first step.
 
-        What an optimizer pages itself is left out: its memory is not on a device.
+        Tensors that an optimizer pages itself are left out, because their memory is not on a device.
         """
         for name, master in self._masters.items():
             if master.is_copy:
@@ -225,7 +225,7 @@ class PolicyOptimizer:
                     yield f"{kind}/{name}", value
 
     def load(self, path: Path) -> None:
-        """Take over a saved `named_state` of a model of the same parameters, under the same optimizer and dtype.
+        """Load a saved `named_state` of a model with the same parameters, optimizer and dtype.
 
         Raises:
             LearnerError: The file belongs to another model or another optimizer.
@@ -265,13 +265,13 @@ class PolicyOptimizer:
 
 
 def skip_update(norms: Sequence[tuple[PolicyOptimizer, float]]) -> bool:
-    """Drop the gradients of an update in which some are not finite; return whether the run may go on.
+    """Drop the gradients of an update in which some are not finite; return whether the run may continue.
 
-    It may where float16 overflowed under too large a loss scale: each scale under which a gradient did is halved, once however
-    many optimizers share it, and the others stay. It may not in other dtypes, nor where such a scale is at its smallest.
+    It may if float16 overflowed because a loss scale is too large: each scale of an overflowed gradient is halved, once even if
+    several optimizers share it, and other scales stay. With other dtypes, or a scale that is already minimal, it may not.
 
     Args:
-        norms: The update's optimizers, each with the norm its gradients had.
+        norms: The update's optimizers, each with the norm of its gradients.
     """
     for optimizer, _ in norms:
         optimizer.zero_grad()
@@ -281,17 +281,17 @@ def skip_update(norms: Sequence[tuple[PolicyOptimizer, float]]) -> bool:
 
 
 def _fitting(values: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the values where the parameter is; ValueError where their shape is not the parameter's."""
+    """Return the values on the parameter's device; raises ValueError if the shapes differ."""
     if values.shape != parameter.shape:
         raise ValueError(f"{tuple(values.shape)} instead of {tuple(parameter.shape)}")
     return divided_like(values, parameter)
 
 
 def build_lowbit(groups: Sequence[dict[str, Any]], config: LearnerConfig) -> torch.optim.Optimizer:
-    """Return the 8-bit optimizer the config names, over groups that carry their weight decay.
+    """Return the configured 8-bit optimizer, over groups that have their own weight decay.
 
     Raises:
-        ConfigError: The library is missing.
+        ConfigError: bitsandbytes is not installed.
     """
     try:
         module = import_module("bitsandbytes.optim")
@@ -311,7 +311,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def restore_state(optimizer: Any, parameter: torch.nn.Parameter, saved: dict[str, torch.Tensor]) -> None:  # noqa: ANN401
-    """Give a parameter the state that `plain_state` returned, in memory of the optimizer's own (paged where it pages).
+    """Give a parameter the state that `plain_state` returned, in the optimizer's own memory (paged if it uses paging).
 
     Raises:
         ValueError: The state is of another kind or size.

@@ -1,13 +1,13 @@
-"""Models and tensors divided over the learner's ranks (FSDP2, prepared by accelerate), and whole again to be saved.
+"""Models and tensors divided over the learner's ranks (FSDP2, prepared by accelerate), and gathered again to be saved.
 
-Each decoder layer is a unit that is gathered around its own forward and backward. What is left (embeddings, last norm, output
-layer, tied or not) is one more unit, gathered around a whole pass. The learner runs a model's parts one by one, so that its
-output layer never sees all tokens at once; `models/causal.run_inside` marks where such a pass begins and ends.
+Each decoder layer is a unit, gathered for its own forward and backward. The rest (embeddings, last norm, output layer, tied or
+not) is one more unit, gathered for a complete pass. The learner runs a model's parts one by one, so that the output layer never
+gets all tokens at once; `models/causal.run_inside` marks the beginning and end of such a pass.
 
 Losses are a local numerator over a denominator of all ranks, so gradients are summed over ranks, not averaged, and in float32.
 
 Invariants: parameters keep their names; a parameter is a DTensor between passes; all ranks call everything here in the same
-order; gathering and dividing change no bit, and what is saved does not depend on the number of ranks. With one rank there is no
+order; gathering and dividing change no bit, and saved files do not depend on the number of ranks. With one rank there is no
 group, nothing is divided, and accelerate is not imported (it takes seconds).
 """
 
@@ -37,10 +37,10 @@ AXIS = "ranks"
 
 
 class Divider:
-    """Divides models over the ranks of the default process group, in place; a single rank's models stay whole."""
+    """Divides models over the ranks of the default process group, in place; with one rank it changes nothing."""
 
     def __init__(self, device: str, num_ranks: int) -> None:
-        """Take the ranks, on devices of this kind, each on its current one."""
+        """Store the ranks, each on its current device of this kind."""
         self._mesh: DeviceMesh | None = None
         if num_ranks > 1:
             self._mesh = init_device_mesh(torch.device(device).type, (num_ranks,), mesh_dim_names=(AXIS,))
@@ -49,7 +49,7 @@ class Divider:
         """Divide a policy or reference; return it.
 
         Args:
-            model: The same on every rank, whole; on its device or on the CPU (a unit at a time then goes to the device).
+            model: The same complete model on every rank, on its device or on the CPU (then moved to the device unit by unit).
         """
         if self._mesh is None:
             return model
@@ -61,7 +61,7 @@ class Divider:
         return model
 
     def critic(self, critic: M) -> M:
-        """Divide a critic; return it. Its `output` layer is a unit of its own, as its body may be of another dtype."""
+        """Divide a critic; return it. Its `output` layer is a separate unit, because its body may have another dtype."""
         if self._mesh is None:
             return critic
         output, body = cast("torch.nn.Module", critic.output), getattr(critic, "body", None)
@@ -73,7 +73,7 @@ class Divider:
 
 
 def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor whole and on the CPU, gathered one at a time; every rank must go through all of them.
+    """Yield every tensor complete and on the CPU, gathered one at a time; every rank must iterate over all of them.
 
     Args:
         named: A model's parameters or an optimizer's state, the same names in the same order on every rank.
@@ -83,12 +83,12 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 
 
 def save_whole(named: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write `whole_tensors` to a safetensors file; of several ranks one calls this, while the others go through them."""
+    """Write `whole_tensors` to a safetensors file; of several ranks one calls this, while the others iterate over them."""
     save_file({name: tensor.contiguous() for name, tensor in whole_tensors(named)}, path)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole, detached, on its device: itself where it is not divided."""
+    """Return the complete tensor, detached, on its device; the tensor itself if it is not divided."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -98,7 +98,7 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, the same and whole on every rank, on the device of `other` and divided as `other` is."""
+    """Return `tensor`, complete and equal on every rank, on the device of `other` and divided like `other`."""
     moved = tensor.to(other.device)
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return moved
@@ -106,7 +106,7 @@ def divided_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class _Root(torch.nn.Module):
-    """Stands for a whole pass over a model. A pass is the caller's code, run inside this module's forward."""
+    """Represents a complete pass over a model: the caller's code, run inside this module's forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Root(torch.nn.Module):
         return cast("T", owning)
 
     def run_pass(self, work: Callable[[], T]) -> T:
-        """Run one pass at a time; a pass within a pass is part of it."""
+        """Run one pass; a pass within a pass is part of the outer one."""
         if self._is_inside:
             return work()
         self._is_inside = True
@@ -128,13 +128,13 @@ class _Root(torch.nn.Module):
         finally:
             self._is_inside = False
         if not torch.is_grad_enabled():
-            # With no backward to come, nothing else would divide the root's weights again.
+            # Without a backward, nothing else would divide the root's weights again.
             cast("FSDPModule", self).reshard()
         return result
 
 
 def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedModel | None) -> None:
-    """Divide `root` in place, the decoder layers of `transformer` as units of their own."""
+    """Divide `root` in place, with each decoder layer of `transformer` as a separate unit."""
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model  # noqa: PLC0415 - takes seconds
 
     layers: list[str] = []
@@ -150,7 +150,7 @@ def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedMod
         cpu_ram_efficient_loading=False,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    # What is read of an `Accelerator`. The class itself has FSDP on GPUs only, and global state.
+    # The fields of an `Accelerator` that are read. The class itself supports FSDP on GPUs only, and has global state.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
@@ -163,15 +163,15 @@ def _prepare(root: torch.nn.Module, mesh: DeviceMesh, transformer: PreTrainedMod
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Without it a factor of 1 becomes a pre-multiplied sum, which gloo does not have.
+            # Without this, a factor of 1 becomes a pre-multiplied sum, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def _held_by_fsdp(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the flat tensor that FSDP keeps of each shard and gathers from; torch has no public reader.
+    """Yield the flat tensor of each shard from which FSDP gathers; torch has no public reader.
 
     Raises:
-        LearnerError: It is not where torch 2.8 to 2.13 keep it. Moving the shards would then mean training on old bytes.
+        LearnerError: The tensor is not where torch 2.8 to 2.13 keep it. Moving the shards would cause training on old bytes.
     """
     units: list[Any] = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]  # noqa: SLF001
     groups = [group for unit in units for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]]  # noqa: SLF001

@@ -1,19 +1,19 @@
-"""The learner's ranks: sums and collections over all of them, commands from rank 0 to the rest, and rank 0's processes for them.
+"""The learner's ranks: sums and gathers over all of them, commands from rank 0 to the others, and the processes of the others.
 
-To the controller all ranks are one process, `learner`: they start, die and restart together. Rank 0 is connected to the
-controller and starts the others as its own processes; they hear from it alone what comes next. A command is everything that all
-ranks must do together, as msgpack by broadcast; a step's command is its `StepBatch`. The others' standard input is a pipe that
-only rank 0 holds open, so they end when it does. A thread for each waits for its end. When one ends unexpectedly this process
-ends too, after a moment in which an error that all ranks share can still be reported. What was under way is sent again after the
+For the controller all ranks are one process, `learner`: they start, die and restart together. Rank 0 is connected to the
+controller and starts the other ranks as its own processes; they get commands only from rank 0. A command is a task for all ranks
+together, as msgpack by broadcast; a step's command is its `StepBatch`. The other ranks' standard input is a pipe that only rank 0
+holds open, so they end when rank 0 ends. One thread per rank waits for the rank's end. If a rank ends unexpectedly, rank 0 ends
+too, after a short time in which an error common to all ranks can still be reported. Unfinished work is sent again after the
 restart.
 
 Every rank calls the same methods of `Ranks` in the same order with the same shapes (except `gather`: first axes may differ).
-There are two groups: one for computing, whose collectives all ranks reach within `timeout_s` of each other or fail, and one for
-commands, in which the others may wait for as long as there is nothing to train.
+There are two groups: one for computing, whose collectives fail if the ranks do not reach them within `timeout_s` of each other,
+and one for commands, in which the other ranks may wait while there is nothing to train.
 
-Invariants: nothing is pickled; everything listens on the loopback interface, but for NCCL where the user's environment names
-another or it also takes the weights to other machines (`keeps_nccl_on_loopback`); a rank that dies closes its connections, which
-fails its peers' collectives at once, and one that hangs fails them after `timeout_s`; with one rank there is no process and no
+Invariants: nothing is pickled; all sockets listen on the loopback interface, except NCCL if the user's environment names another
+interface or NCCL also sends weights to other machines (`keeps_nccl_on_loopback`); a rank that dies closes its connections, so its
+peers' collectives fail at once; a rank that hangs fails them after `timeout_s`; with one rank there is no extra process and no
 group, and nothing is sent.
 """
 
@@ -47,24 +47,24 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 UNBOUNDED = timedelta(days=365)
-"""For a rank 0 that makes a model or has no commands; one that is gone is noticed by its closed connections."""
+"""Timeout while rank 0 makes a model or has no commands; its death is detected by closed connections."""
 JOINED_KEY = "rank-0-joined"
 """Key of the store that rank 0 sets when it joins."""
 LAST_ERROR_S = 3.0
-"""Between the death of a rank and that of rank 0, which may have the same error to report."""
+"""Time between the death of a rank and the exit of rank 0, which may have the same error to report."""
 STOP_TIMEOUT_S = 5.0
-"""For the others to end when told to."""
+"""Time limit for the other ranks to end when told to stop."""
 DEAD_RANK_EXIT_CODE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The group of learner ranks, seen from one of them; without arguments a group of one, which needs no torch process group.
+    """The group of learner ranks, seen from one of them; by default a group of one, which needs no torch process group.
 
     Args:
-        rank: This one; 0 is the one that is connected to the controller.
-        size: How many there are; with more than one, they compute over the default process group.
-        _commands: A gloo group of the same ranks, by which rank 0 tells the others what comes next.
+        rank: This rank; rank 0 is connected to the controller.
+        size: Number of ranks; several ranks compute over the default process group.
+        _commands: A gloo group of the same ranks, over which rank 0 sends commands.
 
     Example:
         >>> with joined_ranks(0, 2, store, "cpu", timeout_s=60.0) as ranks:  # doctest: +SKIP
@@ -84,7 +84,7 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return every rank's `values` [N_r, ...] end to end, in the order of ranks, no gradient."""
+        """Return all ranks' `values` [N_r, ...] concatenated in the order of ranks, no gradient."""
         if self.size == 1:
             return values
         own = values.detach().contiguous()
@@ -96,7 +96,7 @@ class Ranks:
         return torch.cat([part[: int(count.item())] for part, count in zip(parts, counts_R, strict=True)])
 
     def tell(self, command: bytes) -> None:
-        """Send the others a command of at least one byte; rank 0 only."""
+        """Send the other ranks a command of at least one byte; rank 0 only."""
         assert self.rank == 0, "commands come from rank 0"
         dist.broadcast(torch.tensor([len(command)]), 0, group=self._commands)
         dist.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8), 0, group=self._commands)
@@ -116,12 +116,12 @@ class Ranks:
 
 
 def keeps_nccl_on_loopback(config: RunConfig) -> bool:
-    """Return whether NCCL may be held to the loopback interface: it takes no weights to other machines.
+    """Return whether NCCL may use only the loopback interface, because it sends no weights to other machines.
 
-    NCCL chooses its interface once a process, for the ranks and for the weights.
+    NCCL chooses its interface once per process, for ranks and weights together.
 
     Args:
-        config: As a process of the run reads it, without `auto`; `broadcast.medium` is read.
+        config: The run's resolved config, without `auto`; `broadcast.medium` is read.
     """
     medium = config.broadcast.medium
     return not isinstance(medium, NCCLMedium) or is_loopback(medium.host)
@@ -134,15 +134,15 @@ def joined_ranks(
     """Join the group, and leave it at the end; blocks until all have joined.
 
     Args:
-        rank: Of this process.
-        size: How many are expected.
-        store: Where they find each other: from `open_store` or `join_store`.
-        device: `cpu`, or a CUDA device, which this process then uses by default.
-        timeout_s: Most seconds between the first and the last rank's arrival at a collective; rank 0 is waited for.
-        nccl_on_loopback: From `keeps_nccl_on_loopback`; what the user's environment says of NCCL goes first.
+        rank: Rank of this process.
+        size: Number of ranks.
+        store: Where the ranks meet: from `open_store` or `join_store`.
+        device: `cpu`, or a CUDA device, which then becomes this process's default.
+        timeout_s: Maximum time between the first and the last rank's arrival at a collective; the wait for rank 0 has no limit.
+        nccl_on_loopback: From `keeps_nccl_on_loopback`; NCCL variables in the user's environment have priority.
 
     Raises:
-        torch.distributed.DistError: Not all came within `timeout_s`.
+        torch.distributed.DistError: Not all ranks joined within `timeout_s`.
     """
     names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == LOOPBACK for one in found)]
     os.environ["GLOO_SOCKET_IFNAME"] = names[0] if names else "lo"
@@ -155,7 +155,7 @@ def joined_ranks(
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if rank == 0:
         store.set(JOINED_KEY, "now")
-    # Rank 0 may take longer to come here than any collective may take: it makes the model first.
+    # Rank 0 makes the model first, which may take longer than the time limit of a collective.
     store.wait([JOINED_KEY], UNBOUNDED)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
@@ -171,26 +171,26 @@ def join_run(config: RunConfig, rank: int, store: Store) -> contextlib.AbstractC
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Open the policy; rank 0 has made or found it on disk."""
+    """Open the policy, which is on disk now."""
 
     checkpoint: str
-    """Folder to go on from; empty: from the run's initial model."""
+    """Folder to continue from; empty: the run's initial model."""
 
 
 class ReachPhase(msgspec.Struct, frozen=True, tag="reach_phase"):
-    """Bring about a phase of a shared device."""
+    """Reach a phase of a shared device."""
 
     phase: Phase
     number: int
-    """Of the controller's switch."""
+    """Number of the controller's switch."""
 
 
 class Help(msgspec.Struct, frozen=True, tag="help"):
-    """Do the others' part of what rank 0 does."""
+    """Do the other ranks' part of a task of rank 0."""
 
     at: Literal["publish", "offload", "save", "stop"]
-    """Gather the weights that generators are to have; put what is on the device under a residency manager; gather a checkpoint;
-    end."""
+    """Gather the weights to publish; let a residency manager move the components on the device; gather a checkpoint; or
+    stop."""
 
 
 Command = Begin | StepBatch | ReachPhase | Help
@@ -211,8 +211,8 @@ class RankLauncher:
         """Start the other ranks' processes; they load their libraries while rank 0 makes the model.
 
         Args:
-            config: Of the run.
-            start_rank: (rank, address) to its process, with a pipe as standard input; None: there is one rank.
+            config: Config of the run.
+            start_rank: Starts a process from (rank, address), with a pipe as standard input; None: there is one rank.
         """
         self._config = config
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -233,10 +233,10 @@ class RankLauncher:
                 threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}-watch", daemon=True).start()
 
     def join(self) -> Ranks:
-        """Wait until all ranks are there, and return them.
+        """Wait until all ranks have joined, and return them.
 
         Raises:
-            torch.distributed.DistError: Not all came within `supervision.start_timeout_s`.
+            torch.distributed.DistError: Not all ranks joined within `supervision.start_timeout_s`.
         """
         if not self._processes:
             return self._ranks
@@ -245,22 +245,22 @@ class RankLauncher:
         return self._ranks
 
     def tell(self, command: Command) -> None:
-        """Have the others do their part of what rank 0 does next."""
+        """Tell the other ranks to do their part of rank 0's next task."""
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(command))
 
     def close(self, *, all_well: bool) -> None:
-        """End the others, and wait for it; safe to repeat.
+        """Stop the other ranks, and wait for their end; safe to repeat.
 
         Args:
-            all_well: They wait for a command. Otherwise they may be stuck in a collective, and are killed.
+            all_well: Whether the ranks wait for a command. If not, they may block in a collective, and are killed.
         """
         self._is_closing = True
         if all_well:
             try:
                 self.tell(Help("stop"))
-            except RuntimeError as error:  # one that has just died fails the collective
-                log.warning("the learner's other ranks could not be told to stop, and are killed: %s", error)
+            except RuntimeError as error:  # a rank that has just died fails the collective
+                log.warning("the learner's other ranks could not be told to stop and are killed: %s", error)
                 all_well = False
         self._ranks = Ranks()
         deadline_s = time.monotonic() + (STOP_TIMEOUT_S if all_well else 0.0)
@@ -277,13 +277,13 @@ class RankLauncher:
         code = process.wait()
         if self._is_closing:
             return
-        log.error("rank %d of the learner is gone (exit code %d); all of them start again", rank, code)
+        log.error("rank %d of the learner is gone (exit code %d); all ranks restart", rank, code)
         time.sleep(LAST_ERROR_S)
-        # The learner's thread may wait in a collective, which nothing else can end.
+        # The learner's thread may block in a collective, which only the end of the process can interrupt.
         os._exit(DEAD_RANK_EXIT_CODE)
 
 
 def rank_device(config: RunConfig, rank: int) -> str:
-    """Return the device of a rank: `learner.device`, numbered by rank where that is `cuda`."""
+    """Return the device of a rank: `learner.device`, with the rank as number if that is `cuda`."""
     device = config.learner.device
     return f"cuda:{rank}" if device == "cuda" and config.learner.ranks > 1 else device

@@ -1,4 +1,4 @@
-"""A scenario out of a real run: what its spans say of lengths, decode speed, rewards, steps and weights on their way."""
+"""Derives a scenario from a real run's spans: lengths, decode speed, rewards, steps and weight transfers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from asyncrl.observe.steps import read_steps
 from asyncrl.plan.simulator.scenario import WARM_UP, Distribution, Scenario, fixed, recorded
 
 MOST_VALUES = 4096
-"""Of a measured distribution; more are thinned out evenly."""
+"""Maximum number of values of a measured distribution; more values are thinned out evenly."""
 SHORTEST_S = 1e-6
 PAUSE_STEPS, SHORTEST_PAUSE_S = 10, 5.0
-"""Nothing begins or ends for so many usual steps, and for so long: the run was paused, or stopped and resumed."""
+"""If nothing begins or ends for so many usual steps and so many seconds, the run was paused, or stopped and resumed."""
 
 
 def scenario_of_run(run_folder: Path) -> Scenario:
-    """Return the scenario that a run was.
+    """Return the scenario of a run.
 
-    Lengths and times of steps come in their own order: with long tails the longest few samples decide how long steps take; drawn
-    anew, they would be others.
+    Lengths and step times keep their order: with long tails the few longest samples determine the step times, and a random draw
+    would give other samples.
 
     Raises:
-        ConfigError: The folder holds no run, or one without enough steps to learn from.
+        ConfigError: The folder has no run, or a run with too few steps.
     """
     config = load_config(run_folder / "config.toml")
     working_s, spans = working_time(run_folder), defaultdict[str, list[Span]](list)
@@ -42,14 +42,14 @@ def scenario_of_run(run_folder: Path) -> Scenario:
     steps = sorted(spans[STEP], key=lambda item: item.start_s)
     samples = _each_sample([item for item in spans[GENERATE] if item.attributes.get("purpose", "train") == "train"])
     if len(steps) < 5 or not samples:
-        raise ConfigError(f"{run_folder} has {len(steps)} steps and {len(samples)} samples: take a run of at least 5 steps")
+        raise ConfigError(f"{run_folder} has {len(steps)} steps and {len(samples)} samples: use a run of at least 5 steps")
     num_slots, group_size = config.generate.engine.slots, config.algorithm.members_per_group
     sequence_s, decode_s, decode_s_per_sequence = fit_decode(samples, _started_in_slots(samples, num_slots))
     tokens = {(item.attributes["group"], item.attributes["index"]): float(item.attributes["tokens"]) for item in samples}
     usual = statistics.median(tokens.values())
-    groups = sorted({int(group) for group, _ in tokens})  # of a long run the spans of the first groups are gone
+    groups = sorted({int(group) for group, _ in tokens})  # in a long run the spans of the first groups were removed
     members = itertools.product(range(groups[0], groups[-1] + 1), range(group_size))
-    # From the start of one step to that of the next, without the wait for its batch. Of an outside learner it is from taking a
+    # From the start of one step to the start of the next, without the wait for its batch. With an outside learner: from taking a
     # batch to reporting it as trained.
     is_outside = config.learner.kind != "builtin"
     waited = {item.attributes["step"]: item.end_s - item.start_s for item in spans[WAIT]}
@@ -60,11 +60,11 @@ def scenario_of_run(run_folder: Path) -> Scenario:
             after.start_s - step.start_s - waited.get(after.attributes["step"], 0.0) for step, after in itertools.pairwise(steps)
         ]
     )
-    # From a step's end to its version's bytes verified on a generator, where the generator took that version at all.
+    # From a step's end until a generator has verified the version's bytes, if the generator fetched that version.
     done_s = {item.attributes["version"]: item.end_s for item in steps}
     swaps = [(item, float(item.attributes["swap_ms"]) / 1e3) for item in spans[SWAP]]
     taken = [(item, swap_s) for item, swap_s in swaps if item.attributes["version"] in done_s]
-    # Half the time from a sample's end to the start of its scoring: two hops.
+    # Half the time from a sample's end to the start of its scoring, which is two message delays.
     began = {(item.attributes["group"], item.attributes["index"]): item.start_s for item in _each_sample(spans[SCORE])}
     ended = {(item.attributes["group"], item.attributes["index"]): item.end_s for item in samples}
     gaps = [began[key] - end_s for key, end_s in ended.items() if key in began]
@@ -94,7 +94,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
 
 
 def _each_sample(items: Sequence[Span]) -> list[Span]:
-    """Return a span for each sample: members of a group that end together are one, with the sum of their tokens."""
+    """Return a span for each sample: split spans of members that ended together, which have the sum of their tokens."""
     found, placed = list[Span](), Counter[float | str]()
     for item in items:
         group, number = item.attributes["group"], int(item.attributes["samples"])
@@ -106,9 +106,9 @@ def _each_sample(items: Sequence[Span]) -> list[Span]:
 
 
 def working_time(run_folder: Path) -> Callable[[float], float]:
-    """Return what turns a moment of a run into seconds of work: stretches in which the run was paused or stopped do not count.
+    """Return a function from a time in a run to its seconds of work, without intervals in which the run was paused or stopped.
 
-    Such a stretch is one in which nothing began or ended anywhere, for at least PAUSE_STEPS usual steps and SHORTEST_PAUSE_S.
+    In such an interval no span began or ended, for at least PAUSE_STEPS usual steps and SHORTEST_PAUSE_S.
     """
     spans = list(read_spans(run_folder))
     moments = sorted({moment for item in spans for moment in (item.start_s, item.end_s)})
@@ -146,7 +146,7 @@ def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> tuple[flo
 
 
 def _started_in_slots(samples: Sequence[Span], num_slots: int) -> list[float]:
-    """Return when each sample got its slot: a sample's own start is when the engine was asked."""
+    """Return when each sample got its slot: a sample's span starts at the request to the engine."""
     ends: dict[str, list[float]] = defaultdict(list)
     started = [0.0] * len(samples)
     for index in sorted(range(len(samples)), key=lambda number: samples[number].start_s):
@@ -164,7 +164,7 @@ def _measured(values: Sequence[float]) -> Distribution:
 
 
 def real_figures(run_folder: Path) -> tuple[float, float]:
-    """Return (steps a second, mean staleness) of a run, without its pauses; its warm-up is left out as a simulation's is."""
+    """Return (steps/s, mean staleness) of a run, without its pauses and, as in a simulation, without its warm-up."""
     steps, working_s = read_steps(run_folder), working_time(run_folder)
     first = int(WARM_UP * len(steps))
     seconds = working_s(steps[-1].time_s) - working_s(steps[first].time_s)

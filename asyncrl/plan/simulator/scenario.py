@@ -1,4 +1,4 @@
-"""What is simulated: generators, a learner, rewards, weights, failures, as fixed numbers or distributions; and what came of it.
+"""The input of a simulation (generators, learner, rewards, weights, failures, as numbers or distributions) and its outcome.
 
 A distribution is given by a shape or by measured values. On the command line: `fixed:0.3`, `uniform:1:9`,
 `lognormal:MEAN:SIGMA[:MOST]`, `exponential:MEAN`. Fields of a Scenario, and of the planner's Question, are `FIELD=VALUE` there.
@@ -20,17 +20,17 @@ from asyncrl.errors import ConfigError
 Draw = Callable[[], float]
 _AT_ONCE = 1024
 MOST_AT_ONCE = 100_000
-"""Generators, or anything else that is held at once; more would run for days."""
+"""Maximum for counts of generators and other simulated items; a larger simulation would run for days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """One shape with its parameters, or the values that were measured."""
+    """A shape with its parameters, or measured values."""
 
     kind: str
     parameters: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
-    """Of kind `measured`: drawn from with replacement; of kind `recorded`: one after the other, and drawn from after the last."""
+    """Kind `measured`: drawn with replacement. Kind `recorded`: used in order, then drawn with replacement."""
 
     def drawer(self, rng: np.random.Generator) -> Draw:
         """Return a function that draws one value after the other, in blocks from `rng`."""
@@ -66,15 +66,15 @@ def fixed(value: float) -> Distribution:
 
 
 def recorded(values: Sequence[float]) -> Distribution:
-    """Return what was measured, in its order: a simulation of that very run then meets the same draws."""
+    """Return measured values in order, so that a simulation of the same run gets the same draws."""
     return Distribution("recorded", values=tuple(map(float, values)))
 
 
 def parse_distribution(text: str) -> Distribution:
-    """Return what `lognormal:64:1` names; a number alone is fixed.
+    """Parse a distribution such as `lognormal:64:1`; a number alone is fixed.
 
     Raises:
-        ConfigError: No such shape, or other parameters.
+        ConfigError: The shape is unknown, or its parameters are invalid.
     """
     kind, *rest = text.split(":") if ":" in text else ("fixed", text)
     try:
@@ -92,28 +92,28 @@ def parse_distribution(text: str) -> Distribution:
 
 
 WARM_UP = 0.2
-"""Of the steps, at the start, left out of the figures while pipelines fill."""
+"""Share of the first steps that the figures exclude, while pipelines fill."""
 LENGTHS = Distribution("lognormal", (64.0, 1.0, 2000.0))
 AT_ONCE, STEP = fixed(0.0), fixed(0.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One run to be."""
+    """The parameters of a simulated run."""
 
     num_workers: int = 2
-    """Generators, as `generate.num_workers` of a config."""
+    """Number of generators, as `generate.num_workers` of a config."""
     num_slots: int = 64
     lengths: Distribution = LENGTHS
-    """Tokens of a response."""
+    """Number of tokens of a response."""
     decode_s: float = 0.002
-    """One decode step with one sequence."""
+    """Seconds of one decode step with one sequence."""
     decode_s_per_sequence: float = 0.0
-    """What each further sequence of the batch adds to it."""
+    """Seconds that each further sequence of the batch adds."""
     sequence_s: float = 0.0
-    """What a sequence takes in its slot beside its tokens."""
+    """Seconds of a sequence in its slot besides its tokens."""
     prefill_s: float = 0.0
-    """What a new group costs its generator before its first token."""
+    """Seconds of a generator for a new group before its first token."""
     groups_per_step: int = 16
     group_size: int = 4
     max_staleness: int = 2
@@ -123,30 +123,30 @@ class Scenario:
     max_running_groups: int = 0
     reward_s: Distribution = AT_ONCE
     reward_workers: int = 0
-    """Samples scored at once; 0: no limit."""
+    """Number of samples scored at once; 0: no limit."""
     step_s: Distribution = STEP
-    """Optimizer step, from batch in hand to new version."""
+    """Seconds of an optimizer step, from the batch to the new version."""
     step_s_per_token: float = 0.0
-    """What each trained token adds to it."""
+    """Seconds that each trained token adds."""
     steps_ahead: int = 2
-    """Steps taken and not yet done: the one in hand and a prefetched one (control/batch_feeder.py); an outside learner has 1."""
+    """Steps taken and not done: the current and a prefetched one (control/batch_feeder.py); an outside learner has 1."""
     sync_s: Distribution = AT_ONCE
-    """From publish to bytes verified on a generator."""
+    """Seconds from publishing until a generator has verified the bytes."""
     swap_s: float = 0.0
-    """How long a generator stands still for it."""
+    """Seconds that a generator stops to load new weights."""
     hop_s: float = 0.0
-    """From a generator's or worker's word to the controller's deed."""
+    """Seconds from a message of a generator or worker to the controller's action."""
     failures_per_hour: float = 0.0
-    """Of one generator."""
+    """Failures of one generator."""
     restart_s: float = 30.0
     num_steps: int = 50
     generator_price: float = 0.0
-    """Dollars an hour, each."""
+    """Dollars per hour for each."""
     learner_price: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be simulated."""
+        """Raise ConfigError for values that cannot be simulated."""
         least = dict.fromkeys(("num_workers", "num_slots", "groups_per_step", "group_size", "num_steps", "steps_ahead"), 1.0)
         for name, bound in (least | {"max_staleness": 0, "decode_s": 1e-9}).items():
             if getattr(self, name) < bound:
@@ -157,15 +157,15 @@ class Scenario:
 
 
 def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = {}) -> dict[str, Any]:
-    """Return `field=value` each as the type that the dataclass's field has.
+    """Convert each `field=value` to the type of the dataclass's field.
 
     Args:
-        kind: The dataclass; fields that no text can be (models, clusters) are not among its own.
-        texts: What was typed.
-        others: Names that are allowed beside its fields.
+        kind: The dataclass; its fields without a text form (models, clusters) cannot be set.
+        texts: The texts to convert.
+        others: Further allowed names.
 
     Raises:
-        ConfigError: A text is not of that form, there is no such field, or the value does not fit it.
+        ConfigError: A text has another form, a field is unknown, or a value does not fit its field.
     """
     own = get_type_hints(kind).items()
     hints = {name: hint for name, hint in own if hint in {int, float, bool, Distribution} or get_origin(hint) is Literal}
@@ -189,36 +189,36 @@ def typed_fields(kind: type, texts: Sequence[str], others: Mapping[str, type] = 
 
 
 def scenario_of(base: Scenario, overrides: Sequence[str]) -> Scenario:
-    """Return the scenario with `field=value` laid over it.
+    """Return the scenario with the `field=value` overrides.
 
     Raises:
-        ConfigError: No such field, or a value that it cannot take.
+        ConfigError: A field is unknown, or a value does not fit it.
     """
     return replace(base, **typed_fields(Scenario, overrides))
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulated run did, without its warm-up; seconds are the run's, not the simulation's."""
+    """The figures of a simulated run, without its warm-up; seconds are simulated time."""
 
     steps_per_s: float = 0.0
     samples_per_s: float = 0.0
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
     mean_staleness: float = 0.0
-    """Of samples, by their oldest token."""
+    """Staleness of samples, by their oldest token."""
     max_staleness: int = 0
     learner_idle: float = 0.0
-    """Share of the time in which the learner had no batch."""
+    """Share of the time without a batch for the learner."""
     slots_used: float = 0.0
-    """Share of the generators' slots that held a running sequence."""
+    """Share of the generators' slots with a running sequence."""
     dropped_groups: int = 0
     failed_groups: int = 0
     lost_generators: int = 0
     lost_groups: int = 0
-    """Issued and in no state: must be 0."""
+    """Issued groups that are in no state; must be 0."""
     dollars_per_step: float = 0.0
     num_events: int = 0
     simulated_s: float = 0.0
     step_times_s: list[float] = field(default_factory=list)
-    """When each step was done."""
+    """The end time of each step."""

@@ -1,1 +1,1 @@
-"""Model-written Python, run where it can do no harm and judged where it cannot reach."""
+"""Runs model-written Python in a sandbox, and judges it outside of that sandbox."""

@@ -1,17 +1,16 @@
-"""The sandbox that model-written Python runs in: bubblewrap, built so that nothing is trusted to hold on its own.
+"""The sandbox for model-written Python: bubblewrap with several independent layers of protection.
 
-What a program finds inside: no network, no process but its own, no file of this machine but `/usr` (and the interpreter, where
-that is elsewhere) read-only, `/tmp` of 64 MiB in memory, no environment, no capabilities, no way to a new user namespace, and
-where pyseccomp is installed no socket, ptrace, keyring or bpf call either. As root the whole thing runs as uid 65534. Limits: CPU
-time, address space, file size, open files and processes by rlimit, per test; wall time and the memory of all its processes
-together by the scoring process, which kills it. bubblewrap dies with the scoring process, and all inside with it.
+Inside, a program has no network, no other processes, no files of this machine except `/usr` (and the interpreter, if it is
+elsewhere) read-only, a `/tmp` of 64 MiB in memory, no environment, no capabilities and no new user namespace; with pyseccomp
+installed also no socket, ptrace, keyring or bpf call. If started by root, it runs as uid 65534. Limits per test: CPU time,
+address space, file size, open files and processes, by rlimit. The scoring process limits the wall time and the total memory of
+all its processes, and kills it. bubblewrap and all processes inside die with the scoring process.
 
-A driver (guest.py) runs inside, and says that it is ready before any program runs. What goes wrong until then is the sandbox's
-failure and raises RewardError. What goes wrong afterwards is the program's doing and raises ProgramStopped, whatever it looks
-like.
+A driver (guest.py) runs inside, and reports that it is ready before any program runs. An earlier failure is a failure of the
+sandbox and raises RewardError. Any later failure is attributed to the program and raises ProgramStopped.
 
-`probe_sandbox` runs a program for real and says what is missing; `open_sandbox` refuses where it does not work, unless the
-config says `sandbox = "none"`.
+`probe_sandbox` runs a test program and reports what is missing; `open_sandbox` raises an error if the sandbox does not work,
+unless the config has `sandbox = "none"`.
 """
 
 from __future__ import annotations
@@ -61,24 +60,24 @@ Frame = dict[str, object]
 
 
 class ProgramStopped(Exception):  # noqa: N818 - the program's fault, not ours: it scores what it passed so far
-    """The confined interpreter ran into a limit or ended; the message says which."""
+    """The confined interpreter reached a limit or ended; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxStatus:
-    """Whether model-written code can be run safely here, and if not, why and what to do."""
+    """Whether model-written code can run safely here; if not, the reason and what to do."""
 
     works: bool
     reason: str
     interpreter: str | None = None
-    """Path of the Python that runs inside."""
+    """Path of the Python interpreter inside."""
 
 
 class Sandbox:
-    """A way to start confined interpreters; `interpreter` None means unconfined, with this user's rights.
+    """Starts confined interpreters; `interpreter` None means unconfined, with this user's rights.
 
-    Owns one judge (guest_judge.py), which is started when a test first needs it and serves one program after the other: what runs
-    there is the code of tests, each in a process of its own. It ends with the sandbox.
+    Owns one judge (guest_judge.py), which starts when a test first needs it and serves one program after the other. It runs only
+    the code of tests, each in its own process. It ends with the sandbox.
     """
 
     def __init__(self, limits: CodeExecReward, interpreter: str | None) -> None:
@@ -99,34 +98,34 @@ class Sandbox:
         return self._judge
 
     def end_judge(self) -> None:
-        """End the judge, which may be in the middle of a test; the next one that is asked for is another."""
+        """End the judge, also during a test; the next call of `judge` starts a new one."""
         if self._judge is not None:
             self._judge.close()
         self._judge = None
 
 
 class Confined:
-    """One interpreter with a driver, messages to and from it, under one deadline and one memory limit. Not thread-safe.
+    """One interpreter with a driver and its messages, under one deadline and one memory limit. Not thread-safe.
 
-    Owns the process, the channel and the file that catches its error output. Reading never takes more than `_max_frame_bytes`.
-    While it waits it adds up the resident memory of everything inside, because rlimits count each process alone.
+    Owns the process, the channel and the file for its error output. A read takes at most `_max_frame_bytes`. While it waits, it
+    sums the resident memory of all processes inside, because rlimits count each process alone.
     """
 
     def __init__(self, limits: CodeExecReward, interpreter: str | None, code: str = "", is_judge: bool = False) -> None:
-        """Start the driver and hand it its first message; `begin` waits until it is up.
+        """Start the driver and send its first message; `begin` waits until it is ready.
 
         Args:
-            limits: Of the program.
-            interpreter: Which Python runs inside; None: this one, unconfined.
+            limits: The program's limits.
+            interpreter: The Python interpreter inside; None: this interpreter, unconfined.
             code: The program.
-            is_judge: It runs tests' code, and no program.
+            is_judge: Whether it runs the code of tests, and no program.
 
         Raises:
-            RewardError: bubblewrap could not be executed, or no descriptor is left.
+            RewardError: bubblewrap could not be executed, or no file descriptor is left.
         """
         is_confined = interpreter is not None
         self._limits = limits
-        # Output as JSON: at most 6 characters a byte, and some room for the frame itself.
+        # Output as JSON: at most 6 characters per byte, plus space for the frame itself.
         self._max_frame_bytes = 6 * limits.output_bytes + 4096
         is_root = is_confined and os.geteuid() == 0
         as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if is_root else {}
@@ -162,10 +161,10 @@ class Confined:
             raise RewardError(f"cannot start the sandbox: {error}; {INSTALL_HINT}") from error
         self._channel.setblocking(False)
         self.pid = self.process.pid
-        """Of what was launched; everything inside is below it."""
+        """Process id of the launched process, the ancestor of all processes inside."""
         self.deadline_s = time.monotonic() + START_TIMEOUT_S
         self.beside: Confined | None = None
-        """A driver whose memory counts together with this one's."""
+        """A driver whose memory is added to this one's."""
         self._is_ready = False
         self._watched_s = time.monotonic()
         self._unsent = b""
@@ -177,16 +176,16 @@ class Confined:
             "RLIMIT_NOFILE": MAX_OPEN_FILES,
             "RLIMIT_CORE": 0,
         }
-        if is_confined:  # Else it would count all of the user's processes.
+        if is_confined:  # Otherwise it would count all of the user's processes.
             rlimits["RLIMIT_NPROC"] = MAX_PROCESSES
         self.send({"code": code, "limits": rlimits, "output_bytes": limits.output_bytes, "confined": is_confined})
 
     def send(self, frame: Frame, lent: socket.socket | None = None) -> None:
-        """Queue a frame; what the channel does not take at once goes out while waiting in `receive`.
+        """Queue a frame; `receive` sends the part that the channel does not accept at once.
 
         Args:
             frame: The message.
-            lent: One end of a session, which goes to the driver behind the frame and is closed here.
+            lent: One end of a session; it is sent to the driver after the frame and closed here.
         """
         payload = json.dumps(frame).encode()
         self._unsent += struct.pack("<I", len(payload)) + payload
@@ -194,10 +193,10 @@ class Confined:
         self._write_some()
 
     def begin(self) -> None:
-        """Wait until the driver is ready, and start the clock of the program.
+        """Wait until the driver is ready, and start the program's time limit.
 
         Raises:
-            RewardError: It does not come up.
+            RewardError: The driver does not start.
         """
         try:
             told: object = self.receive()
@@ -212,12 +211,12 @@ class Confined:
         """Return the driver's next frame.
 
         Raises:
-            ProgramStopped: The deadline passed, memory ran over, the driver is gone, or it sent something that is no frame.
+            ProgramStopped: The deadline or the memory limit was exceeded, the driver is gone, or it sent an invalid frame.
         """
-        self.check()  # Not only while waiting: a program that floods its channel never lets us wait.
+        self.check()  # Also checked here: a program that floods its channel never lets us wait.
         (size,) = struct.unpack("<I", self._read_exactly(4))
         if size > self._max_frame_bytes:
-            raise ProgramStopped(f"sent {size} bytes at once, {self._max_frame_bytes} are allowed")
+            raise ProgramStopped(f"sent {size} bytes at once, the limit is {self._max_frame_bytes}")
         try:
             frame = json.loads(self._read_exactly(size))
         except (ValueError, RecursionError) as error:
@@ -227,7 +226,7 @@ class Confined:
         return frame
 
     def check(self) -> None:
-        """Raise ProgramStopped where the deadline or the memory limit is passed."""
+        """Raise ProgramStopped if the deadline or the memory limit is exceeded."""
         now_s = time.monotonic()
         if now_s > self.deadline_s:
             raise ProgramStopped(f"ran past {self._limits.wall_s if self._is_ready else START_TIMEOUT_S:g} s")
@@ -238,7 +237,7 @@ class Confined:
                 raise ProgramStopped(f"its processes hold {resident_bytes} bytes, {self._limits.memory_bytes} are allowed")
 
     def close(self) -> None:
-        """Kill everything inside, reap it, close the channel. Safe to repeat."""
+        """Kill and reap all processes inside, and close the channel. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
@@ -252,7 +251,7 @@ class Confined:
         while len(chunks) < size:
             try:
                 chunk = self._channel.recv(min(size - len(chunks), 1 << 20))
-            except BlockingIOError:  # sleep until the channel is ready or it is time to look at the limits again
+            except BlockingIOError:  # sleep until the channel is ready or the limits must be checked again
                 self.check()
                 poll = select.poll()
                 poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent or self._lent else 0))
@@ -290,10 +289,10 @@ class Confined:
 
 
 def open_sandbox(config: CodeExecReward) -> Sandbox:
-    """Return the sandbox that the config asks for.
+    """Return the sandbox that the config selects.
 
     Raises:
-        RewardError: bubblewrap is asked for and does not work here; the message says what to install or to set.
+        RewardError: bubblewrap is selected and does not work here; the message says what to install or set.
     """
     if config.sandbox == "none":
         return Sandbox(config, None)
@@ -307,7 +306,7 @@ def open_sandbox(config: CodeExecReward) -> Sandbox:
 
 
 def probe_sandbox() -> SandboxStatus:
-    """Run a program in the sandbox and return whether it came back right; takes about 0.1 s."""
+    """Run a test program in the sandbox and return whether its output is right; takes about 0.1 s."""
     if sys.platform != "linux":
         return SandboxStatus(False, f"bubblewrap needs Linux, this is {sys.platform}")
     if shutil.which("bwrap") is None:
@@ -331,7 +330,7 @@ def probe_sandbox() -> SandboxStatus:
 
 
 def _bubblewrap(interpreter: str) -> list[str]:
-    """Return the command line, without the program and what goes in front of it."""
+    """Return the bubblewrap command line, without the program to run."""
     options = ["bwrap", *_OPTIONS.split()]
     options += ["--disable-userns"] if "--disable-userns" in _bubblewrap_help() else []
     for name in ("lib", "lib64", "bin"):
@@ -340,7 +339,7 @@ def _bubblewrap(interpreter: str) -> list[str]:
             options += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             options += ["--ro-bind", str(path), str(path)]
-    if not interpreter.startswith("/usr/"):  # it is the one that runs us
+    if not interpreter.startswith("/usr/"):  # it is our own interpreter
         folder = str(Path(sys.base_prefix).resolve())
         options += ["--ro-bind", folder, folder]
     return [*options, *_FOLDERS.split()]
@@ -348,7 +347,7 @@ def _bubblewrap(interpreter: str) -> list[str]:
 
 @cache
 def _driver_text(is_judge: bool) -> str:
-    """Return a program that makes the modules of the driver from their text, and runs it."""
+    """Return a program that creates the driver's modules from their text, and runs the driver."""
     lines = ["import sys, types"]
     for name in ("guest_values", *(("guest_judge",) if is_judge else ()), "guest"):
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
@@ -366,7 +365,7 @@ def _bubblewrap_help() -> str:
 
 @cache
 def _filter_program() -> bytes | None:
-    """Return the system-call filter; None where pyseccomp is missing."""
+    """Return the system-call filter; None without pyseccomp."""
     try:
         seccomp = importlib.import_module("pyseccomp")
     except (ImportError, OSError, RuntimeError):
@@ -381,7 +380,7 @@ def _filter_program() -> bytes | None:
 
 
 def resident_bytes_of_tree(pid: int) -> int:
-    """Return the resident memory of a process and all its descendants; those that end meanwhile count 0."""
+    """Return the resident memory of a process and all its descendants; processes that end meanwhile count 0."""
     total, pids = 0, [pid]
     while pids:
         folder = Path("/proc", str(pids.pop()))

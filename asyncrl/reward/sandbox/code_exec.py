@@ -1,13 +1,13 @@
-r"""The share of a task's tests that the completion's Python passes, run in a sandbox and judged outside it.
+r"""The reward `code_exec`: the share of tests that the completion's Python passes, run in a sandbox and judged outside it.
 
 `prompt.reference_json` is `{"tests": [...]}`; a test is one of
 - `{"stdin": "2 3\n", "stdout": "5\n"}`: the program is run as a script; trailing white space does not count;
-- `{"function": "add", "args": [2, 3], "kwargs": {}, "expected": 5}`: the function is called and what it returns compared by type
-  and value; `"Solution().add"` calls a method of a fresh object;
-- `{"code": "assert add(2, 3) == 5"}`, or the bare string: test code, which has the program's objects as handles (guest.py).
+- `{"function": "add", "args": [2, 3], "kwargs": {}, "expected": 5}`: the function is called and its result compared by type and
+  value; `"Solution().add"` calls a method of a new object;
+- `{"code": "assert add(2, 3) == 5"}`, or the bare string: test code, which gets the program's objects as handles (guest.py).
 
-Expected values of the first two never enter a sandbox, and test code runs in a sandbox of its own. Whatever the program's side
-sends costs the program its test: nothing of it is evaluated, and nothing of it can raise here.
+Expected values of the first two forms never enter a sandbox, and test code runs in its own sandbox. Invalid data from the
+program makes it fail its test: such data is never evaluated, and cannot raise an error here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.reward.sandbox.test_code import UnusableTest, examine
 from asyncrl.schema.samples import Prompt
 
 MAX_TEXT_CHARS = 400_000
-"""Of a completion; what is longer than that many characters is read from its end."""
+"""Maximum number of characters of a completion; of a longer one only the end is read."""
 _CALLABLE = re.compile(r"\w+(?:\(\)\.\w+)?", re.ASCII)
 _MAX_UNORDERED = 2000
 _NUMBERS = frozenset({"", "int", "decimal.Decimal", "fractions.Fraction"})
@@ -50,9 +50,9 @@ class CodeTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, object] = {}
     expected: object = None
     tolerance: float = 1e-9
-    """Relative to the expected value where that is a floating-point number; absolute where it is 0. Everything else is exact."""
+    """Relative to an expected floating-point number, absolute if it is 0. All other values are compared exactly."""
     unordered: bool = False
-    """Expected lists match in any order, and sets match them too."""
+    """Whether expected lists match in any order; then sets match them too."""
 
 
 class _Tests(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ def build_code_exec(config: CodeExecReward) -> RewardFunction:
     """Open the sandbox and build the reward.
 
     Raises:
-        RewardError: There is no working sandbox and the config does not say to do without.
+        RewardError: There is no working sandbox, and the config does not have `sandbox = "none"`.
     """
     sandbox = open_sandbox(config)
 
@@ -80,11 +80,11 @@ def check_tests(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Refuse prompts whose tests `code_exec` cannot judge, before a run starts.
 
     Args:
-        config: Where it has no `code_exec`, nothing is looked at.
-        prompts: Of a task; of one that makes its prompts when asked for them, the first thousand.
+        config: Without `code_exec`, nothing is checked.
+        prompts: A task's prompts; if they are computed on access, only the first thousand are checked.
 
     Raises:
-        ConfigError: There are such prompts; the message has the number, and the first ones with test and line.
+        ConfigError: There are such prompts; the message has their number, and the first ones with test and line.
     """
     if not any(isinstance(function, CodeExecReward) for function in config.functions):
         return
@@ -100,14 +100,14 @@ def check_tests(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
 
 
 def extract_code(text: str) -> str:
-    """Return the last fenced block marked as Python, else the last unmarked one, else the whole text."""
+    """Return the last fenced block marked as Python, else the last unmarked block, else the whole text."""
     from markdown_it import MarkdownIt  # noqa: PLC0415 - scoring processes alone need it
 
     reader = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
     reader.core.ruler.enableOnly(["normalize", "block"])
     marked, unmarked, lines = [], [], []
     for line in text[-MAX_TEXT_CHARS:].split("\n"):
-        # A fence that opens a block of Python behind words, or closes one before a tag, gets a line of its own.
+        # A fence that opens a Python block after words, or closes one before a tag, gets its own line.
         before, fence, rest = line.partition("```")
         opens = fence and re.search("[A-Za-z]", before) and re.fullmatch(r"(?:python|py)[\d.]*\s*", rest)
         lines.append(f"{before}\n{fence}{rest}" if opens else re.sub(r"^(```+)[ \t]*(</\w+>)", r"\1\n\2", line))
@@ -127,7 +127,7 @@ def parse_tests(reference_json: str, prompt_id: str) -> list[CodeTest]:
     """Read and check a prompt's tests.
 
     Raises:
-        RewardError: There are none, one of them is in none or in several of the three forms, or its code cannot be judged.
+        RewardError: There are no tests, a test has none or several of the three forms, or its code cannot be judged.
     """
     try:
         tests = msgspec.json.decode(reference_json or "{}", type=_Tests).tests
@@ -151,7 +151,7 @@ def parse_tests(reference_json: str, prompt_id: str) -> list[CodeTest]:
 
 
 def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
-    """Return how many tests the program passes; those it leaves no time or memory for are failed.
+    """Return how many tests the program passes; tests without remaining time or memory fail.
 
     Raises:
         RewardError: The sandbox itself failed.
@@ -159,11 +159,11 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
     passed, judged = 0, [test for test in tests if test.code]
     with contextlib.closing(sandbox.launch(code)) as candidate, contextlib.suppress(ProgramStopped):
         if judged:
-            sandbox.judge()  # Where it has to be started, the two start at the same time.
+            sandbox.judge()  # If it must be started, both start at the same time.
         candidate.begin()
         for test in tests:
             passed += not test.code and _run_once(candidate, test)
-        for test in judged:  # beside the program, with a session between the two that is this test's alone
+        for test in judged:  # beside the program, connected by a session for this test only
             judge, needs = sandbox.judge(), examine(test.code)
             judge.deadline_s, judge.beside = candidate.deadline_s, candidate
             try:
@@ -171,7 +171,7 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
                 candidate.send({"op": "session", "names": needs.names}, end)
                 judge.send({"op": "test", "code": test.code, **needs._asdict()}, other_end)
                 is_passed = judge.receive().get("passed") is True
-                # The program's word does not end a session: its processes are ended.
+                # A message of the program does not end a session: its processes are killed.
                 candidate.send({"op": "end"})
                 candidate.receive()
             except ProgramStopped:
@@ -182,7 +182,7 @@ def run_tests(sandbox: Sandbox, code: str, tests: list[CodeTest]) -> int:
 
 
 def _run_once(candidate: Confined, test: CodeTest) -> bool:
-    """Run the program as a script, or call its function, and compare what came of it."""
+    """Run the program as a script, or call its function, and compare the result."""
     if test.stdout is not None:
         candidate.send({"op": "run", "stdin": test.stdin or ""})
     else:
@@ -205,10 +205,10 @@ def _run_once(candidate: Confined, test: CodeTest) -> bool:
 
 
 def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - expected values are of any kind
-    """Compare what a program returned, as JSON, with what is expected. Recursion follows `expected`, which is the task's own."""
+    """Compare a program's result, as JSON, with the expected value. Recursion follows `expected`, which is from the task."""
     tag, inner = ("", value) if type(value) is not dict else (value["t"], value["v"])
     if isinstance(expected, float):
-        # As a number of its own type: of the Decimal 1E+999999999, a Fraction would write out every digit.
+        # Compare as a number of its own type: a Fraction of the Decimal 1E+999999999 would need every digit.
         number: Any = decode(value, only_plain) if tag in _NUMBERS else None
         is_number = isinstance(number, Number) and not isinstance(number, bool)
         return is_number and math.isclose(number, expected, rel_tol=test.tolerance, abs_tol=0 if expected else test.tolerance)

@@ -1,10 +1,10 @@
-"""What runs inside a sandbox: a driver that forks one process for each test, and the program's side of a test.
+"""Code inside a sandbox: a driver that forks one process for each test, and the program's side of a test.
 
-Sent as text to an interpreter of its own (bubblewrap.py): standard library only, Python 3.9 and later. The driver runs no foreign
-code itself, and ends and removes what a test left, so that no test sees what another did. It does what it is told:
+Sent as text to a separate interpreter (bubblewrap.py): standard library only, Python 3.9 and later. The driver runs no foreign
+code itself. It ends the processes and removes the files of each test, so that no test sees traces of another. Its operations:
 
 - `run` executes the program that a model wrote as a script, or calls one function of it;
-- `session` loads the program and answers requests about it until it is told to end;
+- `session` loads the program and answers requests about it until the session is ended;
 - `test`, in a sandbox of its own, runs a task's test code, which has a session with the program (guest_judge.py).
 """
 # ruff: noqa: ANN401, S102, SIM105 - values of any kind, foreign code; contextlib takes 3 ms to import
@@ -66,13 +66,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "plain": lambda value: value,
     **{name: lambda value, name=name: getattr(__import__("copy"), name)(value) for name in ("copy", "deepcopy")},
 }
-"""What the program's side does at a judge's request."""
+"""Operations of the program's side, requested by a judge."""
 BEHAVIOURS = {f"__{name.strip('_')}__" for name in OPERATIONS} - {"__repr__", "__hash__"} | {"__missing__"}
-"""Methods by which a class that extends a built-in one acts otherwise; every named tuple has `__repr__`."""
+"""Methods that change the behaviour of a subclass of a built-in class; every named tuple has `__repr__`."""
 
 
 def _acts(value: Any) -> bool:
-    """Whether a value has functions of a class of the program, which plain data would lose: a dict that is a cache."""
+    """Return whether a value's class has functions of the program, which plain data would lose: for example a cache dict."""
     is_scalar = isinstance(value, (int, float, complex, str, bytes))
     for kind in type(value).__mro__:
         for name, each in vars(kind).items() if kind.__module__ == "solution" else ():
@@ -83,7 +83,7 @@ def _acts(value: Any) -> bool:
 
 
 class ProgramSession:
-    """Performs what the judge asks for, with the program's objects kept by number."""
+    """Performs the judge's requests; the program's objects are stored by number."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -93,7 +93,7 @@ class ProgramSession:
         self.numbers: dict[int, int] = {}
 
     def serve(self, namespace: dict[str, Any], names: list[str]) -> None:
-        """Tell the names that were asked for, then serve until the driver ends this process."""
+        """Send the requested names, then serve until the driver ends this process."""
         self.pipe.write({"names": {name: self._told(namespace[name]) for name in names if name in namespace}})
         self._printed()
         while True:
@@ -114,7 +114,7 @@ class ProgramSession:
         self.pipe.write({**reply, **self._printed()})
 
     def _printed(self) -> Frame:
-        """Take what the program has printed since the last message."""
+        """Return the program's output since the last message."""
         text = self.stdout.buffer.getvalue().decode("utf-8", "replace")[: self.pipe.max_bytes // 16]
         self.stdout.buffer.seek(0)
         self.stdout.buffer.truncate()
@@ -127,7 +127,7 @@ class ProgramSession:
         changed = []
         for place, after in (*enumerate(args), *kwargs.items()):
             sent = frame["args"][place] if isinstance(place, int) else frame["kwargs"][place]
-            is_own = isinstance(sent, dict) and sent["t"] == "yours"  # which the test has no copy of
+            is_own = isinstance(sent, dict) and sent["t"] == "yours"  # the test has no copy of it
             if isinstance(after, (list, dict, set, bytearray, collections.deque)) and not is_own:
                 encoded = encode(after, self._object)
                 if encoded != sent:
@@ -139,7 +139,7 @@ class ProgramSession:
         return self._object(value) if as_object or _acts(value) else encode(value, self._object)
 
     def _object(self, value: Any) -> Any:
-        """Return the number under which an object is kept; of an error class its bases too."""
+        """Return the number of a stored object; for an error class also its bases."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
@@ -168,7 +168,7 @@ class ProgramSession:
         }
         with self.lock:
             self.pipe.write({**call, **self._printed()})
-            while "op" in (reply := self.pipe.read()):  # The function uses the program itself.
+            while "op" in (reply := self.pipe.read()):  # The function itself uses the program.
                 self._answer(reply)
         if "value" in reply:
             return decode(reply["value"], only_plain)
@@ -188,19 +188,19 @@ def load_program(code: str, name: str) -> dict[str, Any]:
 
 
 class Driver:
-    """Forks one process for each test, waits for it, and ends what it left behind."""
+    """Forks one process for each test, waits for it, and ends its remaining processes."""
 
     def __init__(self, pipe: Pipe, setup: Frame) -> None:
         self.pipe, self.setup = pipe, setup
 
     def fork(self, stdin_fd: int | None = None, stdout_fd: int | None = None) -> int:
-        """Fork; the child gets 0, limited, in a process group of its own, with these streams and none of the driver's."""
+        """Fork; returns 0 in the child, which has limits, its own process group, these streams and none of the driver's."""
         pid = os.fork()
         if pid:
             try:
                 os.setpgid(pid, pid)
             except OSError:
-                pass  # it did so itself, or is gone
+                pass  # the child did so itself, or has ended
             return pid
         os.setpgid(0, 0)
         self.end_with_parent()
@@ -220,17 +220,17 @@ class Driver:
         return 0
 
     def end_with_parent(self) -> None:
-        """Have the kernel kill this process when its parent ends; confined, bubblewrap does that for all inside."""
+        """Make the kernel kill this process when its parent ends; in a sandbox, bubblewrap does this for all processes."""
         if not self.setup["confined"] and sys.platform == "linux":
             import ctypes  # noqa: PLC0415 - takes 8 ms to import
 
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def wait(self, pid: int) -> int:
-        """Wait for a forked test, end and remove what it left; return its exit status, negative for a signal."""
+        """Wait for a forked test, then end its processes and remove its files; return its exit status, negative for a signal."""
         status = os.waitpid(pid, 0)[1]
         try:
-            # Confined, every process in sight is the program's own, and the loop ends when the last of them is gone.
+            # In a sandbox every visible process is the program's own, and the loop ends when the last of them has ended.
             while self.setup["confined"]:
                 os.kill(-1, signal.SIGKILL)
                 time.sleep(0.0002)
@@ -241,17 +241,17 @@ class Driver:
             for entry in os.scandir(folder):
                 import shutil  # noqa: PLC0415 - most programs leave no file
 
-                # What cannot be removed ends the driver, and costs the program the tests that are left.
+                # A file that cannot be removed ends the driver, and the program fails its remaining tests.
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
         return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def run(self, frame: Frame) -> str | None:
         """Execute the program as a script, or call a function of it; reply with exit status and output.
 
-        The child writes its output, or the function's value as JSON, to a file without a name, which is read after its end.
+        The child writes its output, or the function's result as JSON, to an unnamed file, which is read after its end.
 
         Returns:
-            In the child that is to run the program as a script: the program.
+            The program, in the child that must run it as a script; otherwise None.
         """
         is_script = "stdin" in frame
         stdin_fd, output_fd = scratch_file(str(frame.get("stdin", "")).encode("utf-8", "replace")), scratch_file()
@@ -278,7 +278,7 @@ class Driver:
         return None
 
     def session(self, frame: Frame) -> None:
-        """Load the program and answer requests about it until told to end. Nothing that the program does ends it earlier."""
+        """Load the program and answer requests about it until told to end. The program cannot end the session earlier."""
         session_fd = self.take_descriptor()
         pid = self.fork()
         if pid == 0:
@@ -288,7 +288,7 @@ class Driver:
                 session.serve(load_program(self.setup["code"], "solution"), frame["names"])
             finally:
                 os._exit(1)
-        os.close(session_fd)  # With the child, the other end of the session ends.
+        os.close(session_fd)  # The other end of the session closes when the child ends.
         self.pipe.read()
         os.kill(pid, signal.SIGKILL)
         self.wait(pid)
@@ -309,7 +309,7 @@ class Driver:
         self.pipe.write({"passed": self.wait(pid) == PASSED})
 
     def take_descriptor(self) -> int:
-        """Return the end of a session that the outside sends behind a message."""
+        """Return the end of a session that the scoring process sends after a message."""
         import _socket  # noqa: PLC0415 - `socket` takes 5 ms to import
 
         channel = _socket.socket(fileno=self.pipe.fd)
@@ -318,7 +318,7 @@ class Driver:
         return int.from_bytes(sent, sys.byteorder)
 
     def serve(self) -> str | None:
-        """Serve one operation after the other until the outside closes the pipe; return as `run`."""
+        """Serve one operation after the other until the scoring process closes the pipe; return as `run`."""
         self.end_with_parent()
         self.pipe.write({"ready": True})
         program: str | None = None
@@ -332,7 +332,7 @@ class Driver:
 
 
 def scratch_file(content: bytes = b"") -> int:
-    """Return the descriptor of a file without a name that holds `content`."""
+    """Return the descriptor of an unnamed file with `content`."""
     path = f"/tmp/.{os.getpid()}-{os.urandom(8).hex()}"  # noqa: S108 - in memory and private inside the sandbox
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
@@ -342,7 +342,7 @@ def scratch_file(content: bytes = b"") -> int:
 
 
 def main() -> None:
-    """Take the channel's descriptor and the largest message from the command line."""
+    """Read the channel's descriptor and the maximum message size from the command line."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     for name in ("exit", "quit"):

@@ -1,14 +1,14 @@
-"""The judge's side of a test: the test's code runs here, and has the program's objects as handles.
+"""The judge's side of a test: the test's code runs here and uses the program's objects through handles.
 
-Sent as text into a sandbox of its own (guest.py): standard library only, Python 3.9 and later. Why a pass cannot be faked:
-- The judge asks for the names that it was told to ask for (test_code.py finds them in the test's source) and for nothing else.
-- Plain data is rebuilt as exact built-in types. Everything else is a `Handle`: using it is a request to the candidate.
-- A handle equals plain data only by the data that it holds, if its class extends a built-in one, and is never ordered against it.
-  The program sends that data without the other side of the comparison, and the judge compares. It sends it when it is asked, as
-  the object may have changed, and may have seen the expected value in a call of the test before.
-- What an operator of `TELLING` makes of a handle and plain data stays a handle that cannot be compared with plain data, counted,
-  iterated or turned into a number: the program may have seen the expected value there.
-- What the judge cannot ask for ends the session: as an error it would pass a test that expects one of the program.
+Sent as text into a separate sandbox (guest.py): standard library only, Python 3.9 and later. Why a program cannot fake a pass:
+- The judge requests only the names that test_code.py finds in the test's source.
+- Plain data is rebuilt as exact built-in types. Any other object is a `Handle`: each use of it is a request to the candidate.
+- A handle equals plain data only by its own data, if its class extends a built-in one, and has no order relative to plain data.
+  The program sends its data without knowing the other side, and the judge compares. The data is sent at the comparison, since the
+  object may have changed; by then the program may have seen the expected value in an earlier call of the test.
+- The result of an operator of `TELLING` on a handle and plain data stays a handle. It cannot be compared with plain data,
+  counted, iterated or converted to a number, since the program may have seen the expected value there.
+- An operation that the judge cannot request ends the session: an error would pass a test that expects an error of the program.
 - The judge serves one request: a call, with plain data, of a function that the test passed to a call that is still running.
 """
 # ruff: noqa: ANN401, S102, BLE001, SLF001 - values of any kind, foreign code and whatever it raises are its business
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from asyncrl.reward.sandbox.guest_values import Frame
 
 TELLING = ("add", "sub", "truediv", "floordiv", "mod", "and_", "or_", "xor", "divmod")
-"""Operators by which a test may compare with what it expects, as in `abs(f(x) - 5) < 1e-6`."""
+"""Operators that a test may use to compare with an expected value, as in `abs(f(x) - 5) < 1e-6`."""
 SCALING = ("mul", "matmul", "pow", "lshift", "rshift")
 ASKED = ("str", "repr", "setattr", "delattr", "getitem", "setitem", "delitem", "enter", "copy")
 CONVERTED = ("len", "int", "float", "complex", "index", "round", "next", "reversed", "hash", "contains")
@@ -49,21 +49,21 @@ _iteration_ends = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class JudgeSession:
-    """The judge's end: asks the candidate, and serves calls of functions that are arguments of a call still running."""
+    """The judge's end of a session: sends requests, and serves calls of functions that are arguments of a running call."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
         self.lock = _thread.RLock()
-        """Held for a request with its answer: threads of a test take turns."""
+        """Held during a request and its answer, so that threads of a test take turns."""
         self.is_over = False
         self.handles: dict[int, Handle] = {}
         self.error_classes: dict[int, type] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
 
     def ask(self, operation: str, *args: Any, kwargs: dict[str, Any] | None = None, derived: bool = False) -> Any:
-        """Have the candidate perform an operation; return its value, raise its exception or SessionOver.
+        """Request an operation of the candidate; return its value, or raise its exception or SessionOver.
 
-        Where it is derived, the value stays a handle, whatever it is.
+        If `derived`, any value stays a handle.
         """
         kwargs, passed = kwargs or {}, list[int]()
         with self.lock:
@@ -74,12 +74,12 @@ class JudgeSession:
                 while True:
                     frame = self.pipe.read()
                     if type(printed := frame.get("printed", "")) is str:
-                        sys.stdout.write(printed)  # where a test may catch it
+                        sys.stdout.write(printed)  # a test may capture it
                     if "call" not in frame:
                         break
                     self.pipe.write(self._call(frame))
             except SessionOver:
-                self.is_over = True  # A test that catches everything would else wait for an answer for ever.
+                self.is_over = True  # Otherwise a test that catches everything would wait for an answer for ever.
                 raise
             finally:
                 for number in passed:
@@ -102,7 +102,7 @@ class JudgeSession:
         return value
 
     def refuse(self, what: str) -> NoReturn:
-        """End the session over what a test cannot do."""
+        """End the session because a test did something unsupported."""
         self.is_over = True
         raise SessionOver(what)
 
@@ -119,7 +119,7 @@ class JudgeSession:
 
     def _encode(self, value: Any, passed: list[int]) -> Any:
         def other(each: Any) -> Any:
-            # Errors of the program and their classes are no handles, but have a number too.
+            # Errors of the program and their classes are not handles, but also have a number.
             if isinstance(each, Handle) or "_handle_number" in getattr(each, "__dict__", ()):
                 return {"t": "yours", "v": each._handle_number}
             if type(each) is slice:
@@ -139,7 +139,7 @@ class JudgeSession:
         return encode(value, other)
 
     def decode(self, value: Any) -> Any:
-        """Rebuild what the program sent, with handles; raise SessionOver where it is no value."""
+        """Rebuild a value from the program, with handles; raise SessionOver if it is not a value."""
         try:
             return decode(value, self._decode_other)
         except (Malformed, RecursionError) as error:
@@ -160,16 +160,16 @@ class JudgeSession:
             name, module = str(value.get("name"))[:100], str(value.get("module"))
             known = None if module == "solution" else getattr(sys.modules.get(module), "__dict__", {}).get(name)
             is_error = isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, _iteration_ends)
-            # Some of unittest's, as SkipTest, end what unittest runs and do not fail it.
+            # Some errors of unittest, such as SkipTest, end a test without failing it.
             if is_error and known.__module__.split(".")[0] not in ("unittest", "asyncrl"):
-                parents: tuple[Any, ...] = (known,)  # A test that catches json.JSONDecodeError has the judge's own.
+                parents: tuple[Any, ...] = (known,)  # A test that catches json.JSONDecodeError uses the judge's class.
             else:
                 parents = tuple(self._error_class(each, depth) for each in bases)
             self.error_classes[number] = _stand_in(self, number, name, parents)
         return self.error_classes[number]
 
     def _error_class(self, told: Any, depth: int = 0) -> Any:
-        """Return a built-in class by its name, or what stands for one of the program's; a mixin that is no error is Exception."""
+        """Return a built-in class by its name, or a stand-in for the program's class; a mixin that is no error is Exception."""
         if type(told) is str:
             kind = getattr(builtins, told, None)
             return kind if isinstance(kind, type) and issubclass(kind, (Exception, SystemExit)) else RuntimeError
@@ -177,7 +177,7 @@ class JudgeSession:
         return self._decode_other("error class", told, depth + 1) if is_class else Exception
 
     def _call(self, frame: Frame) -> Frame:
-        """Serve the one thing that a program may ask for."""
+        """Serve the only request that a program may make: a call of a function of the test."""
         function = self.functions.get(frame["call"]) if type(frame["call"]) is int else None
         if function is None:
             raise SessionOver("the program called a function that is no argument of a running call")
@@ -189,12 +189,12 @@ class JudgeSession:
             return {"raise": [type(error).__name__, *(each for each in error.args if type(each) in (str, int, float))]}
 
     def _error(self, told: Any, operation: str) -> BaseException:
-        """Return the exception that the program raised, as one that the test can catch by name."""
+        """Return the program's exception as one that the test can catch by name."""
         if type(told) is not dict or type(told.get("text")) is not str or type(told.get("args")) is not list:
             raise SessionOver("not an error")
         error_class = self._error_class(told.get("kind"))
         if issubclass(error_class, _iteration_ends) and operation != "next":
-            # Raised in a test's `all(map(f, values))` it would end the loop, and with it the test.
+            # Raised in a test's `all(map(f, values))`, it would end the loop, and the test would pass.
             return RuntimeError(f"the program raised {error_class.__name__}")
         args = [self.decode(each) for each in told["args"]]
         if hasattr(error_class, "_handle_number") and type(told.get("object")) is int:
@@ -208,7 +208,7 @@ class JudgeSession:
 
 
 def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tuple[Any, ...]) -> type:
-    """Return a class that stands for one of the program's error classes."""
+    """Return a stand-in for one of the program's error classes."""
 
     def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
         made = session.ask("call", session.error_classes[class_number], *args, kwargs=kwargs)
@@ -224,7 +224,7 @@ def _stand_in(session: JudgeSession, class_number: int, name: str, parents: tupl
 
 
 class Handle:
-    """An object of the program's. Equal to another handle where the program says so, to plain data never by its own saying."""
+    """An object of the program. The program decides whether two handles are equal, but not whether one equals plain data."""
 
     __slots__ = ("_handle_derived", "_handle_number", "_handle_session")
 
@@ -234,7 +234,7 @@ class Handle:
         object.__setattr__(self, "_handle_derived", False)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call it where it lives."""
+        """Call it in the program's process."""
         return self._handle_session.ask("call", self, *args, kwargs=kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +247,7 @@ class Handle:
         yield
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        """Tell it how the block ended. It cannot swallow the error: that would skip what the test still has to check."""
+        """Report how the block ended. It cannot suppress the error: that would skip later checks of the test."""
         told = kind and next(each for each in kind.__mro__ if getattr(builtins, each.__name__, None) is each)
         self._handle_session.ask("exit", self, told, None, None)
 
@@ -279,7 +279,7 @@ class Handle:
 def _combined(operation: str, tells: bool, reflected: bool = False) -> Callable[..., Any]:
     def combine(self: Handle, other: Any, *rest: Any) -> Any:
         if type(other).__module__ == "datetime":
-            # A difference of dates is read by its attributes, which would then be the program's to invent.
+            # A difference of dates is read by its attributes, which the program could then invent.
             self._handle_session.refuse(f"{operation} of a program's object and a date")
         is_handle = isinstance(other, Handle)
         derived = self._handle_derived or (is_handle and other._handle_derived) or (tells and not is_handle)
@@ -295,7 +295,7 @@ def _compared(operation: str) -> Callable[..., Any]:
             return self._handle_session.ask(operation, self, other) is True
         if operation != "eq":
             self._handle_session.refuse(f"{operation} of a program's object and data")
-        # What extends a built-in type is compared by its data, which the program sends without knowing the other side.
+        # A subclass of a built-in type is compared by its data, which the program sends without knowing the other side.
         value = self if self._handle_derived else self._handle_session.ask("plain", self)
         return NotImplemented if isinstance(value, Handle) else value == other
 
@@ -319,7 +319,7 @@ for _name in (*TELLING, *SCALING):
 
 
 def passes(candidate: Pipe, frame: Frame) -> bool:
-    """Run a test with the program's names in scope; return whether it reached its end."""
+    """Run a test with the program's names in scope; return whether it ran to its end."""
     session = JudgeSession(candidate)
     try:
         told = candidate.read().get("names")
@@ -342,7 +342,7 @@ def passes(candidate: Pipe, frame: Frame) -> bool:
                 asyncio.run(_awaited(result))
     except BaseException:
         return False
-    return not session.is_over  # a test that catches everything catches the end of its session too
+    return not session.is_over  # a test that catches everything also catches the end of its session
 
 
 async def _awaited(value: Any) -> Any:
@@ -350,7 +350,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _let_asyncio_run_handles() -> None:
-    """Let asyncio.run, tasks and task groups take a coroutine of the program's, which they would refuse."""
+    """Make asyncio.run, tasks and task groups accept a coroutine of the program, which they would refuse."""
     import asyncio  # noqa: PLC0415
 
     run, create_task = asyncio.run, asyncio.BaseEventLoop.create_task

@@ -1,8 +1,8 @@
-"""Plain data, and messages of it, between the two sandboxes of a test and the scoring process.
+"""Encoding of plain data in messages between the two sandboxes of a test and the scoring process.
 
-Sent as text into the sandbox (guest.py): standard library only, Python 3.9 and later, and as few imports as can be, because each
-takes as long as a simple program runs. Messages are 4 bytes little-endian length, then JSON. `decode` rebuilds exact built-in
-types, whatever the other side had; what it does not know is the caller's to judge, or Malformed.
+Sent as text into the sandbox (guest.py): standard library only, Python 3.9 and later, and as few imports as possible, because
+each import takes as long as a simple program. A message is a length of 4 bytes, little-endian, then JSON. `decode` rebuilds exact
+built-in types for all types of the other side; the caller decodes unknown tags, or raises Malformed.
 """
 # ruff: noqa: ANN401 - values of any kind
 
@@ -30,7 +30,7 @@ SAFE_INT = 1 << 53
 
 
 class SessionOver(BaseException):
-    """The other end of the pipe is gone, has ended, or does not keep to the protocol."""
+    """The other end of the pipe has ended or violates the protocol."""
 
 
 class Malformed(Exception):  # noqa: N818 - of a message
@@ -38,7 +38,7 @@ class Malformed(Exception):  # noqa: N818 - of a message
 
 
 class Pipe:
-    """Messages over a blocking socket, of at most `max_bytes`; what a trusted end sends may be larger."""
+    """Messages over a blocking socket, of at most `max_bytes`; a trusted end may send larger ones."""
 
     def __init__(self, fd: int, max_bytes: int, is_trusted: bool = False) -> None:
         self.fd, self.max_bytes, self.is_trusted = fd, max_bytes, is_trusted
@@ -57,7 +57,7 @@ class Pipe:
         return frame
 
     def write(self, frame: Frame) -> None:
-        """Send a message; raise ValueError where it is larger than the other end takes, SessionOver where nobody reads it."""
+        """Send a message; raise ValueError if it is too large for the other end, SessionOver if the other end is closed."""
         payload = json.dumps(frame).encode()
         if len(payload) > self.max_bytes:
             raise ValueError(f"message of {len(payload)} bytes, {self.max_bytes} are allowed")
@@ -71,7 +71,7 @@ class Pipe:
         while size:
             try:
                 chunk = os.read(self.fd, min(size, 1 << 20))
-            except OSError:  # reset by the other end, which is gone
+            except OSError:  # reset by the other end, which has ended
                 chunk = b""
             if not chunk:
                 raise SessionOver("end of file")
@@ -81,20 +81,20 @@ class Pipe:
 
 
 def write_all(fd: int, payload: bytes) -> None:
-    """Write to a descriptor that may take less at a time."""
+    """Write all bytes to a descriptor that may accept only a part at a time."""
     left = memoryview(payload)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, depth: int = 0) -> Any:
-    """Return a value as JSON can hold it: numbers, text and lists as they are, the rest as `{"t": tag, "v": ...}`.
+    """Return a value in JSON form: numbers, text and lists unchanged, other types as `{"t": tag, "v": ...}`.
 
     Args:
         value: Anything.
-        other: Encodes what is not plain data, or raises.
+        other: Encodes values that are not plain data, or raises.
         as_lists: Write iterators, views and ranges as lists.
-        depth: Of `value` in what is encoded.
+        depth: The nesting depth of `value`.
 
     Raises:
         ValueError: It is nested too deep or has too many items.
@@ -128,7 +128,7 @@ def encode(value: Any, other: Callable[[Any], Any], as_lists: bool = False, dept
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return what an iterator, a view or a range holds, up to MAX_ITEMS."""
+    """Return the items of an iterator, a view or a range, up to MAX_ITEMS."""
     items = list(itertools.islice(value, MAX_ITEMS + 1))
     if len(items) > MAX_ITEMS:
         raise ValueError(f"more than {MAX_ITEMS} items")
@@ -149,7 +149,7 @@ def _named(tag: str, inner: list[Any]) -> Any:
     kind = getattr(__import__(module), name)
     values = [*map(_number, inner)]
     if name == "Fraction":
-        values = [*map(operator.index, values)]  # Never of a text: of 1E+999999999 it would write out every digit.
+        values = [*map(operator.index, values)]  # Never from text: 1E+999999999 would be expanded to every digit.
     return getattr(kind, "fromisoformat", getattr(kind, "fromhex", kind))(*values)
 
 
@@ -174,7 +174,7 @@ _WRITTEN: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), lambda value: [value.isoformat()]),
 }
-"""By name, as the modules of some take longer to import than most programs to run: what such an object is made of again."""
+"""By type name, since importing some modules takes longer than most programs run: the parts to rebuild such an object."""
 _DECODERS: dict[str, Callable[[str, Any], Any]] = {
     "int": lambda _, inner: int(inner, 16),
     "slice": lambda _, inner: slice(*map(_number, inner)),
@@ -186,12 +186,12 @@ def decode(value: Any, other: Callable[[str, Any], Any], depth: int = 0) -> Any:
     """Rebuild plain data from a message, as exact built-in types.
 
     Args:
-        value: As json.loads made it.
+        value: The result of json.loads.
         other: Decodes the tags that are not plain data, or raises Malformed.
-        depth: Of `value` in the message.
+        depth: The nesting depth of `value` in the message.
 
     Raises:
-        Malformed: It is not what `encode` makes.
+        Malformed: `encode` cannot have produced it.
     """
     if depth > MAX_DEPTH:
         raise Malformed(f"nested deeper than {MAX_DEPTH}")
@@ -220,7 +220,7 @@ _named_tuples: dict[tuple[str, ...], type] = {}
 
 
 def _with_names(fields: list[str]) -> Callable[[Any], Any]:
-    """Return a kind of tuple whose items have names, as a namedtuple; built without evaluating the names, which are foreign."""
+    """Return a tuple class with named items, like a namedtuple; built without evaluating the names, which are untrusted."""
     names = tuple(fields)
     if names not in _named_tuples:
         if not all(type(name) is str and name.isidentifier() and not name.startswith("_") for name in names):
@@ -231,10 +231,10 @@ def _with_names(fields: list[str]) -> Callable[[Any], Any]:
 
 
 def only_plain(tag: str, _value: Any) -> Any:
-    """Refuse to decode what is not plain data."""
+    """Refuse to decode a tag that is not plain data."""
     raise Malformed(f"{tag} is not plain data")
 
 
 def refuse_objects(value: Any) -> Any:
-    """Refuse to encode what is not plain data."""
+    """Refuse to encode a value that is not plain data."""
     raise TypeError(f"an object of {type(value).__name__} is not plain data")

@@ -1,8 +1,8 @@
-"""What a test needs of the program it judges, read from the test's own source, on the trusted side.
+"""Finds what a test needs from the program, by the test's source, outside the sandbox.
 
-`examine` returns the names that the judge asks the program for: those that the test uses, does not bind itself, and that are not
-built in. A test that needs what the sandbox does not offer (docs/rewards.md lists it) is refused with its line, before any
-program is judged: a right program would fail it, or a wrong one pass.
+`examine` returns the names that the judge requests from the program: names that the test uses, does not bind itself, and that are
+not built in. A test that needs an unsupported feature (docs/rewards.md lists them) is refused with its line before any program is
+judged: otherwise a right program would fail it, or a wrong one would pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 _BUILT_IN = frozenset(dir(builtins))
 _EVALUATES = frozenset({"eval", "exec", "compile", "__import__", "globals", "locals"})
 _COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"})
-"""What they return of two that cannot be compared is not False."""
+"""For two values that cannot be compared, these methods do not return False."""
 _LOOKS_INSIDE = frozenset({"vars", "dir", "id"})
 _OWN_PROCESSES = frozenset({"multiprocessing", "ProcessPoolExecutor", "fork"})
 _LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib", "inspect", "gc", "types", "dataclasses"})
@@ -29,19 +29,19 @@ _LOADS_OBJECTS = frozenset({"pickle", "marshal", "shelve", "ctypes", "importlib"
 _MODULE_NAMES = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator re
     statistics string"""
 _MODULES = frozenset(_MODULE_NAMES.split())
-"""A test that uses one of these without importing it, for its attributes alone, has the judge's own."""
+"""If a test uses only attributes of one of these modules and does not import it, the judge's own module is used."""
 _HELPER_NAMES = """Counter OrderedDict defaultdict deque namedtuple ChainMap Fraction Decimal datetime date timedelta deepcopy
     reduce partial permutations combinations combinations_with_replacement product accumulate islice zip_longest sqrt isqrt fabs
     floor ceil trunc fsum prod hypot pi tau inf nan gcd lcm factorial comb perm exp log log2 log10 sin cos tan asin acos atan
     atan2 sinh cosh tanh degrees radians chain starmap groupby pairwise heappush heappop heapify nlargest nsmallest bisect_left
     bisect_right insort mean median stdev random randint randrange uniform choice shuffle sample os sys time"""
 _HELPERS = frozenset(_HELPER_NAMES.split())
-"""Of the standard library: what a test may mean where it imports nothing, and a program may define so that the test passes."""
+"""Standard library names that a test may use without import, and that a program could define so that the test passes."""
 _JUDGES = re.compile(
     r"self|assert.*|unittest|TestCase|(is|all)_?close|approx|((array|almost|approx(imately)?|nearly)_?)+equal|pytest|np|numpy|torch|pd|pandas",
     re.IGNORECASE,
 )
-"""Names by which tests compare, and that mean a verdict of the program's where the program gives them."""
+"""Names that tests use to compare; if the program defined them, it would decide the verdict."""
 _UNUSABLE = {
     "redirect_stderr": "; of what the program prints, only standard output reaches the test",
     "assertSetEqual": ", which hands the program the expected set; write assertEqual",
@@ -49,16 +49,16 @@ _UNUSABLE = {
 
 
 class Needs(NamedTuple):
-    """What the judge asks a program for before it runs a test."""
+    """Names that the judge requests from a program before it runs a test."""
 
     names: tuple[str, ...]
-    """All that is asked for, attributes of the module `solution` included."""
+    """All requested names, attributes of the module `solution` included."""
     global_names: tuple[str, ...]
-    """Those that the test finds as names of its own module."""
+    """Requested names that become globals of the test."""
     test_functions: tuple[str, ...]
-    """Functions `test_...` without arguments that nothing calls: the judge does, as pytest would."""
+    """Functions `test_...` without arguments that the test does not call: the judge calls them, as pytest would."""
     modules: tuple[str, ...]
-    """What the test uses of the standard library without importing it: a program's `math.isclose` would say yes."""
+    """Standard library modules that the test uses without import: a program's own `math.isclose` could always return True."""
 
 
 class UnusableTest(Exception):  # noqa: N818 - of the data, told as such
@@ -67,10 +67,10 @@ class UnusableTest(Exception):  # noqa: N818 - of the data, told as such
 
 @lru_cache(maxsize=4096)
 def examine(code: str) -> Needs:
-    """Return what a test needs.
+    """Return the names that a test needs.
 
     Raises:
-        UnusableTest: It is no Python, uses nothing of the program, or needs what handles and the sandbox do not offer.
+        UnusableTest: It is not Python, uses nothing of the program, or needs a feature that handles or the sandbox lack.
     """
     try:
         tree = ast.parse(code)
@@ -102,10 +102,10 @@ def examine(code: str) -> Needs:
 
 
 def _refuse_helpers(tree: ast.Module, global_names: set[str], rooted: set[str]) -> None:
-    """Refuse a name by which a test judges something of the program, and that the test does not import or define.
+    """Refuse a name that a test uses to judge the program and does not import or define.
 
-    A name of the standard library may be used where nothing else of the program is, and be called without arguments: `sqrt` and
-    `Counter` may be the program's.
+    A standard library name is allowed in a statement with no other name of the program, and in a call without arguments: `sqrt`
+    and `Counter` may be the program's.
     """
     judges = {name for name in global_names if _JUDGES.fullmatch(name) and len(rooted) > 1}
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -151,7 +151,7 @@ def _names_of_others(code: str, tree: ast.Module) -> set[str]:
 
 
 def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Return the names taken from the module `solution`, and the names that the module is known by."""
+    """Return the names imported from the module `solution`, and the names bound to the module."""
     taken, modules = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "solution" and not node.level:
@@ -165,7 +165,7 @@ def _imports_of_solution(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
-    """Return what is wrong with one node of a test, which defines these functions; empty: nothing."""
+    """Return the fault of one node of a test that defines these functions; empty if there is none."""
     said = ""
     match node:
         case ast.ClassDef():
@@ -204,9 +204,9 @@ def _complaint(node: ast.AST, rooted: set[str], functions: set[str]) -> str:
 
 
 def _type_complaint(node: ast.AST, rooted: set[str], caught: set[str]) -> str:
-    """Return what is wrong where the type of something is compared with a class of the program's; error classes do compare.
+    """Return the fault of a comparison of a type with a class of the program; comparisons with error classes are allowed.
 
-    `caught` are the names of the errors that the test catches, and of their classes.
+    `caught` has the names of the errors that the test catches, and of their classes.
     """
     match node:
         case ast.Compare(left=left, comparators=others):
@@ -247,14 +247,14 @@ def _import_complaint(node: ast.Import | ast.ImportFrom) -> str:
 
 
 def _root(node: ast.AST) -> str:
-    """Return the name that an expression of attributes, items and calls begins with; empty where there is none."""
+    """Return the first name of an expression of attributes, items and calls; empty without one."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Await)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _test_functions(tree: ast.Module, rooted: set[str]) -> tuple[str, ...]:
-    """Return the test functions that the judge calls; refuse one that nobody calls though it checks or asks for something."""
+    """Return the test functions that the judge calls; refuse an uncalled function that checks or uses something."""
     functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     asked = rooted | {function.name for function in functions}
     tests: list[str] = []

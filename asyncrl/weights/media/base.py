@@ -1,16 +1,16 @@
 """The weight-medium contract: how the bytes of a version get from the learner to a generator.
 
-A version is one flat run of bytes (models/layout.py). The learner owns two slots, each as large as a version. publisher.py copies
-the tensors into one of them, and the medium makes it fetchable from there. Media differ in nothing else.
+A version is one flat block of bytes (models/layout.py). The learner owns two slots, each as large as a version. publisher.py
+copies the tensors into one of them, and the medium makes the version available from there. Media differ only in that.
 
 Invariants, for every implementation (tests/contract/media/test_medium.py runs over all of them):
 - Publishing blocks the learner for one copy of the bytes (the snapshot into a slot); everything else is done on other threads.
-- A fetch yields the whole of one version, or raises: never a mixture.
-- Blobs (deltas) are small, named, written once, and go when the version they lead to can no longer be asked for.
-- The learner never waits for a subscriber; one that is too slow gets `BroadcastError` and fetches the newest instead.
-- Memory is bounded: the model plus two slots at most for the learner (and one copy where it makes deltas), the model plus one
+- A fetch returns one complete version, or raises: never a mixture.
+- Blobs (deltas) are small, named, written once, and removed when their version can no longer be requested.
+- The learner never waits for a subscriber; a slow subscriber gets `BroadcastError` and fetches the newest version instead.
+- Memory is bounded: the model plus at most two slots for the learner (and one copy if it makes deltas), the model plus one
   staging buffer for a generator.
-- What a killed process left behind is removed by the next writer of the same run.
+- Leftovers of a killed process are removed by the next writer of the same run.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ NUM_SLOTS = 2
 
 
 class LentTensors(dict[str, Any]):
-    """Tensors by name that lie in somebody else's memory: what whoever passes them on has to know. Needs no torch."""
+    """Tensors by name in memory that belongs to the medium or the learner. Needs no torch."""
 
     check: Callable[[], None]
-    """Call after the last byte was read, before anything samples with it. Raises BroadcastError: it may be a mixture."""
+    """Call after the last byte was read and before sampling with it. Raises BroadcastError if it may be a mixture of versions."""
     release: Callable[[], None]
-    """Call once nobody reads them any more. Safe to repeat."""
+    """Call once the tensors are no longer read. Safe to repeat."""
     learner_changes_them = False
-    """They are the learner's own parameters, and become its later versions by themselves."""
+    """Whether they are the learner's own parameters, which change to later versions in place."""
 
 
 class ReceiverArguments(msgspec.Struct, frozen=True):
-    """What the `Receiver` of a medium is told, as JSON, in the process that holds the model."""
+    """Arguments of a medium's `Receiver`, as JSON, in the process that holds the model."""
 
     run_folder: str
     medium: MediumConfig
 
 
 class VersionUnavailableError(BroadcastError):
-    """The version cannot be had any more under this announcement: only another announcement helps, no second attempt."""
+    """The version of this announcement cannot be fetched any more: wait for another announcement, do not try again."""
 
 
 class MediumWriter:
-    """The learner's end. `overwrite` runs on the learner's thread and is quick; the rest runs on the publisher's."""
+    """The learner's end. `overwrite` runs on the learner's thread and is quick; the rest runs on the publisher's thread."""
 
     keeps_slots: bool = False
-    """Whether a committed version is read out of its slot, which then is free only once a newer version is committed."""
+    """Whether a committed version is read from its slot; the slot is then free only after a newer version is committed."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Return the slots: NUM_SLOTS flat uint8 tensors of `manifest.total_bytes`, zeroed.
@@ -70,34 +70,34 @@ class MediumWriter:
         raise NotImplementedError
 
     def busy_slots(self) -> frozenset[int]:
-        """Return the slots that a subscriber is fetching from right now, as far as the medium knows; here: none ever is."""
+        """Return the slots from which subscribers are fetching now, as far as the medium knows; by default none."""
         return frozenset()
 
     def overwrite(self, slot: int) -> None:
-        """Make what the slot holds unfetchable; the caller is about to write over it."""
+        """Withdraw the version in the slot, because the caller will overwrite it."""
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
-        """Make `version`, now whole in `slot`, fetchable. Where only a delta leads to a version, this is not called for it.
+        """Make `version`, complete in `slot`, available to fetch. Not called for a version that is published only as a delta.
 
         Returns:
-            The location, as `WeightsAvailable.location` carries it.
+            The location, for `WeightsAvailable.location`.
 
         Raises:
-            BroadcastError: It could not be made fetchable (disk full, say); older versions are untouched.
+            BroadcastError: It could not be published (for example, the disk is full); older versions are unchanged.
         """
         raise NotImplementedError
 
     def blob_path(self, name: str) -> Path:
-        """Return where the file of a delta lies; of media that keep deltas in files."""
+        """Return the path of a delta's file; for media that keep deltas in files."""
         raise NotImplementedError
 
     def put_blob(self, name: str, blob: bytes) -> None:
-        """Make a delta fetchable under `name` ([a-z0-9-], at most 64); only of media whose config `carries_deltas`.
+        """Make a delta available under `name` ([a-z0-9-], at most 64); only for media whose config `carries_deltas`.
 
-        Here: a file, whole under its name or not at all, which only this user may read.
+        By default a file, which appears under its name only when complete, and which only this user may read.
 
         Raises:
-            BroadcastError: It could not be made fetchable.
+            BroadcastError: It could not be published.
         """
         try:
             write_whole(self.blob_path(name), blob, private=True, onto_disk=False)
@@ -105,11 +105,11 @@ class MediumWriter:
             raise BroadcastError(f"delta {name} ({len(blob)} bytes) could not be written: {error}") from error
 
     def drop_blob(self, name: str) -> None:
-        """Make the delta unfetchable; unknown names are ignored."""
+        """Withdraw the delta; unknown names are ignored."""
         self.blob_path(name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release threads, memory and whatever nobody may fetch after the learner is gone. Safe to repeat."""
+        """Release threads, memory and everything that must not be fetched after the learner has ended. Safe to repeat."""
 
 
 class MediumReader:
@@ -119,22 +119,22 @@ class MediumReader:
         """Fill `into` (`manifest.total_bytes`, uint8) with the version's bytes; blocking, runs on a thread.
 
         Args:
-            available: What was announced.
-            into: Staging buffer; holds nothing of value when this raises.
-            cancelled: Checked at least every second; set, the fetch gives up.
+            available: The announcement.
+            into: Staging buffer; its content is undefined if this raises.
+            cancelled: Checked at least every second; when set, the fetch stops.
 
         Returns:
-            The bucket fingerprints of what is in `into` now; the caller compares them with the announced ones.
+            The bucket fingerprints of the bytes in `into`; the caller compares them with the announced ones.
 
         Raises:
-            VersionUnavailableError: The version is gone, was overwritten while reading, does not come, or the fetch was
+            VersionUnavailableError: The version is gone, was overwritten during the read, does not arrive, or the fetch was
                 cancelled.
-            BroadcastError: What arrived is damaged or could not be read; a second attempt may go better.
+            BroadcastError: The bytes are damaged or could not be read; a second attempt may succeed.
         """
         raise NotImplementedError
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:  # noqa: ARG002
-        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`; here: always."""
+        """Return the delta `name` of `available.deltas`; blocking, runs on a thread. Raises as `fetch`; by default always."""
         raise BroadcastError(f"version {available.version} is announced with delta {name}, which this medium does not carry")
 
     def close(self) -> None:

@@ -4,17 +4,18 @@
                     │                                  Noted, Begin, Abort, Refused
     generator ─ Member (collective_member.py): a DEALER, the present group, two bucket buffers
 
-A member asks (`Ready`) every second until it is told to begin or is refused; whatever it was told to begin ends with an `Answer`.
-The learner gathers those that are ready and sends them the version: one attempt. Its process group (collective_group.py; the
-learner has rank 0) is kept for as long as the same members want the next version; anybody new, missing or failed makes a new one.
+A member sends `Ready` every second until it is told to begin or is refused; each `Begin` is answered by an `Answer`. The learner
+gathers the ready members and sends them the version: one attempt. Its process group (collective_group.py; the learner has rank 0)
+is kept as long as the same members need the next version; a new, missing or failed member leads to a new group.
 
 Invariants:
-- The learner's own thread waits for no member, no socket and no group. Everything here is done on one thread of the medium.
-- An attempt ends: everyone answered, or no progress for `timeout_s`, or somebody failed. Then the others are told and ask again.
-- Members gather for `gather_s` at most, and not at all once everyone of the last attempt is ready and nobody is new.
-- A version being sent or gathered for keeps its slot (`busy_slots`); one that had to be overwritten ends the attempt.
-- The bytes travel by torch.distributed, which neither encrypts nor asks for a key. The socket does both where the run has keys,
-  and says who may take part.
+- The learner's own thread waits for no member, socket or group. Everything here runs on one thread of the medium.
+- An attempt ends when all members answered, when there was no progress for `timeout_s`, or when one failed. The others are then
+  told, and ask again.
+- Members gather for at most `gather_s`, and not at all if exactly the members of the last attempt are ready.
+- A version that is being sent or gathered for keeps its slot (`busy_slots`); if the slot must be overwritten, the attempt ends.
+- The bytes are sent by torch.distributed, without encryption or authentication. The socket has both if the run has keys, and
+  decides which members may take part.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from asyncrl.weights.sockets import Router, decode
 log = logging.getLogger(__name__)
 
 GONE_AFTER_S = 5.0
-"""Who asked and was not heard of for so long does not want the version any more."""
+"""A member that has not asked for this long does not want the version any more."""
 MAX_MESSAGE_BYTES = 4096
 _POLL_MS = 10
 _JOIN_S = 10.0
@@ -52,44 +53,44 @@ _Number = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """Member: I want this version, and take part at once when told to."""
+    """Member -> learner: the member wants this version, and takes part as soon as it is told to."""
 
     version: _Number
     fingerprint: Annotated[str, Meta(max_length=64)]
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", forbid_unknown_fields=True):
-    """Member: I am through with this attempt."""
+    """Member -> learner: the member has finished this attempt."""
 
     attempt: _Number = 0
-    """0: with all of them; do not wait for me."""
+    """0: all attempts; the learner must not wait for this member."""
     failure: Annotated[str, Meta(max_length=1024)] = ""
-    """Empty: all of it is here. Else I am out of the group, and shall ask again if I still want the version."""
+    """Empty: the version arrived completely. Else the member has left the group, and asks again if it still wants the version."""
 
 
 class Noted(msgspec.Struct, frozen=True, tag="noted"):
-    """Learner: I heard you; wait."""
+    """Learner -> member: the request is noted; wait."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Learner: receive this version now."""
+    """Learner -> member: receive this version now."""
 
     attempt: int
     version: int
     rank: int
     size: int
     store: str
-    """host:port where the members of a new group meet; empty: in the group that you are in."""
+    """host:port where the members of a new group meet; empty: use the present group."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Learner: this attempt and its group are over."""
+    """Learner -> member: this attempt and its group have ended."""
 
     attempt: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Learner: you will not get this version any more."""
+    """Learner -> member: this version will not be sent any more."""
 
     version: int
     reason: str
@@ -104,8 +105,8 @@ class CollectiveWriter(MediumWriter):
 
     Args:
         config: Host and times.
-        keys: Of the run; None: members are not asked for any.
-        through: Returns the device whose buffers buckets are sent from; None: gloo, from the slots.
+        keys: Keys of the run; None: members need no key.
+        through: Returns the device from whose buffers buckets are sent; None: gloo, which sends from the slots.
     """
 
     keeps_slots = True
@@ -117,34 +118,34 @@ class CollectiveWriter(MediumWriter):
         self._backend: Backend = "nccl" if isinstance(config, NCCLMedium) else "gloo"
         self._lock = threading.Lock()
         self._versions: dict[int, tuple[int, str]] = {}
-        """Slot and fingerprint of each version that can be sent. Replaced as a whole, under the lock: who reads it needs none."""
+        """Slot and fingerprint of each version that can be sent. Replaced under the lock, never changed: readers need no lock."""
         self._slots: tuple[torch.Tensor, ...] = ()
         self._ends: tuple[int, ...] = ()
         self._device: torch.device | None = None
         self._buffers: BucketBuffers | None = None
         self._router: Router
         self._thread: threading.Thread | None = None
-        """Reads the socket, which is there once the thread is."""
+        """Reads the socket; the socket exists once the thread does."""
         self._closing = threading.Event()
         self._location = ""
-        # From here on of the medium's own thread.
+        # Only the medium's own thread uses the fields below.
         self._ready: dict[bytes, tuple[int, float]] = {}
-        """Members that wait: for which version, and when they last said so."""
+        """Members that wait: the version they want, and the time of their last request."""
         self._gathering_since_s: float | None = None
         self._attempt = 0
         self._sending = -1
-        """The version of the attempt under way; -1: there is none."""
+        """The version of the present attempt; -1: there is none."""
         self._members: tuple[bytes, ...] = ()
-        """Of the last attempt; those that are not ready for the next version yet are waited for a moment."""
+        """Members of the last attempt. The next attempt waits for them, `gather_s` at most."""
         self._answers: dict[bytes, str] = {}
-        """Of the attempt under way: why it failed there; empty: it is done."""
+        """Answers of members in the present attempt: the reason of a failure; empty: the member is done."""
         self._group: Group | None = None
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Listen at a free port of the configured host; see MediumWriter.
 
         Raises:
-            ConfigError: It is no address of this machine, or there is no NCCL here.
+            ConfigError: The host is not an address of this machine, or this machine has no NCCL.
         """
         self._device = self._through() if self._through is not None else None
         is_pinned = self._device is not None and self._device.type == "cuda"
@@ -155,7 +156,7 @@ class CollectiveWriter(MediumWriter):
         try:
             self._router = Router(self._keys, MAX_MESSAGE_BYTES, f"tcp://{socket.gethostbyname(host)}:*", "host")
         except (OSError, BroadcastError) as error:
-            raise ConfigError(f"broadcast.medium.host {host!r} is no address of the learner's machine: {error}") from error
+            raise ConfigError(f"broadcast.medium.host {host!r} is not an address of the learner's machine: {error}") from error
         self._location = f"{host}:{self._router.endpoint.rpartition(':')[2]}"
         self._thread = threading.Thread(target=self._serve, name="asyncrl-weights-sender", daemon=True)
         self._thread.start()
@@ -167,30 +168,30 @@ class CollectiveWriter(MediumWriter):
         return frozenset(slot for version, (slot, _) in self._versions.items() if version == max(wanted, self._sending))
 
     def overwrite(self, slot: int) -> None:
-        """Offer what the slot holds no more."""
+        """Stop offering the version in the slot."""
         with self._lock:
             self._versions = {held: place for held, place in self._versions.items() if place[0] != slot}
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Offer the version; see MediumWriter."""
         if self._thread is None or not self._thread.is_alive():
-            raise BroadcastError(f"version {version} can be fetched by nobody: the thread that sends weights has ended")
+            raise BroadcastError(f"version {version} cannot be fetched: the thread that sends weights has ended, restart it")
         with self._lock:
             self._versions = self._versions | {version: (slot, fingerprint)}
         return self._location
 
     def close(self) -> None:
-        """Stop whatever is under way; members notice that nothing comes. Safe to repeat."""
+        """Stop a broadcast that is running; its members notice by time-out. Safe to repeat."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             self._router.close()
         self._thread, self._slots = None, ()
 
-    # What follows runs on the medium's own thread.
+    # The methods below run on the medium's own thread.
 
     def _serve(self) -> None:
-        """Listen and send, until closing; on a stream of its own, so that nothing here waits for the learner's step."""
+        """Listen and send until closing; on a separate stream, so that nothing here waits for the learner's step."""
         with side_stream(self._device or torch.device("cpu")):
             while not self._closing.is_set():
                 self._hear(_POLL_MS)
@@ -199,7 +200,7 @@ class CollectiveWriter(MediumWriter):
         self._leave_group()
 
     def _hear(self, timeout_ms: int) -> None:
-        """Take in what members say; what is no message is ignored."""
+        """Handle the members' messages; anything else is ignored."""
         while self._router.poll(timeout_ms):
             timeout_ms = 0
             member, *frames = self._router.socket.recv_multipart()
@@ -212,7 +213,7 @@ class CollectiveWriter(MediumWriter):
                         self._router.say(member, Refused(version, f"the learner holds {names}"))
                         continue
                     self._router.say(member, Noted())
-                    # One that asks while it should receive has not seen the order to begin yet.
+                    # A member that asks while it should receive has not seen `Begin` yet.
                     if self._sending < 0 or member not in self._members or member in self._answers:
                         self._ready[member] = version, time.monotonic()
                 case Answer(attempt, failure) if attempt in {0, self._attempt}:
@@ -225,8 +226,8 @@ class CollectiveWriter(MediumWriter):
                         self._members = tuple(other for other in self._members if other != member)
 
     def _gathered(self) -> int | None:
-        """Return the newest version that is waited for, once those that want it have gathered."""
-        now, held = time.monotonic(), self._versions  # who wants another asks again, and is refused
+        """Return the newest requested version once the members that want it have gathered; else None."""
+        now, held = time.monotonic(), self._versions  # members that want another version ask again, and are refused
         self._ready = {m: (v, s) for m, (v, s) in self._ready.items() if v in held and now - s < GONE_AFTER_S}
         if not self._ready:
             self._gathering_since_s = None
@@ -237,7 +238,7 @@ class CollectiveWriter(MediumWriter):
         return max(wanted for wanted, _ in self._ready.values())
 
     def _send_version(self, version: int) -> None:
-        """Make one attempt to send the version to those that are ready for it."""
+        """Make one attempt to send the version to the members that are ready for it."""
         members = tuple(sorted(member for member, (wanted, _) in self._ready.items() if wanted == version))
         for member in members:
             del self._ready[member]
@@ -263,7 +264,7 @@ class CollectiveWriter(MediumWriter):
         self._sending = -1
 
     def _broadcast(self, version: int) -> None:
-        """Send all buckets, two under way at most, and wait until every member has said that they are there."""
+        """Send all buckets, at most two at a time, and wait until every member has confirmed them."""
         group, under_way = self._group, deque[Any]()
         assert group is not None
         slot, _ = self._versions.get(version, (-1, ""))
@@ -274,7 +275,7 @@ class CollectiveWriter(MediumWriter):
             if failed := [f"{member.hex()}: {reason}" for member, reason in self._answers.items() if reason]:
                 raise GroupBrokenError(failed[0])
             if self._closing.is_set() or version not in self._versions:
-                raise GroupBrokenError("it was overwritten, or the learner closes")
+                raise GroupBrokenError("the version was overwritten, or the learner is closing")
             if time.monotonic() - progress_s > self._config.timeout_s:
                 silent = ", ".join(member.hex() for member in self._members if member not in self._answers)
                 raise GroupBrokenError(f"no progress for {self._config.timeout_s:g} s; silent: {silent or 'nobody'}")

@@ -1,13 +1,13 @@
-"""One process group of learner and members, apart from torch's default group, opened and left without ever holding its owner up.
+"""One process group of learner and members, separate from torch's default group. Opening and leaving never block its owner.
 
-Opening waits for the others, and an operation that a lost peer never answers only ends with its timeout. Both happen on a thread
-of the group's own, which outlives the owner's interest by the timeout at most: `leave` returns at once. The exception is NCCL's
-making of a communicator, which has no timeout: who dies in it may keep that thread of the others for as long as they live. So
-all members meet in the store before it.
+Opening waits for the other members, and an operation whose peer is lost ends only at its timeout. Both happen on the group's own
+thread. `leave` returns at once; the thread ends after the timeout at the latest. The exception is the creation of an NCCL
+communicator, which has no timeout: if a member dies during it, that thread may stay in the other processes until they end. So all
+members meet in the store first.
 
 Invariants:
-- A tensor handed to `broadcast` is touched by nobody else until the work is completed or, once left, never again.
-- The default group (a divided learner's) is neither used nor disturbed, and an NCCL timeout of ours ends no process.
+- A tensor passed to `broadcast` must not be used elsewhere until the work is completed or, after `leave`, never again.
+- The default group (of a learner with several ranks) is not used or changed, and a timeout of this NCCL group ends no process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_S = 0.001
 _REAP_S = 0.05
 _OWNER_CHECK_S = 0.5
 _NCCL_ENVIRONMENT = {
-    # A lost member is ours to deal with: NCCL's own watchdog would end the learner.
+    # This module handles a lost member; NCCL's own watchdog would end the learner.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
@@ -40,7 +40,7 @@ _FROM_RANK_0.rootRank, _FROM_RANK_0.rootTensor, _FROM_RANK_0.asyncOp = 0, 0, Tru
 
 
 class GroupBrokenError(Exception):
-    """The group cannot be opened or an operation in it failed: leave it."""
+    """The group could not be opened, or an operation in it failed: leave the group."""
 
 
 class Group:
@@ -57,16 +57,16 @@ class Group:
         self, backend: Backend, rank: int, size: int, host: str, timeout_s: float, store: TCPStore | str,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """Begin to open it.
+        """Start to open the group.
 
         Args:
-            backend: `nccl` needs every member on a GPU of its own.
-            rank: Of this process; the learner has 0.
+            backend: `nccl` needs a separate GPU for every member.
+            rank: Rank of this process; the learner has 0.
             size: Number of processes.
-            host: Address of this machine that the others reach.
-            timeout_s: Of opening, and of every operation.
-            store: Where the members meet: rank 0's own, or its host:port.
-            device: Where buckets are; a GPU without a number: this thread's current one; None: in host memory.
+            host: Address of this machine that the others can reach.
+            timeout_s: Time limit of opening and of every operation.
+            store: The store where the members meet (on rank 0), or its host:port (on the others).
+            device: Device of the buckets; a GPU without a number: this thread's current GPU; None: host memory.
         """
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -76,15 +76,15 @@ class Group:
         self._works: list[Any] = []
         self._failure = ""
         self._opened, self._left = threading.Event(), threading.Event()
-        # A daemon would be frozen at exit in the middle of gloo's own work, which torch takes for a crash; NCCL's may never end.
+        # A daemon thread would stop at exit during gloo's work, which torch reports as a crash; NCCL's thread may never end.
         where = rank, size, host, store, device
         threading.Thread(target=self._live, args=where, name="asyncrl-group", daemon=backend == "nccl").start()
 
     def wait_open(self, look: Callable[[], None]) -> None:
-        """Wait until all are in; `look` is called meanwhile, and raises to end it.
+        """Wait until all members have joined; `look` is called meanwhile, and raises to stop the wait.
 
         Raises:
-            GroupBrokenError: Not all came in time.
+            GroupBrokenError: Not all members joined in time.
         """
         while not self._opened.wait(10 * _POLL_S):
             look()
@@ -92,10 +92,10 @@ class Group:
             raise GroupBrokenError(f"the group was not opened: {self._failure}")
 
     def broadcast(self, bucket: torch.Tensor) -> Any:  # noqa: ANN401 - torch's Work is untyped
-        """Begin to send (rank 0) or to receive `bucket`; return what `wait_done` takes.
+        """Start to send (rank 0) or to receive `bucket`; return the work for `wait_done`.
 
         Raises:
-            GroupBrokenError: It cannot begin.
+            GroupBrokenError: The operation could not start.
         """
         try:
             work = self._group.broadcast([bucket], _FROM_RANK_0)
@@ -105,11 +105,11 @@ class Group:
         return work
 
     def leave(self) -> None:
-        """Be done with it, at once; nothing handed to `broadcast` may be read any more. Safe to repeat."""
+        """Leave the group without waiting; tensors passed to `broadcast` must not be read any more. Safe to repeat."""
         self._left.set()
 
     def _live(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> None:
-        """Open, wait until left, and let go once nothing is under way: torch's own end of a group waits without asking."""
+        """Open, wait for `leave`, and release the group once no work is left: torch's own destructor would block."""
         try:
             self._group = self._opened_group(rank, size, host, store, device)
         except (RuntimeError, ValueError) as error:
@@ -125,7 +125,7 @@ class Group:
         del self._group, self._works
 
     def _opened_group(self, rank: int, size: int, host: str, store: TCPStore | str, device: torch.device | None) -> Any:  # noqa: ANN401
-        """Return torch's group; waits until all are in, and raises RuntimeError as torch does."""
+        """Return torch's group after all members have joined; raises RuntimeError as torch does."""
         if isinstance(store, str):
             store = join_store(store, self._timeout.total_seconds())
         if self._backend == "gloo":
@@ -140,28 +140,28 @@ class Group:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout  # noqa: SLF001
         before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
-        os.environ.update(_NCCL_ENVIRONMENT)  # read when the group is made: no other group is changed
+        os.environ.update(_NCCL_ENVIRONMENT)  # read when the group is made, so other groups are not changed
         try:
             group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-        # The communicator is made with the first operation; nothing would end it there.
+        # The first operation makes the communicator, without a time limit.
         first = group.broadcast([torch.zeros(1, device=device)], _FROM_RANK_0)
         give_up_s = time.monotonic() + self._timeout.total_seconds()
         while not first.is_completed():
             if time.monotonic() > give_up_s:
                 group.abort()
-                raise RuntimeError(f"not all members came within {self._timeout.total_seconds():g} s")
+                raise RuntimeError(f"not all members joined within {self._timeout.total_seconds():g} s")
             time.sleep(_POLL_S)
         return group
 
 
 def wait_done(work: Any, look: Callable[[], None]) -> None:  # noqa: ANN401 - torch's Work is untyped
-    """Wait until an operation is over; `look` is called meanwhile, and raises to end it.
+    """Wait until an operation is complete; `look` is called meanwhile, and raises to stop the wait.
 
     Raises:
-        GroupBrokenError: It failed.
+        GroupBrokenError: The operation failed.
     """
     while not work.is_completed():
         look()
@@ -173,7 +173,7 @@ def wait_done(work: Any, look: Callable[[], None]) -> None:  # noqa: ANN401 - to
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """Open the store where the members of a group meet, on that interface alone; return it with its host:port."""
+    """Open the store where the members of a group meet, on this interface only; return the store and its host:port."""
     listening = socket.create_server((host, 0))
     port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
     handle = listening.detach()
@@ -188,10 +188,10 @@ def join_store(address: str, timeout_s: float) -> TCPStore:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this machine from which `host:port` is reached.
+    """Return the address of this machine from which `host:port` can be reached.
 
     Raises:
-        BroadcastError: It is not reached at all.
+        BroadcastError: The address cannot be reached.
     """
     host, _, port = towards.rpartition(":")
     try:
@@ -199,5 +199,5 @@ def own_address(towards: str) -> str:
             probe.connect((host, int(port)))
             return str(probe.getsockname()[0])
     except OSError as error:
-        instead = "set broadcast.medium.host to an address of its machine that every generator reaches"
-        raise BroadcastError(f"the learner's {host} is not reached from here ({error}); {instead}") from error
+        instead = "set broadcast.medium.host to an address of the learner's machine that every generator can reach"
+        raise BroadcastError(f"the learner's address {host} cannot be reached from here ({error}); {instead}") from error

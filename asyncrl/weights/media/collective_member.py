@@ -1,13 +1,13 @@
 """Media `gloo` and `nccl`, a generator's end: it asks for a version until told to begin, then receives its buckets.
 
-`gloo` fills the subscriber's staging buffer and hashes what arrived, as every medium does. `nccl` ends on the model's own
-device, so nothing is staged: each bucket is verified where it arrived and its tensors are yielded at once.
+`gloo` fills the subscriber's staging buffer and hashes the received bytes, as every medium does. `nccl` writes to the model's own
+device, without staging: each bucket is verified there and its tensors are yielded at once.
 
 Invariants:
-- Nothing waits without a bound: a learner that says nothing for `timeout_s` raises, a group in which nothing arrives for so
-  long is left, and whoever is told that the attempt is over leaves at once and asks again, MAX_ATTEMPTS times.
-- A bucket is handed on once, in order: in another attempt the buckets that were handed on already are received again and left.
-- A new group has new buffers: what a broken one still writes reaches nobody.
+- Every wait has a limit: if the learner says nothing for `timeout_s`, the fetch raises; if no bucket arrives for so long, the
+  member leaves the group. A member that is told that the attempt is over leaves at once and asks again, MAX_ATTEMPTS times.
+- Each bucket is yielded once, in order: a later attempt receives the buckets that were already yielded again, and ignores them.
+- A new group has new buffers: late writes of a broken group are never read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Member:
     """One receiver of the learner's broadcasts; used from one thread.
 
     Args:
-        config: As the learner's.
-        keys: Of the run; None: the learner asks for none.
+        config: The same as the learner's.
+        keys: Keys of the run; None: the learner needs no key.
     """
 
     def __init__(self, config: GlooMedium | NCCLMedium, keys: ClientKeys | None) -> None:
@@ -70,17 +70,17 @@ class Member:
         """Receive a version.
 
         Args:
-            available: What was announced.
-            device: Where the buckets are to arrive.
-            cancelled: Set, the fetch gives up.
-            accept: Whether the bucket is as announced; one that is not is received again, with the rest.
+            available: The announcement.
+            device: Device on which the buckets arrive.
+            cancelled: When set, the fetch stops.
+            accept: Returns whether the bucket is as announced; if not, it and the rest are received again.
 
         Yields:
-            Number and bytes of each bucket, in order; valid until the next one is asked for.
+            Number and bytes of each bucket, in order; valid until the next one is requested.
 
         Raises:
             VersionUnavailableError: The version is gone, the learner says nothing, or the fetch was cancelled.
-            BroadcastError: It could not be sent in several attempts.
+            BroadcastError: MAX_ATTEMPTS attempts failed.
         """
         if self._address != available.location:
             self._hang_up()
@@ -91,7 +91,7 @@ class Member:
         next_index, failure = 0, ""
         for _ in range(MAX_ATTEMPTS):
             begin = self._await_begin(available, cancelled)
-            failure = "the fetch was given up"
+            failure = "the fetch was stopped"
             try:
                 for index, bucket in self._receive(begin, bucket_ends(available.manifest), device, cancelled):
                     if index < next_index:
@@ -114,12 +114,12 @@ class Member:
         raise BroadcastError(f"version {available.version} could not be sent in {MAX_ATTEMPTS} attempts: {failure}")
 
     def close(self) -> None:
-        """Leave; the others go on. Safe to repeat."""
+        """Leave; the other members continue. Safe to repeat."""
         self._hang_up()
         self._context.term()
 
     def _await_begin(self, available: WeightsAvailable, cancelled: threading.Event) -> Begin:
-        """Ask again and again until told to begin; raises once the learner has said nothing for `timeout_s`."""
+        """Ask every ASK_EVERY_S until told to begin; raises if the learner says nothing for `timeout_s`."""
         version, heard_s, asked_s = available.version, time.monotonic(), float("-inf")
         while (now_s := time.monotonic()) - heard_s <= self._timeout_s:
             if cancelled.is_set():
@@ -139,13 +139,13 @@ class Member:
                 case Refused(refused, reason) if refused == version:
                     raise VersionUnavailableError(f"version {version} can no longer be fetched: {reason}; fetch the newest")
         told = f"nothing from the learner at {self._address} for {self._timeout_s:g} s"
-        ask = "is it alive and reachable (broadcast.medium.host), do the keys match?"
+        ask = "is it alive and reachable (broadcast.medium.host), and do the keys match?"
         raise VersionUnavailableError(f"version {version} does not come: {told}; {ask}")
 
     def _receive(
         self, begin: Begin, ends: tuple[int, ...], device: torch.device, cancelled: threading.Event
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the buckets of one broadcast; raises GroupBrokenError where it breaks off."""
+        """Yield the buckets of one broadcast; raises GroupBrokenError if it fails."""
         progress_s = time.monotonic()
 
         def look() -> None:
@@ -153,7 +153,7 @@ class Member:
                 if message == Abort(begin.attempt):
                     raise GroupBrokenError("the learner ended the attempt")
             if cancelled.is_set() or time.monotonic() - progress_s > self._timeout_s:
-                raise GroupBrokenError(f"it was cancelled, or nothing arrived for {self._timeout_s:g} s")
+                raise GroupBrokenError(f"the fetch was cancelled, or nothing arrived for {self._timeout_s:g} s")
 
         if begin.store:
             self._leave_group()
@@ -183,18 +183,18 @@ class Member:
         self._dealer, self._address = None, ""
 
     def _say(self, message: FromMember) -> None:
-        """Tell the learner; lost where the connection has been down for long."""
+        """Send to the learner; the message is lost if the connection has been down for long."""
         assert self._dealer is not None
         ask(self._dealer, message)
 
     def _hear(self, timeout_ms: int) -> FromLearner | None:
-        """Wait for one message; None where none came."""
+        """Wait for one message; None if there was none."""
         assert self._dealer is not None
         if not self._dealer.poll(timeout_ms):
             return None
         heard: FromLearner | None = decode(self._dealer.recv_multipart(), FromLearner)
         if heard is None:
-            raise BroadcastError(f"{self._address} said what is not of this protocol")
+            raise BroadcastError(f"{self._address} sent an unknown message; is it a learner of this version?")
         return heard
 
 
@@ -205,7 +205,7 @@ class CollectiveReader(MediumReader):
         self._member = Member(config, keys)
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
-        """Take part in a broadcast; see MediumReader."""
+        """Take part in a broadcast and fill `into`; see MediumReader."""
         ends = bucket_ends(available.manifest)
         for index, bucket in self._member.buckets(available, torch.device("cpu"), cancelled, lambda _index, _bucket: True):
             target = into[ends[index - 1] if index else 0 : ends[index]]
@@ -213,7 +213,7 @@ class CollectiveReader(MediumReader):
         return fingerprints_of(into, ends)
 
     def close(self) -> None:
-        """Leave; the others go on."""
+        """Leave; the other members continue."""
         self._member.close()
 
 
@@ -226,7 +226,7 @@ class CollectiveReceiver:
         self._is_nccl = isinstance(told.medium, NCCLMedium)
         self._member = Member(told.medium, keys_of_run(Path(told.run_folder)))
         self._in_use = threading.Lock()
-        """Held while the member is: `close` may be called from another thread."""
+        """Held while the member is in use: `close` may be called from another thread."""
         self._closing = threading.Event()
 
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -255,7 +255,7 @@ class CollectiveReceiver:
                     yield entry.name, flat.view(DTYPE_OF_NAME[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
-        """Leave; the others go on."""
+        """Leave; the other members continue."""
         self._closing.set()
         with self._in_use:
             self._member.close()

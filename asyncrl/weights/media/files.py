@@ -1,20 +1,19 @@
-"""Medium `files`: a folder of safetensors a version, under one that learner and generators both see.
+"""Medium `files`: one folder of safetensors per version, in a folder that the learner and the generators can both read.
 
-That one is the run's own: its `weights/`, or one named after it in `broadcast.medium.folder`, which runs may share. Owns
-`FOLDER/version-00000012/` (a Hugging Face folder but for its config: transformers, vLLM and safetensors open its weights as they
-are), `FOLDER/*.delta`, and `FOLDER/.writing-*` and `FOLDER/.removing-*`, which nobody reads.
+That folder belongs to the run: its `weights/`, or a folder named after the run in `broadcast.medium.folder`, which several runs
+may share. The medium owns `FOLDER/version-00000012/` (a Hugging Face folder without config: transformers, vLLM and safetensors
+open its weights directly), `FOLDER/*.delta`, and `FOLDER/.writing-*` and `FOLDER/.removing-*`, which are never read.
 
-The format knows no gaps: the alignment of the flat layout (models/layout.py) is left out of the files and made again, as zeros,
-by the reader.
+The format has no gaps: the files omit the alignment of the flat layout (models/layout.py), and the reader restores it as zeros.
 
 Invariants:
-- A version appears under its name whole and on disk (written beside, fsync, atomic rename of its folder, fsync) or not at all.
-- At most `keep_last` versions lie in the folder, the newest committed one always, none above it (such are of a line of
-  checkpoints that was left). A version loses its name before it is removed: a reader that has its files open reads on, any other
-  finds it gone.
+- A version appears under its name complete and on disk (temporary folder, fsync, atomic rename, fsync), or not at all.
+- The folder holds at most `keep_last` versions: always the newest committed one, and none with a higher number (left over from
+  before the run went back to a checkpoint). A version is renamed before it is removed: a reader with open files can finish, and
+  any other reader finds the version gone.
 - Deltas are removed when they are dropped, or by the next learner of the run: never by age.
-- Tensors go from the slot to the file and from the file into the staging buffer, several at once: no further copy of the model
-  in memory. Where a tensor lies in them its header says; whether it is the announced one, its fingerprint.
+- Tensors are written from the slot to the file, and read from the file into the staging buffer, several at once: there is no
+  further copy of the model in memory. A file's header gives the position of each tensor; the fingerprint verifies its bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _Offset = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True):
-    """One tensor in a safetensors header, or what the header says of the file."""
+    """One tensor in a safetensors header, or the header's metadata of the file."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -70,7 +69,7 @@ class FilesWriter(MediumWriter):
         self._slots: tuple[memoryview, ...] = ()
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
-        """Make the folder and remove what a killed learner left half-written; see MediumWriter."""
+        """Make the folder and remove the incomplete files of a killed learner; see MediumWriter."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for folder in (*self._folder.glob(f"{_WRITING}*"), *self._folder.glob(f"{_REMOVING}*")):
@@ -78,9 +77,9 @@ class FilesWriter(MediumWriter):
             for blob in self._folder.glob(f"*{_BLOB_SUFFIX}*"):
                 blob.unlink()
         except OSError as error:
-            raise BroadcastError(f"cannot use {self._folder} for weights: {error.strerror}") from error
+            raise BroadcastError(f"cannot use {self._folder} for weights: {error.strerror}; make it writable") from error
         slots = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS))
-        # Divided and named as Hugging Face does; a tensor larger than a shard has one of its own.
+        # Divided and named as Hugging Face does; a tensor larger than a shard has its own shard.
         entries = {entry.name: entry for entry in manifest.entries}
         shapes = {
             name: torch.empty(entry.shape, dtype=DTYPE_OF_NAME[entry.dtype], device="meta") for name, entry in entries.items()
@@ -106,7 +105,7 @@ class FilesWriter(MediumWriter):
             for number in {*versions} - {*kept}:
                 self._set_aside(number)
             for path in self._folder.glob(f"{_REMOVING}*"):
-                # Some network file systems keep what a reader has open: such is tried again after the next version.
+                # Some network file systems keep files that a reader has open: removal is tried again after the next version.
                 shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             shutil.rmtree(writing, ignore_errors=True)
@@ -114,7 +113,7 @@ class FilesWriter(MediumWriter):
         return str(target)
 
     def _write_shards(self, folder: Path, flat: memoryview, version: int, fingerprint: str) -> None:
-        """Write a version's files, several at once, each on the disk when this returns."""
+        """Write a version's files, several at once; all are on disk when this returns."""
         metadata = {"format": "pt", "asyncrl_version": str(version), "fingerprint": fingerprint}
 
         def write_shard(name: str) -> None:
@@ -148,7 +147,7 @@ class FilesWriter(MediumWriter):
         self._slots = ()
 
     def _set_aside(self, version: int) -> None:
-        """Take a version's name away before its files, so that nobody opens half of it."""
+        """Rename a version before its files are removed, so that no reader opens an incomplete version."""
         with contextlib.suppress(FileNotFoundError):
             (self._folder / folder_name(version)).rename(self._folder / f"{_REMOVING}{version}-{secrets.token_hex(4)}")
 
@@ -163,7 +162,7 @@ class FilesReader(MediumReader):
         """Read the version's folder, several tensors at once; see MediumReader."""
         folder = self._folder_of(available) / folder_name(available.version)
         if Path(available.location).name != folder.name:
-            raise BroadcastError(f"{available.location} is not where version {available.version} of this run lies")
+            raise BroadcastError(f"{available.location} is not the folder of version {available.version} of this run")
         if not folder.is_dir():
             raise VersionUnavailableError(f"version {available.version} is gone from {folder.parent}; fetch the newest")
 
@@ -175,7 +174,7 @@ class FilesReader(MediumReader):
                     raise VersionUnavailableError(f"the fetch was cancelled with {len(target)} bytes of {path} to go")
                 num_bytes = os.preadv(handle, [target[:READ_BYTES]], position)
                 if not num_bytes:
-                    raise BroadcastError(f"{path} ends too early")
+                    raise BroadcastError(f"{path} is too short: it was cut off or overwritten")
                 target, position = target[num_bytes:], position + num_bytes
 
         try:
@@ -198,7 +197,7 @@ class FilesReader(MediumReader):
         return read_blob(self._folder_of(available) / f"{name}{_BLOB_SUFFIX}", num_bytes)
 
     def _folder_of(self, available: WeightsAvailable) -> Path:
-        """Return where the run's versions lie; a shared folder has the learner's name for it, whose paths may be others."""
+        """Return the folder of the run's versions; in a shared folder by name only, because the learner's paths may differ."""
         if not self._config.folder:
             return self._run_folder / "weights"
         name = Path(available.location).parent.name
@@ -212,7 +211,7 @@ def _locate(folder: Path, available: WeightsAvailable, opened: ExitStack) -> lis
 
     Raises:
         OSError: A file cannot be opened.
-        BroadcastError: One is damaged or cut short, or a tensor is in none.
+        BroadcastError: A file is damaged or cut short, or no file contains an announced tensor.
     """
     located: dict[str, tuple[Path, int, int]] = {}
     for path in sorted(folder.glob("*.safetensors")):

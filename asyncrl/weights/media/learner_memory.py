@@ -1,27 +1,27 @@
-"""Media `cuda_ipc` and `shared_storage`: the engine opens the learner's own memory; only handles travel.
+"""Media `cuda_ipc` and `shared_storage`: the engine opens the learner's own memory; only handles are sent.
 
 `cuda_ipc` is for one GPU. It owns two slots in the learner's GPU memory and, for each, a ticket: a slot of the `shared_memory`
-medium that holds, instead of a version, the handle that opens the GPU memory. Sequence numbers, locks, the note of where it all
-is and the removal of what a killed learner left are thereby those of shared_memory.py.
+medium that contains, instead of a version, the handle that opens the GPU memory. Sequence numbers, locks, the location and the
+removal of a killed learner's leftovers are therefore those of shared_memory.py.
 
-`shared_storage` is for placement hybrid: the engine reads the learner's parameters where they lie, and publishing a version
-copies nothing. On a CPU the parameters live in one mapped file, in the flat layout of a version (models/layout.py):
-`param.data` become views of it at the first publish, the parameter objects and the optimizer's state stay what they are. On a
-GPU they live in one flat tensor, and the file has the ticket that opens it in the engine's process. The file (in /dev/shm,
-named and removed as in shm_segments.py) begins with a page of int64: magic, version. `HybridPublisher` and `HybridSubscriber`
-stand in for Publisher and Subscriber.
+`shared_storage` is for placement hybrid: the engine reads the learner's parameters in place, and publishing a version copies
+nothing. On a CPU the parameters are in one mapped file, in the flat layout of a version (models/layout.py): each `param.data`
+becomes a view of the file at the first publish; the parameter objects and the optimizer's state do not change. On a GPU they are
+in one flat tensor, and the file contains the ticket that opens it in the engine's process. The file (in /dev/shm, named and
+removed as in shm_segments.py) begins with a page of int64: magic, version. `HybridPublisher` and `HybridSubscriber` replace
+Publisher and Subscriber.
 
 Invariants:
-- A ticket of `cuda_ipc` can be had only while its slot holds a whole version: the publisher has computed the slot's
-  fingerprints, so the copy into it is over, before it commits.
-- A receiver holds the ticket's lock while it reads, and its stream is empty before it lets go; an overwritten slot is noticed.
+- A ticket of `cuda_ipc` is available only while its slot holds a complete version: the publisher computes the slot's fingerprints
+  before it commits, so the copy into the slot is complete.
+- A receiver holds the ticket's lock while it reads and until its stream is finished; an overwritten slot is detected.
 - Handles are JSON, never pickle; memory of another GPU is refused.
-- Shared parameters are those of the version in the header from one `publish` to the next step. While the learner steps nothing
-  may sample: phases see to that, and `SharedTensors.check` says afterwards whether they did.
-- A version that is fetched has the announced fingerprints, computed where it lies.
-- An engine's process cannot write to the learner's weights on a CPU: it maps the file privately, and reads through.
+- From `publish` to the next step the shared parameters are the version in the header. While the learner steps, nothing may
+  sample: phases ensure this, and `SharedTensors.check` verifies it afterwards.
+- The fingerprints of a fetched version are computed in place and compared with the announced ones.
+- On a CPU an engine's process cannot write to the learner's weights, because it maps the file privately.
 
-docs/weights.md, at the end of "Collectives", says what was run on a GPU; its results are in experiments/gpu/RESULTS.md.
+docs/weights.md, at the end of "Collectives", says what was run on a GPU; the results are in experiments/gpu/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Ticket(msgspec.Struct, frozen=True):
     """How another process opens a slot."""
 
     gpu: str
-    """The UUID: numbers differ between processes."""
+    """The UUID, because GPU numbers differ between processes."""
     shared: tuple[bytes, int, int, bytes, int, bytes, bool]
-    """What torch's `_share_cuda_` says after the device: handle, bytes, offset, counter and its offset, event, needs event."""
+    """What torch's `_share_cuda_` returns after the device: handle, bytes, offset, counter and its offset, event, needs event."""
 
 
 class CUDAIPCWriter(SharedMemoryWriter):
-    """The learner's end; owns the slots on the GPU. Its segment holds tickets in place of versions."""
+    """The learner's end; owns the slots on the GPU. Its segment contains tickets instead of versions."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Allocate the slots on the current GPU and write their tickets; see MediumWriter."""
@@ -88,14 +88,14 @@ class CUDAIPCReceiver:
         self._tickets = SharedMemoryReader(Path(msgspec.json.decode(arguments, type=ReceiverArguments).run_folder))
         self._opened: dict[tuple[bytes, int], torch.UntypedStorage] = {}
         self._learner = ""
-        """Whose memory that is, by its tickets."""
+        """Path of the tickets of the learner that owns this memory."""
 
     def fetch(self, available: WeightsAvailable, device: torch.device) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Verify the version where it lies and yield its tensors; see Receiver."""
+        """Verify the version in place and yield its tensors; see Receiver."""
         manifest = available.manifest
         gpu_for("cuda_ipc", device)
         lease = self._tickets.lease(msgspec.structs.replace(available, manifest=_TICKETS))
-        if lease.path != self._learner:  # what a dead learner left is kept for as long as it is open here
+        if lease.path != self._learner:  # the memory of a dead learner is not freed while it is open here
             self._opened.clear()
             self._learner = lease.path
         try:
@@ -108,13 +108,13 @@ class CUDAIPCReceiver:
             lease.release()
 
     def close(self) -> None:
-        """Let go of the learner's memory."""
+        """Release the learner's memory."""
         self._opened.clear()
         self._tickets.close()
 
 
 def write_ticket(slot: torch.Tensor, place: torch.Tensor) -> None:
-    """Write what opens a tensor's GPU memory in another process.
+    """Write the handle with which another process opens a tensor's GPU memory.
 
     Args:
         slot: uint8, on a GPU, at the start of its storage.
@@ -132,22 +132,22 @@ def open_ticket(
     """Return the learner's GPU memory, uint8 [num_bytes].
 
     Args:
-        place: What `write_ticket` wrote.
-        device: The engine's.
-        num_bytes: Wanted.
-        opened: What this process has open of that learner; added to.
+        place: The ticket that `write_ticket` wrote.
+        device: The engine's device.
+        num_bytes: Bytes needed.
+        opened: The memory of that learner that this process has opened; this function adds to it.
 
     Raises:
-        BroadcastError: It is of another GPU, too small or gone, or this system does not allow it.
+        BroadcastError: The memory is on another GPU, too small or gone, or this system does not allow opening it.
     """
     try:
         ticket = msgspec.json.decode(bytes(place.numpy()).rstrip(b"\0"), type=Ticket)
     except msgspec.DecodeError as error:
-        raise BroadcastError(f"there is no handle of GPU memory in the learner's segment: {error}") from error
+        raise BroadcastError(f"the learner's segment has no valid handle of GPU memory: {error}") from error
     handle, held_bytes, offset, *_ = ticket.shared
     if ticket.gpu != _gpu_id(device) or held_bytes < num_bytes:
-        gpus = f"the learner has {held_bytes} bytes on GPU {ticket.gpu}, this engine wants {num_bytes} on {_gpu_id(device)}"
-        raise BroadcastError(f"{gpus}: both have to be on one; else set broadcast.medium.kind to nccl or shared_memory")
+        gpus = f"the learner has {held_bytes} bytes on GPU {ticket.gpu}, this engine needs {num_bytes} on {_gpu_id(device)}"
+        raise BroadcastError(f"{gpus}: both must be on one GPU; else set broadcast.medium.kind to nccl or shared_memory")
     key = (handle, offset)
     if key not in opened:
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -155,7 +155,7 @@ def open_ticket(
             opened[key] = torch.UntypedStorage._new_shared_cuda(index, *ticket.shared)  # noqa: SLF001
         except RuntimeError as error:
             takes = "one IPC namespace for both processes, and no expandable segments (PYTORCH_CUDA_ALLOC_CONF)"
-            raise BroadcastError(f"the learner's GPU memory is not opened: {first_line(error)}; it takes {takes}") from error
+            raise BroadcastError(f"the learner's GPU memory is not opened: {first_line(error)}; it needs {takes}") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(opened[key], 0, (num_bytes,))  # type: ignore[call-overload, no-any-return]
 
 
@@ -177,7 +177,7 @@ class HybridPublisher:
     def __init__(
         self, config: BroadcastConfig, run_folder: Path, on_available: Callable[[WeightsAvailable], object], clock: Clock
     ) -> None:
-        """Note where; the file is made at the first publish."""
+        """Store the arguments; the file is made at the first publish."""
         self._config, self._run_folder, self._on_available, self._clock = config, run_folder, on_available, clock
         self._path: Path | None = None
         self._header: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -186,7 +186,7 @@ class HybridPublisher:
         self._manifest: WeightsManifest | None = None
 
     def publish(self, version: int, named_tensors: Mapping[str, torch.Tensor], probe: Probe | None = None) -> float:
-        """Say that the parameters are this version now; the first time, move them to where the engine can read them.
+        """Announce that the parameters are this version now; the first call moves them to memory that the engine can read.
 
         Args:
             version: Greater than any before.
@@ -194,10 +194,10 @@ class HybridPublisher:
             probe: For engines to compare with.
 
         Returns:
-            Milliseconds: of a fingerprint where they lie.
+            Milliseconds that the learner was blocked, to compute the fingerprints in place.
 
         Raises:
-            BroadcastError: There is no room, or a parameter no longer lies where the engine reads it.
+            BroadcastError: There is not enough memory, or a parameter is no longer in the memory that the engine reads.
         """
         started_s = time.perf_counter()
         manifest = self._manifest = self._manifest or self._move_in(named_tensors)
@@ -219,7 +219,7 @@ class HybridPublisher:
         self._path = None
 
     def _move_in(self, named_tensors: Mapping[str, torch.Tensor]) -> WeightsManifest:
-        """Make the place and let every parameter be a view of it."""
+        """Make the shared memory and turn every parameter into a view of it."""
         manifest = make_manifest(named_tensors, "model", self._config.bucket_bytes)
         left_out = [name for name in named_tensors if name not in {entry.name for entry in manifest.entries}]
         if left_out:
@@ -242,10 +242,10 @@ class HybridPublisher:
 
 
 class HybridSubscriber:
-    """A generator's end: opens the learner's parameters, once for each learner."""
+    """A generator's end: opens the learner's parameters once per learner."""
 
     def __init__(self, run_folder: Path, device: str) -> None:
-        """Note where: `device` is the engine's."""
+        """Store the arguments: `device` is the engine's."""
         self._run_folder = run_folder
         self._device = torch.device(device)
         self._open: tuple[str, NDArray[np.int64], torch.Tensor] | None = None
@@ -254,12 +254,12 @@ class HybridSubscriber:
         """Return the learner's own parameters, verified to be this version.
 
         Raises:
-            BroadcastError: They are another version by now, or of another learner.
+            BroadcastError: The parameters are another version by now, or belong to another learner.
         """
         return await asyncio.to_thread(self._fetch, available)
 
     def close(self) -> None:
-        """Let go; tensors that were handed out stay valid."""
+        """Release the memory; tensors that were returned stay valid."""
         self._open = None
 
     def _fetch(self, available: WeightsAvailable) -> SharedTensors:
@@ -282,7 +282,7 @@ class HybridSubscriber:
 
 
 def _fingerprints(flat: torch.Tensor, manifest: WeightsManifest) -> bytes:
-    """Return the buckets' fingerprints where they lie."""
+    """Return the buckets' fingerprints, computed in place."""
     if flat.device.type == "cuda":
         return device_fingerprints(flat, bucket_ends(manifest), flat.device)
     return fingerprints_of(flat.numpy().data, bucket_ends(manifest))

@@ -40,15 +40,15 @@ from asyncrl.weights.sockets import keys_of_run
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What there is of a medium; either end is made from its config, the run folder and keys."""
+    """The two ends of a medium, each made from its config, the run folder and the keys."""
 
     writer: Callable[[Any, Path, ClientKeys | None], MediumWriter] | None = None
     reader: Callable[[Any, Path, ClientKeys | None], MediumReader] | None = None
-    """None: it ends in the engine's own GPU memory."""
+    """None: the medium writes to the engine's own GPU memory."""
     receiver: str = ""
-    """`module:class` of the receiving end, made in the process that holds the model (`make_receiver`)."""
+    """`module:class` of the receiver, which is made in the process that holds the model (`make_receiver`)."""
     refusal: str = "ends in the engine's own GPU memory: its versions are received by the process that holds the model"
-    """Why an end is missing."""
+    """Reason in the error if an end is missing."""
 
 
 MEDIA: dict[type[MediumConfig], Medium] = {
@@ -89,6 +89,6 @@ def open_reader(config: MediumConfig, run_folder: Path) -> MediumReader:
 
 
 def receiver_of(config: MediumConfig, run_folder: Path) -> tuple[str, bytes] | None:
-    """Return what makes the receiving end where the model is (`make_receiver`), None where generators fetch the bytes."""
+    """Return how to make the receiving end in the model's process (`make_receiver`); None if generators fetch the bytes."""
     receiver = MEDIA[type(config)].receiver
     return (receiver, msgspec.json.encode(ReceiverArguments(str(run_folder.resolve()), config))) if receiver else None

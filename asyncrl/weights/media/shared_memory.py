@@ -1,20 +1,20 @@
 """Medium `shared_memory`: two slots in one POSIX shared-memory segment; one copy out, one copy in; same machine.
 
-Owns the segment `asyncrl-<run>-<incarnation>/segment` (in /dev/shm; where there is none, in the run's `weights/`).
+Owns the segment `asyncrl-<run>-<incarnation>/segment` (in /dev/shm, or without it in the run's `weights/`).
 Layout: one header page of little-endian int64, then the slots, each a whole number of pages.
 Header: magic, slot bytes, then for each slot a sequence number and a version.
 
 Invariants:
-- A reader holds a shared lock on the slot's lock file (`slot0`, beside the segment); the learner takes the other slot while it
-  can, and never waits for a reader: a slot held too long, or one of two held, is overwritten all the same.
-- A slot's sequence number is odd from before the first byte of a new version is written until the last is (a seqlock): a reader
-  that sees it odd, or changed since it began, has been overtaken and raises. Readers write nothing; the kernel lets go of a dead
-  one's lock. The last look at the sequence number comes after the last byte was read (`check`).
-- That proves a whole version where stores become visible in their order, as on x86. Elsewhere, and with `broadcast.verify`,
+- A reader holds a shared lock on the slot's lock file (`slot0`, beside the segment). The learner uses the other slot if it can,
+  and never waits for a reader: a slot that is held too long is overwritten, and so is one of two held slots.
+- A slot's sequence number is odd from before the first byte of a new version is written until after the last (a seqlock). A
+  reader that sees an odd or changed number was overtaken and raises. Readers write nothing; the kernel releases the lock of a
+  dead reader. The sequence number is checked once more after the last byte was read (`check`).
+- This proves a complete version where stores become visible in order, as on x86. Elsewhere, and with `broadcast.verify`,
   fingerprints are compared too (`PROVES_WHOLE_VERSIONS`).
 - All pages are reserved when the segment is made: a full /dev/shm is an error then, not a SIGBUS in the middle of a step.
-- The segment is unlinked at close; one left by a killed learner, by the next start of the same run (shm_segments.py). Whoever
-  has it mapped can go on reading.
+- The segment is unlinked at close; a segment left by a killed learner is unlinked at the next start of the same run
+  (shm_segments.py). Processes that have mapped it can continue to read.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from asyncrl.weights.tensors import MappedTensors
 
 HEADER_BYTES = mmap.PAGESIZE
 LEASE_LIMIT_S = 30.0
-"""A reader that holds a slot for longer (a stopped process, say) no longer spares it."""
+"""A slot is no longer protected after a reader (for example, a stopped process) has held it for this long."""
 MAGIC = 0x4C5243_4E595341  # "ASYNCRL" read as little-endian
 _MAGIC, _SLOT_BYTES, _SLOTS = 0, 1, 2
 _END = _SLOTS + 2 * NUM_SLOTS
 PROVES_WHOLE_VERSIONS = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
-"""Stores become visible in their order on this machine: the sequence number alone proves a version."""
+"""Whether stores become visible in order on this machine, so that the sequence number alone proves a version."""
 
 
 class SharedMemoryWriter(MediumWriter):
@@ -77,7 +77,7 @@ class SharedMemoryWriter(MediumWriter):
         return tuple(whole[start : start + manifest.total_bytes] for start in starts)
 
     def busy_slots(self) -> frozenset[int]:
-        """Return the slots that somebody reads: those whose lock is held, though for LEASE_LIMIT_S at most."""
+        """Return the slots that are being read: those whose lock is held, for LEASE_LIMIT_S at most."""
         now_s = self._now_s()
         held_since_s: dict[int, float] = {}
         for slot, handle in enumerate(self._locks):
@@ -90,11 +90,11 @@ class SharedMemoryWriter(MediumWriter):
         return frozenset(slot for slot, since_s in held_since_s.items() if now_s - since_s < LEASE_LIMIT_S)
 
     def overwrite(self, slot: int) -> None:
-        """Make the slot's sequence odd before anything in it changes."""
+        """Make the slot's sequence number odd before its bytes change."""
         self._sequences[slot] |= 1
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:  # noqa: ARG002 - the announcement carries it
-        """Make the slot's sequence even again; see MediumWriter."""
+        """Make the slot's sequence number even again; see MediumWriter."""
         self._versions[slot] = version
         self._sequences[slot] += 1
         return str(self._path)
@@ -105,7 +105,7 @@ class SharedMemoryWriter(MediumWriter):
         return self._path.with_name(name)
 
     def close(self) -> None:
-        """Remove the segment and what lies beside it; the memory is freed once the last mapping is gone."""
+        """Remove the segment and the files beside it; the memory is freed when the last mapping is gone."""
         for handle in self._locks:
             os.close(handle)
         self._locks = []
@@ -115,10 +115,10 @@ class SharedMemoryWriter(MediumWriter):
 
 
 class Segment:
-    """A learner's segment, mapped; its header and the whole of it.
+    """A learner's segment, mapped, with its header.
 
     Raises:
-        VersionUnavailableError: It is gone, or not a segment of this run.
+        VersionUnavailableError: The segment is gone, or not a segment of this run.
     """
 
     def __init__(self, run_folder: Path, location: str, magic: int = MAGIC) -> None:
@@ -126,7 +126,7 @@ class Segment:
         try:
             with self.path.open("rb") as file:
                 readable = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                # A private mapping, because torch warns of memory that it may not write to; nothing does.
+                # A private mapping, because torch warns about read-only memory; nothing writes to it.
                 private = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise VersionUnavailableError(f"shared-memory segment {location} is gone ({error}); is its learner alive?") from error
@@ -137,7 +137,7 @@ class Segment:
 
 
 def check_location(run_folder: Path, location: str) -> Path:
-    """Return the path of a segment of this run; raises VersionUnavailableError where it is none."""
+    """Return the path of a segment of this run; raises VersionUnavailableError if it is not one."""
     path, ours = Path(location), folders_of_run(run_folder)
     if path.parent.parent != ours.parent or not path.parent.name.startswith(ours.name):
         raise VersionUnavailableError(f"{path} is not a shared-memory segment of this run")
@@ -152,9 +152,9 @@ class SharedMemoryReader(MediumReader):
         self._segment: Segment | None = None
 
     def lease(self, available: WeightsAvailable) -> MappedTensors:
-        """Return the version where it lies, to be read only; the learner spares its slot for as long as it can.
+        """Return the version in place, read-only; the learner avoids overwriting its slot if possible.
 
-        It is held until released or until this process ends. Its `check` says whether the bytes stayed what they were.
+        The slot is held until released or until this process ends. `check` raises if its bytes were overwritten.
 
         Raises:
             VersionUnavailableError: The version is gone.
@@ -177,7 +177,7 @@ class SharedMemoryReader(MediumReader):
                 raise VersionUnavailableError(f"version {version} was overwritten while it was read; fetch the newest")
 
         with ExitStack() as opened:
-            # Where no lock can be had the learner is about to write, or is gone: the sequence number tells.
+            # Without a lock the learner is about to write, or is gone; the sequence number shows which.
             with suppress(OSError):
                 lock = os.open(segment.path.with_name(f"slot{slot}"), os.O_RDONLY)
                 opened.callback(os.close, lock)
@@ -204,10 +204,10 @@ class SharedMemoryReader(MediumReader):
         return read_blob(check_location(self._run_folder, available.location).with_name(name), num_bytes)
 
     def close(self) -> None:
-        """Forget the mapping; it goes when nothing refers to it any more."""
+        """Drop the mapping; it is removed when nothing refers to it any more."""
         self._segment = None
 
 
 def _slots_of(header: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the slots' sequence numbers and versions, where they lie in the header."""
+    """Return the slots' sequence numbers and versions, as views of the header."""
     return header[_SLOTS:_END:2], header[_SLOTS + 1 : _END : 2]

@@ -1,27 +1,26 @@
-"""Medium `zeromq`: versions and deltas part by part over TCP, from the learner and from generators that have them already.
+"""Medium `zeromq`: versions and deltas part by part over TCP, from the learner and from generators that already have them.
 
     learner ── ZeroMQWriter: slots ▸ PartServer (ROUTER, a thread) ◂ Feeders: who feeds whom
                     │ FeederRequest, FeederReply, PartRequest, PartReply
     generator ─ ZeroMQReader (zeromq_reader.py): DEALERs ▸ staging buffer ▸ PartServer ── other generators
 
-A request is one frame. A `PartRequest` is answered by a `PartReply` and the bytes, a `FeederRequest`, which only the learner
-takes, by a `FeederReply`. What is fetched has a number and a name: a version and its fingerprint, or BLOB and the name of a
-delta.
+A request is one frame. A `PartRequest` is answered by a `PartReply` with the bytes. A `FeederRequest`, which only the learner
+accepts, is answered by a `FeederReply`. Everything that can be fetched has a number and a name: a version and its fingerprint, or
+BLOB and the name of a delta. A feeder is the learner or generator from which a generator fetches.
 
 Invariants:
-- Nothing is pushed. A generator asks for parts in their order and has at most WINDOW under way, so a slow one slows nobody and no
-  queue grows. One that reads no answers has at most SEND_QUEUE parts waiting for it, then loses them.
-- One rule says who feeds whom: the learner feeds the first `fanout`; after that a generator that has the version, or is getting
-  it, serves what it has, and the learner names the one with the fewest readers.
-- A feeder that falls silent, is slow or no longer has the version is left by time-out, and who left one is fed by the learner.
-  What is here already is never asked for again.
-- A generator serves what is here of a version until its buffer is written to again; parts are copied out under the lock under
-  which it is withdrawn. What is asked for and still arriving is sent once it is there. The learner sends parts from where they
-  lie: a slot that had to be overwritten meanwhile shows in the fingerprint. Who fed damaged bytes is not asked for that version
-  again.
-- A version spares its slot while somebody that fetches it is heard of, PIN_LIMIT_S at most.
-- What is not a request is counted (`refused`) and not answered. With keys, peers without one of the right keys get no further
-  than the handshake.
+- Nothing is pushed. A generator asks for parts in order, at most WINDOW at a time, so a slow generator delays no other and no
+  queue grows. If a generator does not read its answers, at most SEND_QUEUE parts wait for it; further parts are lost.
+- One rule assigns feeders: the learner feeds the first `fanout` generators. After that, generators that have the version, or are
+  receiving it, serve their bytes, and the learner assigns the one with the fewest readers.
+- A generator leaves a feeder that is silent, slow or no longer has the version; from then on the learner feeds the generator.
+  Bytes that have arrived are never requested again.
+- A generator serves its bytes of a version until its buffer is written again; parts are copied under the same lock that withdraws
+  the version. A requested part that has not arrived yet is sent later. The learner sends parts directly from the slot: if it was
+  overwritten meanwhile, the fingerprint shows it. A feeder of damaged bytes is not asked for that version again.
+- A slot is not overwritten while a generator that fetches its version is active, for PIN_LIMIT_S at most.
+- Anything that is not a request is counted (`refused`) and not answered. With keys, peers without a right key do not pass the
+  handshake.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from asyncrl.weights.sockets import WINDOW, Router, decode
 MAX_REQUEST_BYTES = 1024
 LEARNER = ""
 BLOB = 2**62
-"""In place of a version: a delta, by its name."""
+"""Stands in place of the version number: the request is for a delta, given by its name."""
 SILENT_AFTER_S = 3.0
-"""Whoever was not heard of for so long is gone, or stopped."""
+"""A peer that has sent nothing for so long counts as gone or stopped."""
 PIN_LIMIT_S = 120.0
 MAX_READERS = 4096
 _POLL_MS = 100
@@ -60,70 +59,70 @@ MAX_WAITING = 64 * WINDOW
 _LOOPBACK = ("tcp://127.", "tcp://localhost", "tcp://[::1]", "ipc:", "inproc:")
 
 Key = tuple[int, str]
-"""Version and fingerprint; BLOB and name."""
+"""Version and fingerprint, or BLOB and the name of a delta."""
 NonNegative = Annotated[int, Meta(ge=0, le=2**62)]
 Name = Annotated[str, Meta(max_length=64)]
 
 
 class PartRequest(msgspec.Struct, frozen=True, tag="part_request", forbid_unknown_fields=True):
-    """Send me these bytes of this version."""
+    """Request for these bytes of this version."""
 
     version: NonNegative
     fingerprint: Name
-    """Tells two versions of one number apart, after a learner went back to a checkpoint; of a delta, its name."""
+    """Distinguishes versions with the same number after a learner went back to a checkpoint; for a delta, its name."""
     offset: NonNegative
     num_bytes: Annotated[int, Meta(ge=1, le=2**40)]
 
 
 class PartReply(msgspec.Struct, frozen=True, tag="part_reply", omit_defaults=True):
-    """Here it is, or why not."""
+    """The header of the requested bytes, or the reason why they are not sent."""
 
     offset: int
     num_bytes: int
     gone: str = ""
-    """Not empty: it is not held here, and what is."""
+    """Not empty: the version is not held here; says which versions are."""
 
 
 class FeederRequest(msgspec.Struct, frozen=True, tag="feeder_request", forbid_unknown_fields=True, omit_defaults=True):
-    """Generator to learner, every second of a fetch: who is to feed me, and what can I feed others."""
+    """Generator -> learner, every second of a fetch: asks for a feeder, and says where this generator serves its bytes."""
 
     version: NonNegative
     fingerprint: Name
     subscriber: Annotated[str, Meta(min_length=1, max_length=16)]
-    """Its own name, made up when it started."""
+    """The generator's name, chosen when it started."""
     address: Annotated[str, Meta(max_length=128)] = ""
-    """Where it serves what it has; empty: nowhere."""
+    """Address at which the generator serves its bytes; empty: it does not."""
     host: Name = ""
-    """Its machine: a loopback address is told to nobody elsewhere."""
+    """Its machine: a loopback address is given only to generators on the same machine."""
     lost: Annotated[str, Meta(max_length=16)] = ""
-    """Who fed it and fell silent, was slow, lost the version, or fed it damaged bytes; empty: nobody yet."""
+    """Name of a feeder that was silent or slow, lost the version, or sent damaged bytes; empty: none yet."""
     is_whole: bool = False
-    """The fetch is over; it can feed others, and needs nobody."""
+    """The fetch is complete; the generator can feed others and needs no feeder."""
 
 
 class FeederReply(msgspec.Struct, frozen=True, tag="feeder_reply", omit_defaults=True):
-    """Learner to generator: ask this one for parts."""
+    """Learner -> generator: ask this feeder for parts."""
 
     feeder: str = LEARNER
     address: str = ""
     wait: bool = False
-    """Nobody can feed you yet; ask again."""
+    """There is no feeder yet; ask again."""
     gone: str = ""
-    """Not empty: the learner no longer holds the version, and what it does hold."""
+    """Not empty: the learner no longer holds the version; says which versions it holds."""
 
 
 # -- serving -------------------------------------------------------------------------------------------------------------------
 
 
 class PartServer:
-    """Owns an address, a context and the thread that serves what is held.
+    """Serves versions and deltas; owns an address, a context and a thread.
 
     Args:
         bind: Endpoint to listen at.
-        chunk_bytes: Most bytes of a part.
-        keys: Of the run; None: plain, everyone.
-        find_feeder: The learner's answer to a FeederRequest; None: a generator's server, which takes none.
-        copies_parts: Copy a part before it is sent: what is served may be written to as soon as it is dropped.
+        chunk_bytes: Maximum bytes of a part.
+        keys: Keys of the run; None: no encryption, all peers are accepted.
+        find_feeder: The learner's answer to a FeederRequest; None: a generator's server, which accepts no such request.
+        copies_parts: Copy each part before it is sent, because its memory may be written as soon as it is dropped.
     """
 
     def __init__(
@@ -138,12 +137,12 @@ class PartServer:
         self._chunk_bytes, self._find_feeder, self._copies_parts = chunk_bytes, find_feeder, copies_parts
         self._lock = threading.Lock()
         self._held: dict[Key, tuple[memoryview, int]] = {}
-        """What it is, and how many of its first bytes are there."""
+        """The memory of each version or delta, and how many of its first bytes have arrived."""
         self._waiting: deque[tuple[bytes, PartRequest]] = deque(maxlen=MAX_WAITING)
-        """Who asked for what is still arriving; one too many is forgotten, and asks again."""
+        """Requests for bytes that have not arrived yet. If there are too many, the oldest is dropped; its sender asks again."""
         self._closing = threading.Event()
         self.refused = 0
-        """Requests that were none: malformed, oversized, out of range."""
+        """Number of invalid requests: malformed, too large, or out of range."""
         self.served_bytes = 0
         self._router = Router(keys, MAX_REQUEST_BYTES, bind, "bind" if find_feeder else "relay_bind")
         self.location = self._router.endpoint.replace("://0.0.0.0:", f"://{socket.gethostname()}:")
@@ -151,17 +150,17 @@ class PartServer:
         self.thread.start()
 
     def put(self, key: Key, memory: memoryview, num_here: int) -> None:
-        """Serve the first `num_here` bytes; the rest is still arriving."""
+        """Serve the first `num_here` bytes; the rest has not arrived yet."""
         with self._lock:
             self._held[key] = memory, num_here
 
     def drop(self, key: Key) -> None:
-        """Stop serving it. Unknown keys are ignored."""
+        """Stop serving the version or delta. Unknown keys are ignored."""
         with self._lock:
             self._held.pop(key, None)
 
     def held(self) -> list[Key]:
-        """Return what is served, the oldest first."""
+        """Return the keys of what is served, the oldest first."""
         with self._lock:
             return list(self._held)
 
@@ -204,7 +203,7 @@ class PartServer:
         elif not part:
             self.refused += 1
         else:
-            # Counted before it goes out: who has the part may ask at once how much was served.
+            # Counted before it is sent: the receiver may read `served_bytes` at once.
             self.served_bytes += len(part)
             if not self._router.say(asker, PartReply(request.offset, len(part)), part):
                 self.served_bytes -= len(part)
@@ -221,14 +220,15 @@ class _Reader:
     host: str = ""
     is_whole: bool = False
     is_lost: bool = False
-    """Somebody lost it and it has not asked since: nobody is sent to it."""
+    """A reader lost it as feeder and it has not asked since: it feeds no one."""
     feeder: str | None = None
 
 
 class Feeders:
-    """Who feeds whom with one version or delta, decided purely.
+    """Assigns the feeders for one version or delta; pure, without sockets or clock.
 
-    There are no circles: a generator is named a feeder that has one already, once; whoever loses it is fed by the learner.
+    There are no cycles: a generator is assigned once, to a feeder that has a feeder itself or is complete; after losing it, the
+    learner feeds the generator.
 
     Example:
         >>> feeders = Feeders(fanout=1)
@@ -242,15 +242,15 @@ class Feeders:
         self._readers: dict[str, _Reader] = {}
 
     def find(self, request: FeederRequest, now: float) -> FeederReply:
-        """Take note of what a subscriber says of itself and return who is to feed it."""
+        """Store a subscriber's request and return its feeder."""
         for silent in [n for n, reader in self._readers.items() if not reader.is_whole and now - reader.heard_s > SILENT_AFTER_S]:
             self.forget(silent)
         if len(self._readers) >= MAX_READERS:
             self.forget(next(iter(self._readers)))
         if request.subscriber in self._readers and self._readers[request.subscriber].is_whole and not request.is_whole:
-            self.forget(request.subscriber)  # it begins anew
+            self.forget(request.subscriber)  # it starts again
         reader = self._readers.setdefault(request.subscriber, _Reader(now, now))
-        if request.lost in self._readers and reader.feeder == request.lost:  # of others it knows nothing
+        if request.lost in self._readers and reader.feeder == request.lost:  # it cannot know about other feeders
             self._readers[request.lost].is_lost = True
         reader.heard_s, reader.is_lost, reader.is_whole = now, False, request.is_whole
         reader.address, reader.host = request.address, request.host
@@ -265,21 +265,21 @@ class Feeders:
         return FeederReply(reader.feeder, self._readers[reader.feeder].address if reader.feeder else "")
 
     def forget(self, subscriber: str) -> None:
-        """Note that it is silent, or has or wants another version now."""
+        """Remove a subscriber that is silent, or that has or wants another version now."""
         self._readers.pop(subscriber, None)
         for reader in self._readers.values():
             if reader.feeder == subscriber:
                 reader.feeder = LEARNER
 
     def is_in_use(self, now: float) -> bool:
-        """Return whether somebody is fetching it and may come back for more."""
+        """Return whether a subscriber is still fetching this version or delta."""
         return any(
             not reader.is_whole and now - reader.heard_s <= SILENT_AFTER_S and now - reader.since_s <= PIN_LIMIT_S
             for reader in self._readers.values()
         )
 
     def check_invariants(self) -> None:
-        """Assert what must hold between requests."""
+        """Assert the invariants that hold between requests."""
         assert len(self._readers) <= MAX_READERS
         for name, reader in self._readers.items():
             assert not reader.is_whole or reader.feeder is None, f"{name} is whole and is fed"
@@ -302,7 +302,7 @@ class Feeders:
 
 
 class ZeroMQWriter(MediumWriter):
-    """The learner's end; owns the slots, and the server that sends them part by part."""
+    """The learner's end; owns the slots and the server that sends them in parts."""
 
     keeps_slots = True
 
@@ -312,13 +312,13 @@ class ZeroMQWriter(MediumWriter):
         self._committed: dict[int, Key] = {}
         self._feeders: dict[Key, Feeders] = {}
         self._lock = threading.Lock()
-        """Of the feeders: the serving thread asks, the learner's looks."""
+        """Protects `_feeders`, which the serving thread changes and the learner's thread reads."""
         self.server: PartServer
-        """There once the slots are."""
+        """Exists after `open`."""
 
     def open(self, manifest: WeightsManifest) -> tuple[torch.Tensor, ...]:
         """Bind and start serving; see MediumWriter."""
-        # numpy, unlike torch, asks for huge pages: the system copies out of them with less walking of tables.
+        # numpy, unlike torch, requests huge pages: copies from them need fewer page-table lookups.
         slots = tuple(torch.from_numpy(np.zeros(manifest.total_bytes, np.uint8)) for _ in range(NUM_SLOTS))
         self.server = PartServer(self._config.bind, self._config.chunk_bytes, self._keys, self._find_feeder)
         self._slots = tuple(slot.numpy().data for slot in slots)
@@ -333,14 +333,14 @@ class ZeroMQWriter(MediumWriter):
         return frozenset(slot for slot, key in committed.items() if key in in_use)
 
     def overwrite(self, slot: int) -> None:
-        """Stop serving what the slot holds."""
+        """Stop serving the version in the slot."""
         if (key := self._committed.pop(slot, None)) is not None:
             self.server.drop(key)
 
     def commit(self, slot: int, version: int, fingerprint: str) -> str:
         """Start serving the slot; see MediumWriter."""
         if not self.server.thread.is_alive():
-            raise BroadcastError(f"version {version} can be fetched by nobody: the thread that serves weights has ended")
+            raise BroadcastError(f"version {version} cannot be fetched: the thread that serves weights has ended, restart it")
         self._committed[slot] = (version, fingerprint)
         self.server.put((version, fingerprint), self._slots[slot], len(self._slots[slot]))
         return self.server.location
@@ -350,11 +350,11 @@ class ZeroMQWriter(MediumWriter):
         self.server.put((BLOB, name), memoryview(blob), len(blob))
 
     def drop_blob(self, name: str) -> None:
-        """Stop serving it."""
+        """Stop serving a delta."""
         self.server.drop((BLOB, name))
 
     def close(self) -> None:
-        """Stop serving; fetches under way end in BroadcastError."""
+        """Stop serving; running fetches end with BroadcastError."""
         if self._slots:
             self.server.close()
         self._slots = ()
@@ -367,6 +367,6 @@ class ZeroMQWriter(MediumWriter):
         with self._lock:
             self._feeders = {kept: feeders for kept, feeders in self._feeders.items() if kept in held}
             for other, feeders in self._feeders.items():
-                if other != key and BLOB not in {other[0], request.version}:  # its buffer is for this version now
+                if other != key and BLOB not in {other[0], request.version}:  # its buffer is now used for this version
                     feeders.forget(request.subscriber)
             return self._feeders.setdefault(key, Feeders(self._config.fanout)).find(request, time.monotonic())

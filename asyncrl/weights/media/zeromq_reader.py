@@ -1,4 +1,4 @@
-"""Medium `zeromq`, a generator's end: fetches part by part, serves others what it has. The rules stand in zeromq.py."""
+"""Medium `zeromq`, a generator's end: fetches in parts and serves its bytes to others. The rules are in zeromq.py."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ T = TypeVar("T")
 
 STALLED_AFTER_S = 20.0
 SLOW_BYTES_PER_S = 4 << 20
-"""A generator that sends less than this for SILENT_AFTER_S is slow, and the learner feeds us."""
+"""A feeder that sends less than this for SILENT_AFTER_S is slow; the learner then takes its place."""
 LEAST_PART_BYTES = 64 << 10
-"""Where a link brings less than a part in SILENT_AFTER_S, smaller ones are asked for, down to these."""
+"""If a part takes longer than SILENT_AFTER_S, smaller parts are requested, down to this size."""
 ASK_EVERY_S = 1.0
 ASK_WAITING_S = 0.1
 BLOBS_KEPT = 4
 _POLL_MS = 100
 _KEPT_BY_ALLOCATOR_BYTES = (32 << 20) - (64 << 10)
-"""Just under the most that glibc takes as a hint (DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""Slightly below the largest size that glibc takes as a hint (DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 
 class ZeroMQReader(MediumReader):
-    """A generator's end; connections for each fetch, and a server for as long as it lives.
+    """A generator's end; opens connections for each fetch, and has one server until it is closed.
 
     Raises:
-        BroadcastError: `relay_bind` cannot be listened at.
+        BroadcastError: The server cannot listen at `relay_bind`.
     """
 
     def __init__(self, config: ZeroMQMedium, keys: ClientKeys | None = None, stalled_after_s: float = STALLED_AFTER_S) -> None:
-        # Looks like nothing, and is worth half the time of a fetch: until glibc has once seen something this large freed, it
-        # gives freed memory back to the system at once, and the pages of every message of libzmq are faulted in anew.
+        # This looks useless, but saves half the time of a fetch: until an allocation of this size was freed once, glibc returns
+        # freed memory to the system at once, so every message of libzmq causes new page faults.
         np.empty(_KEPT_BY_ALLOCATOR_BYTES, np.uint8)
         self.server = PartServer(config.relay_bind, config.chunk_bytes, keys, copies_parts=True) if config.fanout else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -68,19 +68,19 @@ class ZeroMQReader(MediumReader):
         self.stalled_after_s = stalled_after_s
         self.name = secrets.token_hex(8)
         self._whole: Key | None = None
-        """The version that is in the buffer and served."""
+        """The complete version in the buffer, which is served."""
         self._distrusted: tuple[Key, str] = ((0, ""), "")
-        """Who fed damaged bytes of which version."""
+        """The version of which damaged bytes arrived, and the feeder that sent them."""
 
     def fetch(self, available: WeightsAvailable, into: memoryview, cancelled: threading.Event) -> bytes:
-        """Ask for the version part by part; see MediumReader."""
+        """Fetch the version in parts; see MediumReader."""
         key, find = (available.version, available.fingerprint), partial(fingerprints_of, into, bucket_ends(available.manifest))
         found = self._get(key, available.location, into, cancelled, find, available.bucket_fingerprints)
         self._whole = key
         return found
 
     def fetch_blob(self, available: WeightsAvailable, name: str, num_bytes: int, cancelled: threading.Event) -> bytes:
-        """Ask for a delta; see MediumReader. It is about to be applied to the buffer, which is served no more."""
+        """Fetch a delta; see MediumReader. It will be applied to the buffer, so the version there is no longer served."""
         blob = memoryview(bytearray(num_bytes))
         expected = next(delta.fingerprint for delta in available.deltas if delta.name == name)
         self._get((BLOB, name), available.location, blob, cancelled, lambda: blob_fingerprint(bytes(blob)), expected)
@@ -98,7 +98,7 @@ class ZeroMQReader(MediumReader):
     def _get(
         self, key: Key, location: str, into: memoryview, cancelled: threading.Event, find: Callable[[], T], announced: T
     ) -> T:
-        """Fetch something, serve what arrives of it, and go on serving it where the fingerprint that `find` returns is right."""
+        """Fetch a version or delta and serve its bytes meanwhile, and later if the fingerprint that `find` returns is right."""
         if self.server is not None:
             if self._whole is not None:
                 self.server.drop(self._whole)
@@ -121,7 +121,7 @@ class ZeroMQReader(MediumReader):
 
 
 class _Fetch:
-    """One version, or one delta, on its way here; use once."""
+    """One fetch of a version or delta; use once."""
 
     def __init__(self, reader: ZeroMQReader, key: Key, location: str, into: memoryview, lost: str) -> None:
         self._reader, self._key = reader, key
@@ -129,23 +129,23 @@ class _Fetch:
         self._location = location
         self._into = into
         self._have = self._asked = 0
-        """Bytes that are here, and bytes that were asked for: in order, whoever feeds us."""
+        """Bytes that have arrived, and bytes that were requested; both in order, from any feeder."""
         self._part_bytes = reader.chunk_bytes
         self.lost = lost
-        """The generator that fed us and is not to do so any more."""
+        """The generator that must not be used as feeder any more."""
         self.feeder: str | None = None
         self._sign_s = self._part_s = self._fed_since_s = time.monotonic()
         self._fed_from = 0
         self._told_s = float("-inf")
         self._learner = self._connect(location)
         self._source = self._learner
-        """Where parts come from: the learner's connection, or one to the generator that feeds us."""
+        """The connection for parts: the learner's, or one to the feeding generator."""
 
     def run(self, cancelled: threading.Event) -> None:
-        """Fetch until everything is here.
+        """Fetch until all bytes have arrived.
 
         Raises:
-            VersionUnavailableError: It is gone, does not come, or the fetch was cancelled.
+            VersionUnavailableError: The version is gone or does not arrive, or the fetch was cancelled.
         """
         total = len(self._into)
         while self._have < total:
@@ -164,18 +164,18 @@ class _Fetch:
             for connection in {self._learner, self._source}:
                 poller.register(connection, zmq.POLLIN)
             for connection, _ in poller.poll(_POLL_MS):
-                if not connection.closed:  # an answer of the learner may have ended the other
+                if not connection.closed:  # an answer from the learner may have closed the other connection
                     self._take(connection)
 
     def tell(self, *, is_whole: bool = False) -> None:
-        """Tell the learner that we fetch, or have it all, and ask who is to feed us."""
+        """Tell the learner that the fetch is running or complete, and ask for a feeder."""
         reader, address = self._reader, self._reader.server.location if self._reader.server else ""
         request = FeederRequest(*self._key, reader.name, address, socket.gethostname()[:64], self.lost, is_whole)
         ask(self._learner, request)
         self._told_s = time.monotonic()
 
     def close(self) -> None:
-        """Close the connections; what was said last still goes out."""
+        """Close the connections; the last message is still sent."""
         if self._source is not self._learner:
             self._source.close(linger=0)
         self._learner.close()
@@ -183,22 +183,22 @@ class _Fetch:
     def _leave_the_silent(self, now: float) -> None:
         if now - self._sign_s > self._reader.stalled_after_s:
             here = f"{self._have} of {len(self._into)} bytes here, nothing more for {self._reader.stalled_after_s:g} s"
-            ask = f"is the learner at {self._location} alive and reachable, do the keys match?"
+            ask = f"is the learner at {self._location} alive and reachable, and do the keys match?"
             raise VersionUnavailableError(f"{self._what} stalled: {here}; {ask}")
         is_silent, fed_s = now - self._part_s > SILENT_AFTER_S, now - self._fed_since_s
         is_slow = fed_s > SILENT_AFTER_S and self._have - self._fed_from < SLOW_BYTES_PER_S * fed_s
         if self.feeder and (is_silent or is_slow):
             self._leave()
         elif self.feeder == LEARNER and is_silent:
-            # The connection broke: what was asked for is lost. A new one has none of the old answers. Or the link is slow: libzmq
-            # shows a part once it is whole, and breaks a connection off on which none comes for long.
+            # Either the connection broke and the requests are lost; a new connection has none of the old answers. Or the link is
+            # slow: libzmq shows only complete parts, and closes a connection on which none arrives for long.
             self._part_bytes = min(self._part_bytes, max(LEAST_PART_BYTES, self._part_bytes // 4))
             self._learner.close(linger=0)
             self._learner = self._connect(self._location)
             self._be_fed_by(LEARNER, self._learner)
 
     def _take(self, connection: zmq.Socket[bytes]) -> None:
-        """Take one answer in."""
+        """Handle one answer."""
         header, *parts = connection.recv_multipart(copy=False)
         part = parts[0].buffer if parts else memoryview(b"")
         reply, is_learner = decode([header.bytes], FeederReply | PartReply), connection is self._learner
@@ -215,7 +215,7 @@ class _Fetch:
                 else:
                     self._be_fed_by(feeder, source)
             case PartReply(offset, num_bytes, gone="") if connection is self._source:
-                # Others are of a feeder that was left. One that was lost on its way is missed, and asked for again, by time-out.
+                # Other replies are from an earlier feeder. A lost part is requested again after a time-out.
                 if offset == self._have and len(part) == min(self._asked - self._have, num_bytes):
                     self._have = offset + len(part)
                     np.copyto(np.frombuffer(self._into[offset : self._have], np.uint8), np.frombuffer(part, np.uint8))
@@ -227,7 +227,7 @@ class _Fetch:
             case FeederReply() | PartReply() if is_learner:
                 pass
             case _ if is_learner:
-                raise BroadcastError(f"the learner at {self._location} answered what is no answer about {self._what}")
+                raise BroadcastError(f"the learner at {self._location} sent an invalid answer about {self._what}")
             case _:
                 self._leave()
 
@@ -237,7 +237,7 @@ class _Fetch:
         self._fed_from = self._have
 
     def _leave(self) -> None:
-        """Leave the generator that feeds us and ask the learner."""
+        """Leave the feeding generator and ask the learner."""
         self.lost = self.feeder or self.lost
         self._source.close(linger=0)
         self.feeder, self._source = None, self._learner

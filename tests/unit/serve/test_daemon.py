@@ -139,7 +139,7 @@ async def test_a_daemon_that_is_not_there_is_said():
 
 
 async def test_viewed_folders_of_the_same_name_cannot_be_told_apart(tmp_path):
-    with pytest.raises(ConfigError, match="two are same"):
+    with pytest.raises(ConfigError, match="these are given twice: same"):
         await view_runs([tmp_path / "a" / "same", tmp_path / "b" / "same"], 0, print)
 
 

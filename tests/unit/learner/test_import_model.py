@@ -111,7 +111,7 @@ def test_a_hugging_face_folder_is_validated_and_cast(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"drop": ("blk.1.ffn_up.weight",)}, "1 missing tensors, model.layers.1.mlp.up_proj.weight"),
+    ({"drop": ("blk.1.ffn_up.weight",)}, "1 missing tensors, for example model.layers.1.mlp.up_proj.weight"),
     ({"kind": "falcon"}, "architecture = 'falcon'; import reads llama"),
     ({"tokenizer": "llama"}, "tokenizer.ggml.model = 'llama'.*Hugging Face folder"),
     ({"extra": {"rope_freqs.weight": np.ones(4, dtype=np.float32)}}, "rope scaling"),

@@ -40,7 +40,10 @@ def ask_driver(query: str, gpu: int | None = None) -> str:
         named = visible[gpu].strip() if gpu < len(visible) else ""
         of_one = [f"--id={named if re.fullmatch(r'[0-9]+|GPU-[0-9a-f-]{36}', named) else gpu}"]
     command = [tool, *of_one, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - ours
+    except subprocess.TimeoutExpired:
+        return ""
     return "" if done.returncode else done.stdout.strip()
 
 

@@ -91,11 +91,12 @@ RULES: tuple[Rule, ...] = (
          "`kl/reference_mean` times the mean response length > 10 nat", "TRL, how to train: 0 to 10 per sequence",
          "raise algorithm.kl.coefficient, or lower learner.learning_rate"),
     Rule("reward.equal", "error", 3, 3, "spread below best", le, 0,
-         "all rewards of a step are equal, and below the highest reward so far unless all rewards so far are equal",
+         "all rewards of a step are equal, and not close to the highest reward so far, or all rewards so far are equal",
          "own: the policy learns nothing from such a step",
          "look at a sample (`asyncrl inspect RUN --sample g17.3`): does the reward parse the answer? is the task too hard?"),
     Rule("reward.dead", "warning", 10, 10, "spreadless below middle", ge, 0.5,
-         "`reward/zero_spread_fraction` >= 0.5, and the mean reward is in the lower half of its range", "Miles, advisory: 0.5",
+         "`reward/zero_spread_fraction` >= 0.5, and the mean reward is in the lower half of the range of all rewards so far",
+         "Miles, advisory: 0.5",
          "use easier prompts, a higher generate.sampling.temperature, larger groups, or algorithm.dynamic_sampling"),
     Rule("reward.collapse", "error", 10, 10, "gain kept", lt, 0.5,
          "the median reward of 10 steps (minus the lowest reward so far), or held-out accuracy, is below half of its best value",
@@ -107,12 +108,14 @@ RULES: tuple[Rule, ...] = (
          "than at that best value", "marin #8955: the reward rose while fewer answers were finished and correct",
          "read samples of high reward; then correct the reward, score only finished answers, or add an overlong penalty"),
     Rule("entropy.collapse", "warning", 10, 10, "entropy over first", lt, 0.1,
-         "`policy/entropy` < 0.1 times its median over the first 10 steps, and the reward is below its highest value by more "
-         "than a tenth of its range", "own, relative: arXiv 2505.22617 gives no absolute threshold",
+         "`policy/entropy` < 0.1 times its median over the first 10 steps, and the median reward of 10 steps is below the "
+         "highest reward of a sample by more than a tenth of the range of all rewards so far",
+         "own, relative: arXiv 2505.22617 gives no absolute threshold",
          "raise algorithm.clip_high, algorithm.entropy_coefficient or generate.sampling.temperature"),
     Rule("entropy.grows", "warning", 3, 5, "entropy over first", gt, 1.15,
-         "`policy/entropy` > 1.15 times its median over the first 10 steps, and the reward is below its highest value by more "
-         "than a tenth of its range", "own, relative, from experiments/alarms: entropy falls while a policy learns",
+         "`policy/entropy` > 1.15 times its median over the first 10 steps, and the median reward of 10 steps is below the "
+         "highest reward of a sample by more than a tenth of the range of all rewards so far",
+         "own, relative, from experiments/alarms: entropy falls while a policy learns",
          "lower algorithm.entropy_coefficient, learner.learning_rate or generate.sampling.temperature"),
     Rule("length.truncated", "warning", 5, 10, "data/truncated_fraction", gt, 0.25, "`data/truncated_fraction` > 0.25",
          "Miles: 0.25", "raise generate.sampling.max_new_tokens, add an overlong penalty, or set algorithm.mask_truncated"),

@@ -143,7 +143,11 @@ _ROWS = (
     ("bias/lost/*", "fraction", "share of groups that were not trained, by reason: stale, failed, or an intended screen"),
     # Speed
     ("throughput/tokens_per_sec", "tokens/s", "prompt and response tokens trained, per second since the previous step"),
-    ("throughput/generated_tokens_per_sec", "tokens/s", "response tokens of all generators, per second since the previous step"),
+    (
+        "throughput/generated_tokens_per_sec",
+        "tokens/s",
+        "response tokens of finished samples, per second since the previous step",
+    ),
     ("throughput/trained_tokens_per_sec", "tokens/s", "tokens with loss mask 1, per second since the previous step"),
     ("throughput/samples_per_sec", "samples/s", "trained samples, per second since the previous step"),
     ("throughput/learner_tokens_per_sec", "tokens/s", "prompt and response tokens trained, per second of the learner's work"),

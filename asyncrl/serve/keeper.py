@@ -452,7 +452,7 @@ class Keeper:
                 if event.kind == "change" and "generate.num_workers" in event.text:
                     with contextlib.suppress(ConfigError):
                         config = await asyncio.to_thread(load_config, self.records.config_file(run))
-                        demand = demand_of(config, self.machine)
+                        demand = await asyncio.to_thread(demand_of, config, self.machine)
                         self._changed.set()
                 told = replace(self.records.runs[run], events_told=event.seq, demand=demand)
                 if event.kind == "swap":  # one a step; the run's own file has them

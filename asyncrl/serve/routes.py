@@ -415,8 +415,11 @@ class Service:
         run, who, body = request.match_info["run"], request[WHO].name, await read_body(request)
         decode = msgspec.json.decode if request.method == "PATCH" else msgspec.msgpack.decode
         asked, file = decode(body, type=ConfigChange), self.records.run_folder(run) / "config.toml"
-        if file.exists() and (faults := change_faults(load_config(file), asked.values, self.keeper.machine)):
-            raise RefusedError(faults)
+        if file.exists():
+            # In a thread: it may ask nvidia-smi.
+            faults = await asyncio.to_thread(change_faults, load_config(file), asked.values, self.keeper.machine)
+            if faults:
+                raise RefusedError(faults)
         result: ChangeResult = await self.keeper.ask(run, "change", who, values=asked.values, who=who)
         return result
 

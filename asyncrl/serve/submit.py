@@ -152,13 +152,18 @@ def of_fork(asked: Fork, checkpoint: Path, project: str) -> Submission:
 
 
 def change_faults(config: RunConfig, values: Mapping[str, Any], there: Machine) -> list[Fault]:
-    """Return what is wrong with each change of a live run's config; one that the machine has no room for cannot be resumed."""
+    """Return what is wrong with each change of a live run's config.
+
+    More generators than the machine has room for are refused, because the run could not be resumed.
+    """
     faults = []
     for field, value in values.items():
         try:
             later, changes = changed(config, {field: value})
-            if changes and field == "generate.num_workers" and not misfits(there, demand_of(config, there)):
-                faults += [Fault(field, value, text) for text in misfits(there, demand_of(later, there))]
+            if changes and field == "generate.num_workers":
+                demand = demand_of(later, there)
+                if demand.memory_bytes > demand_of(config, there).memory_bytes:
+                    faults += [Fault(field, value, text) for text in misfits(there, demand)]
         except ConfigError as error:
             faults.append(Fault(field, value, str(error)))
     return faults

@@ -102,10 +102,10 @@ def recorded(real, tmp_path) -> Path:
     lacking = {name: place / 7 for place, name in enumerate(sorted(wanted - steps[-1].metrics.keys()), start=1)}
     steps[-1] = msgspec.structs.replace(steps[-1], metrics=steps[-1].metrics | lacking)
     (folder / files.STEPS_FILE).write_bytes(msgspec.json.Encoder().encode_lines(steps))
-    *seconds, second = files.read_lines(folder / files.SECONDS_FILE, files.SecondReport)
     # A run this short may end before a second has seen each process.
-    values = {name: place / 7 for lines in SECONDS.values() for place, name in enumerate(lines.values(), start=1)} | second.values
-    seconds.append(msgspec.structs.replace(second, values=values))
+    values = {name: place / 7 for lines in SECONDS.values() for place, name in enumerate(lines.values(), start=1)}
+    seconds = [*files.read_lines(folder / files.SECONDS_FILE, files.SecondReport)]
+    seconds.append(files.SecondReport(seconds[-1].time_s + 1.0 if seconds else steps[-1].time_s, values))
     (folder / files.SECONDS_FILE).write_bytes(msgspec.json.Encoder().encode_lines(seconds))
     alarms = Alarms(4)
     bad = msgspec.structs.replace(steps[0], metrics={"ratio/ess": 0.05})

@@ -73,6 +73,9 @@ def test_a_change_to_more_than_the_machine_has_is_refused_since_the_run_could_no
     assert change_faults(resolve_config("quickstart"), changes, MACHINE) == []
     (fault,) = change_faults(resolve_config("quickstart"), changes, small)
     assert (fault.field, "this machine has 4.0" in fault.allowed) == ("generate.num_workers", True)
+    large = resolve_config("quickstart", changes)
+    assert change_faults(large, {"generate.num_workers": 29}, small) == [], "it is still too large, but smaller"
+    assert [fault.field for fault in change_faults(large, {"generate.num_workers": 31}, small)] == ["generate.num_workers"]
 
 
 def test_whatever_is_wrong_together_is_refused_with_what_was_given(tmp_path):

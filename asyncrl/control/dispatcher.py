@@ -40,7 +40,7 @@ from asyncrl.schema.samples import (
     ScoreRequest,
     Scores,
 )
-from asyncrl.schema.status import ExternalGroup, SubmitResult
+from asyncrl.schema.status import RELEASED, ExternalGroup, SubmitResult
 from asyncrl.tasks.asked import AskedPrompts
 from asyncrl.tasks.task import PromptSequence
 
@@ -331,7 +331,7 @@ class Dispatcher:
         """Drop these groups unless they are taken: their caller will not train them."""
         for group_id in group_ids:
             if group_id in self.state.groups:
-                self.follow(self.buffer.drop_group(group_id, "released by its caller", self._clock.now()))
+                self.follow(self.buffer.drop_group(group_id, RELEASED, self._clock.now()))
         self.changed()
 
     # -- what the buffer wants -------------------------------------------------------------------------------------------

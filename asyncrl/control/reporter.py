@@ -36,7 +36,7 @@ from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
 from asyncrl.schema.control import CheckpointDone, Heartbeat
 from asyncrl.schema.samples import InferResult, Scores, StepDone
-from asyncrl.schema.status import SCREENED, Alarm
+from asyncrl.schema.status import INTENDED, Alarm
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
 
 log = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Reporter:
         self._seconds_file.write(st.SecondReport(now, finite(values)))
         # Tell of a second that lost as many groups as a step has, where the second before did not.
         counts = dispatcher.buffer.counts()
-        lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in SCREENED})
+        lost = Counter({reason: n for reason, n in {**counts.dropped, **counts.failed}.items() if reason not in INTENDED})
         new, self._lost = lost - (lost if self._lost is None else self._lost), lost
         was_burst, self._in_burst = self._in_burst, new.total() >= self._config.algorithm.groups_per_step
         if self._in_burst and not was_burst:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncrl.observe.steps import RunEvent, StepReport
-from asyncrl.schema.status import SCREENED, Alarm, AlarmLevel
+from asyncrl.schema.status import INTENDED, Alarm, AlarmLevel
 
 REMEMBERED = 50
 """Number of steps that are kept for the rules."""
@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
          "own: longer answers are soon truncated, and are older when they are trained",
          "add an overlong penalty, use a length-normalised loss, or lower generate.sampling.max_new_tokens"),
     Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05,
-         "more than 5 % of the groups of 20 steps were dropped or failed, not counting groups that the config screens out",
+         "more than 5 % of the groups of 20 steps were dropped or failed, not counting groups that the config screens out or its caller releases",
          "prime-rl, documentation of training: more than 5 % for a long time",
          "set buffer.policy = \"wait\" or a higher buffer.max_staleness, use more generators, or correct the reward (`asyncrl "
          "status` shows the reasons)"),
@@ -290,7 +290,7 @@ class Alarms:
             found["probe over first"] = now["weights/probe_error"] / max(median(self._probes), 1e-9)
         if len(steps) >= FIRST:
             now_lost, lost_before = (
-                sum(num for reason, num in one.dropped.items() if reason not in SCREENED) for one in (last, steps[-FIRST])
+                sum(num for reason, num in one.dropped.items() if reason not in INTENDED) for one in (last, steps[-FIRST])
             )
             lost = now_lost - lost_before
             found["groups lost"] = lost / max(lost + self._groups_per_step * (last.step - steps[-FIRST].step), 1)

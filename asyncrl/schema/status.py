@@ -12,6 +12,9 @@ Phase = Literal["starting", "warming", "evaluating", "running", "paused", "drain
 
 SCREENED: frozenset[str] = frozenset({"no spread", "no pair", "truncated"})
 """Reasons to drop a group that the config asks for."""
+RELEASED = "released by its caller"
+INTENDED = SCREENED | {RELEASED}
+"""Reasons to drop a group that are no loss."""
 
 ENDED: frozenset[str] = frozenset({"stopped", "failed"})
 """Phases after which nothing happens any more."""

@@ -3,7 +3,7 @@
 Requests and replies are JSON text, since the workers' RPC carries no tensors. If the bytes are already in a file that the workers
 can read, the request names the file. Otherwise they are written once into our own file: in memory if the machine has /dev/shm, or
 in the folder shared with a server elsewhere. The file is removed after the load. Files of a killed process are removed when the
-next process of its machine writes there. Adapters (LoRA) are sent alone; workers merge them into the base.
+next process of its machine writes there (folders.py). Adapters (LoRA) are sent alone; workers merge them into the base.
 
 Invariant: nothing is sent to a worker before names, shapes and completeness match the model folder and the bytes are verified.
 Imports no vllm and no peft.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import platform
 import shutil
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import psutil
 import torch
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
+from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import check_weights
 from asyncrl.generate.vllm.checkpoint import FixedTensor, ModelFolder, Part
 from asyncrl.models.layout import make_manifest
@@ -37,7 +36,7 @@ from asyncrl.weights.tensors import DeferredTensors, MappedTensors
 LORA_A, LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 _INPUT_FIRST = frozenset({"gpt2", "openai-gpt"})
 """Model types whose linear layers are stored as [in, out] (transformers' Conv1D)."""
-_MEMORY = Path("/dev/shm")  # noqa: S108 - memory shared between processes; the file in it has a name of its own and mode 0600
+_MEMORY = Path("/dev/shm")  # noqa: S108 - memory shared between processes; only this user can enter the folder made in it
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -171,18 +170,6 @@ def _check_adapters(shapes: Mapping[str, tuple[int, ...]], folder: ModelFolder, 
         raise GenerationError("there are no new adapters; see learner.lora.target_modules")
 
 
-def _sweep(where: Path, prefix: str) -> None:
-    """Remove files that killed processes of this machine left."""
-    for path in where.glob(f"{prefix}*-*"):
-        with contextlib.suppress(OSError, ValueError):  # in use, another user's, just removed, or not ours
-            pid, _ = path.name.removeprefix(prefix).split("-")
-            # In a restarted container a dead process may have had our number; a process of another container holds its lock.
-            if int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
-                with path.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-
-
 @contextlib.contextmanager
 def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator[FileSource | ReceiverSource]:
     """Return how to fetch the tensors or where they are, or write them, tied ones once, into our own file."""
@@ -198,23 +185,21 @@ def _source(tensors: Mapping[str, torch.Tensor], shared_folder: str) -> Iterator
         manifest = make_manifest(tensors)
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > manifest.total_bytes
     where = Path(shared_folder or (_MEMORY if has_room else tempfile.gettempdir()))
-    prefix = f"asyncrl-weights-{platform.node()}-"
+    prefix = f"asyncrl-weights@{platform.node()}@"  # leftovers of this machine only: not every file system has locks for several
     with contextlib.ExitStack() as stack:
         try:
-            _sweep(where, prefix)
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=f"{prefix}{os.getpid()}-", dir=where))
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for entry in manifest.entries:  # written, not mapped: if the file system is full, a map would kill this process
-                file.seek(entry.offset)
-                file.write(tensors[entry.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            file.truncate(manifest.total_bytes)
-            file.flush()
-            if shared_folder:
-                os.fsync(file.fileno())
+            path = stack.enter_context(OwnedFolder(prefix, where)).path / "weights"
+            with path.open("xb") as file:  # written, not mapped: if the file system is full, a map would kill this process
+                for entry in manifest.entries:
+                    file.seek(entry.offset)
+                    file.write(tensors[entry.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.truncate(manifest.total_bytes)
+                file.flush()
+                if shared_folder:
+                    os.fsync(file.fileno())
         except OSError as error:
             advice = "see generate.engine.shared_folder" if shared_folder else "or set broadcast.medium.kind = 'shared_memory'"
             raise GenerationError(
                 f"{manifest.total_bytes} bytes of weights cannot be written to {where}: {error}; make room, {advice}"
             ) from error
-        yield FileSource(file.name, 0, manifest)
+        yield FileSource(str(path), 0, manifest)

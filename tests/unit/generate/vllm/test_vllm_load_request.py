@@ -1,8 +1,6 @@
 import asyncio
-import fcntl
 import os
 import platform
-import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 
 from asyncrl.config.learner import LoRAConfig
 from asyncrl.errors import GenerationError
+from asyncrl.folders import lock_folder
 from asyncrl.generate.vllm.checkpoint import ModelFolder, Part
 from asyncrl.generate.vllm.load_request import (
     FileSource,
@@ -51,25 +50,21 @@ def test_a_server_elsewhere_is_given_what_lies_in_the_shared_folder_and_a_copy_t
     with load_request(MappedTensors(manifest, flat, "/elsewhere", 64), FOLDER, shared_folder=str(tmp_path)) as load:
         assert isinstance(load.source, FileSource)
         copied = Path(load.source.path)
-        assert copied.parent == tmp_path
+        assert copied.parent.parent == tmp_path
         assert copied.read_bytes() == flat.numpy().tobytes()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_of_this_machine_left_there_goes(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
     host = platform.node()
-    names = [f"{host}-{gone.pid}-a", f"{host}-{gone.pid}-b", f"{host}-{os.getppid()}-c", f"another-{host}-{gone.pid}-d"]
-    left, locked, *others = (tmp_path / f"asyncrl-weights-{name}" for name in names)
-    of_our_number = tmp_path / f"asyncrl-weights-{host}-{os.getpid()}-e"  # of an earlier life of this container
-    for path in (left, of_our_number, locked, *others):
-        path.touch()
-    with locked.open() as file:  # of a container, which has process ids of its own
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with load_request(tensors(), FOLDER, shared_folder=str(tmp_path)):
-            pass
-    assert {*tmp_path.iterdir()} == {locked, *others}
+    left, locked, elsewhere = (tmp_path / f"asyncrl-weights@{name}" for name in (f"{host}@a", f"{host}@b", f"{host}-2@c"))
+    for path in (left, locked, elsewhere):
+        path.mkdir()
+    lock = lock_folder(locked)
+    with load_request(tensors(), FOLDER, shared_folder=str(tmp_path)):
+        assert not left.exists()
+    os.close(lock)
+    assert {*tmp_path.iterdir()} == {locked, elsewhere}
 
 
 @pytest.mark.parametrize(("fingerprint", "is_untouched"), [("nothing", True), ("half", False)])

@@ -220,7 +220,7 @@ def change(folder: RunArgument = None, overrides: SetOption = []) -> None:  # no
     if not overrides:
         raise ConfigError("nothing to change: give --set FIELD=VALUE")
     values = {field: value for field, value, _ in pairs_of(overrides)}
-    done = _ask(_newest(folder), "change", values=values, who=getpass.getuser())
+    done = _ask(_newest(folder), "change", values=values, who=_user())
     for one in done.changes:
         print(f"{one.field}: {one.before} -> {one.after} from step {done.step} on")
     print(f"revision {done.revision} of the config" if done.changes else "nothing to change: every value is already set")
@@ -580,6 +580,13 @@ def _ask(folder: Path, what: str, **given: Any) -> Any:  # noqa: ANN401 - whatev
             return await getattr(live, what)(**given)
 
     return asyncio.run(ask())
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under an id without a name
+        return f"user {os.getuid()}"
 
 
 def _newest(folder: Path | None) -> Path:

@@ -109,7 +109,8 @@ class RunClient:
             await self._close()
             if not isinstance(error, RunError):
                 raise
-            raise LaunchError(f"the run in {self._url or self.run_folder} does not answer ({error})") from error
+            what = "does not answer" if isinstance(error, RunLostError) else "refuses"
+            raise LaunchError(f"the run in {self._url or self.run_folder} {what} ({error})") from error
         if self._url:
             self.run_folder = Path(status.run_folder)
         return self
@@ -129,7 +130,7 @@ class RunClient:
         """Yield the report of every step from `first` on, past steps at once and later ones as they finish, until the run ends.
 
         Raises:
-            RunError: The run failed; the message is its reason.
+            RunError: The run failed; the message is its reason. Or (RunLostError) its daemon ends before it.
         """
         async with self._answer("GET", "steps", params={"first": str(first)}) as response:
             async for line in response.content:
@@ -138,6 +139,7 @@ class RunClient:
         status = await self.status()
         if status.phase == "failed":
             raise RunError(status.reason)
+        await self._check_ended()
 
     async def events(self, *kinds: EventKind, after: int = 0) -> AsyncIterator[RunEvent]:
         """Yield the run's events, past ones at once and later ones as they happen, until the run ends.
@@ -154,6 +156,12 @@ class RunClient:
                 event = msgspec.json.decode(line, type=RunEvent)
                 if not kinds or event.kind in kinds:
                     yield event
+        await self._check_ended()
+
+    async def _check_ended(self) -> None:
+        """Raise RunLostError if a stream has ended because the daemon does, and the run has not."""
+        if self._url and (status := await self.status()).phase not in ENDED:
+            raise RunLostError(f"the daemon at {self._url} ends; its run is {status.phase}: follow it again from here")
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
@@ -325,7 +333,7 @@ class RunClient:
         try:
             async with asyncio.timeout(timeout_s), self._http.request(method, path, **asked) as response:  # type: ignore[arg-type]
                 if response.status >= 400:
-                    raise RunError((await response.read()).decode(errors="replace"))
+                    raise RunError(error_in(await response.read()))
                 yield response
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise self._lost() from error
@@ -338,6 +346,12 @@ class RunClient:
         async with self._answer(method, path, timeout_s, data=encoded) as response:
             answer = await response.read()
         return msgspec.msgpack.decode(answer, type=kind)
+
+
+def error_in(answer: bytes) -> str:
+    """Return the error in an answer: of a run as text, of a daemon as JSON."""
+    said: str = msgspec.json.decode(answer).get("error", "") if answer.startswith(b"{") else answer.decode(errors="replace")
+    return said
 
 
 def connect(run: str | Path, token: str = "") -> RunClient:
@@ -550,10 +564,16 @@ class Run(RunClient):
             raise self._unwritable(config_file, error) from error
 
     async def _leave(self, *, polite: bool) -> None:
+        """End the run, unless it is detached.
+
+        Raises:
+            RunError: It failed as it was drained: there may be no checkpoint of its last version.
+        """
+        drained: RunStatus | None = None
         try:
             with contextlib.suppress(RunError):
                 if not self._detached and (await self.status()).phase not in ENDED:
-                    await (self.drain() if polite else self.stop())
+                    drained = await (self.drain() if polite else self.stop())
         finally:
             if self._scoring is not None:
                 self._scoring.cancel()
@@ -561,6 +581,8 @@ class Run(RunClient):
             await self._close()
             if self._controller is not None:
                 await self._controller.end()
+        if polite and drained is not None and drained.phase == "failed":
+            raise RunError(drained.reason)
 
     async def _score_all(self, reward: Reward) -> None:
         with contextlib.suppress(RunError):  # the run says why it ended

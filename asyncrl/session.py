@@ -17,7 +17,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -155,6 +155,8 @@ class Session:
         """The step that has gradients and no new weights yet."""
         self._group_ids: tuple[int, ...] = ()
         """Group ids of the newest step, open or done."""
+        self._in_step: tuple[int, ...] = ()
+        """Group ids of a step that has begun and of which the run has not heard yet."""
         self._metrics: dict[str, float] = {}
         """Metrics of the newest finished step, to report to the run."""
         self._last: StepResult | None = None
@@ -218,10 +220,9 @@ class Session:
         )
         waiting, group_ids = (await self.run.status()).version, policy.saved.group_ids
         # Where the run ended before it heard of the newest step, the ledger has the groups of that step as taken.
-        is_untold = policy.version == waiting + 1 and any(
-            (row.step, row.state, row.group_ids) == (waiting, "taken", group_ids)
-            for row in await asyncio.to_thread(LedgerReader(folder).steps, 1)
-        )
+        rows = await asyncio.to_thread(LedgerReader(folder).steps, 1)
+        taken = next((row.group_ids for row in rows if (row.step, row.state) == (waiting, "taken")), ())
+        is_untold = policy.version == waiting + 1 and taken == group_ids
         if policy.version != waiting and not is_untold:
             why = f"is of version {policy.version} and its ledger goes on at {waiting}"
             lost = "a session that was killed after its last `save` cannot be resumed"
@@ -243,6 +244,8 @@ class Session:
         if is_untold:
             await self.run.take_these(group_ids)
             await self.run.trained(waiting, self._metrics)
+        elif taken:  # the run ended during a step: nobody holds its groups any more
+            await self.run.release(Released(groups=taken))
 
     # -- groups ----------------------------------------------------------------------------------------------------------
 
@@ -305,18 +308,25 @@ class Session:
             raise
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        """Free the places of groups that will not be trained."""
+        """Free the places of groups that will not be trained.
+
+        Raises:
+            RunError: They are in a step that has begun and is not done, or the run has ended.
+        """
         _ = self._ready
         if groups:
             group_ids = _ids_of(groups)
+            if not set(group_ids).isdisjoint(self._in_step):
+                raise RunError(f"groups {', '.join(map(str, group_ids))} are in a step that has begun: finish it first")
             await to_its_end(self.run.release(Released(groups=group_ids)))
             if not set(group_ids).isdisjoint(self._taken):
                 self._taken = ()
 
     def is_too_old(self, group: ScoredGroup) -> bool:
-        """Return whether this group is too old for the next step to train."""
-        oldest = min(int(version) for member in group.members for version in ids_from_bytes(member.sample.versions))
-        return self.version - oldest > self.config.buffer.max_staleness
+        """Return whether this group, or with `buffer.policy = "mask"` each token of it, is too old for the next step to train."""
+        versions = [int(version) for member in group.members for version in ids_from_bytes(member.sample.versions)]
+        age = max(versions) if self.config.buffer.policy == "mask" else min(versions)
+        return self.version - age > self.config.buffer.max_staleness
 
     async def take(self) -> list[ScoredGroup]:
         """Wait for the next step's scored groups of the config's task, and return them.
@@ -491,19 +501,8 @@ class Session:
             chosen["algorithm.kind"] = "policy"
         config = resolve_config(self.config, chosen) if chosen else self.config
         own_loss = None if loss is None or isinstance(loss, str) else _as_loss(loss)
-        try:
-            async with asyncio.timeout(LEASE_S):
-                mask_below = await self.run.take_these(group_ids)  # a repeat changes nothing
-        except TimeoutError as error:
-            raise _PausedError from error
-        packed, self._packed = self._packed, None
-        is_more = self._is_open and self.version + 1 < self.config.num_steps
-        if is_more and self._coming is None and self._taken == group_ids:
-            self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
-        if self._taken != group_ids:
-            self._taken = ()
 
-        def gradients() -> OpenStep:
+        def gradients(packed: tuple[int, list[ScoredGroup], PreparedBatch] | None, mask_below: int) -> OpenStep:
             if packed is not None and packed[:2] == (self.version, trained) and not mask_below:
                 prepared = packed[2]
             else:
@@ -517,9 +516,31 @@ class Session:
                 raise
             return step
 
-        self._open = await self._on_thread(gradients)
+        with self._in_a_step(group_ids):
+            try:
+                async with asyncio.timeout(LEASE_S):
+                    mask_below = await self.run.take_these(group_ids)  # a repeat changes nothing
+            except TimeoutError as error:
+                raise _PausedError from error
+            packed, self._packed = self._packed, None
+            is_more = self._is_open and self.version + 1 < self.config.num_steps
+            if is_more and self._coming is None and self._taken == group_ids:
+                self._coming = asyncio.get_running_loop().create_task(self._gather(self.version + 1), name="take")
+            if self._taken != group_ids:
+                self._taken = ()
+            self._open = await self._on_thread(lambda: gradients(packed, mask_below))
         self._group_ids = group_ids
         return self._open
+
+    @contextlib.contextmanager
+    def _in_a_step(self, group_ids: tuple[int, ...]) -> Iterator[None]:
+        """Note the groups of a step that begins or goes on; a step that fails has none."""
+        self._in_step = group_ids
+        try:
+            yield
+        except BaseException:
+            self._in_step = ()
+            raise
 
     async def _optimize(self, learning_rate: float | None) -> StepResult:
         """Change the weights, and tell the run and the generators; the caller must hold the lock."""
@@ -547,7 +568,8 @@ class Session:
                     self._token_file.write(result.tokens)
                 return result
 
-            self._last = await self._on_thread(updated)
+            with self._in_a_step(group_ids):
+                self._last = await self._on_thread(updated)
             self.version, self._group_ids, self._is_told = self._last.version, group_ids, False
             self._metrics = finite(self._last.metrics | self._last.timings_s)
             self._next_prompt = max([self._next_prompt, *(self._behind.get(group_id, 0) for group_id in group_ids)])
@@ -564,7 +586,7 @@ class Session:
         if not self._is_manual:
             await self._publish()
         await self.run.trained(self.version - 1, self._metrics)
-        self._is_told = True
+        self._is_told, self._in_step = True, ()
 
     async def _publish(self) -> None:
         if self._synced == self.version:

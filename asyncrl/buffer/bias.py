@@ -6,8 +6,9 @@ before it finished (its group was dropped), only a lower bound of its length is 
 Kaplan-Meier mean. The number of tokens of an unfinished member is estimated as its age times a slow pace, that of the slowest
 tenth of finished members.
 
-Groups that the algorithm's own screens dropped (no spread, no pair, truncated) are an intended selection and are left out of both
-sides; other losses (stale, failed) are not intended. Intervals are 95 %, by a jackknife over blocks of groups.
+Groups that the algorithm's own screens dropped (no spread, no pair, truncated) or that a session released are an intended
+selection and are left out of both sides; other losses (stale, failed) are not intended. Intervals are 95 %, by a jackknife over
+blocks of groups.
 
 Invariant: memory is bounded: closed cohorts are kept only within the window, and a cohort stays open only until a newer version
 comes. Pure: `now` is passed in.
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.buffer import events as ev
-from asyncrl.schema.status import SCREENED
+from asyncrl.schema.status import INTENDED
 
 WINDOW_COHORTS, WINDOW_MEMBERS = 20, 4096
 """The figures cover the newest closed cohorts: at most this many cohorts, and at most this many members."""
@@ -147,7 +148,7 @@ class SelectionBias:
         closed = [group for cohort in self._closed for group in cohort]
         outcomes = Counter("" if group.outcome is None else group.outcome for group in closed)
         lost = {reason: count / len(closed) for reason, count in outcomes.items() if reason}
-        known = {reason: share for reason, share in lost.items() if reason in SCREENED or reason == STALE}
+        known = {reason: share for reason, share in lost.items() if reason in INTENDED or reason == STALE}
         other = sum(lost.values()) - sum(known.values())
         figures = {f"bias/lost/{reason.replace(' ', '_')}": share for reason, share in known.items()}
         figures |= {"bias/lost/failed": other} if other else {}
@@ -156,7 +157,7 @@ class SelectionBias:
             if group.outcome is None:
                 group.censored = dict.fromkeys(group.pending, pace * (now - group.started_s))
         figures |= _named("length", mean_length(*_members([*closed, *open_ones])[:3]))
-        unscreened = [group for group in closed if group.outcome not in SCREENED]
+        unscreened = [group for group in closed if group.outcome not in INTENDED]
         figures |= compared(unscreened)
         if len(unscreened) < len(closed):
             kept = [length for group in unscreened for length in group.lengths.values()]

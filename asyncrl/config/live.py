@@ -8,6 +8,7 @@ of the resumed run allows them.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ OF_STEPS = (
     "checkpoint.keep_last",
 )
 """Fields that the learner reads at each step."""
+UNLIMITED = ("algorithm.clip_high", "algorithm.max_ratio")
+"""Fields that may be `inf`, which a step's record has as null; they are never None."""
 OF_CONTROLLER = (
     "buffer.max_staleness",
     "eval.every_steps",
@@ -91,6 +94,7 @@ def settings_of(config: RunConfig) -> Settings:
 def with_settings(config: RunConfig, settings: Mapping[str, float | int | None]) -> RunConfig:
     """Return the config with a step's settings, except those that it does not allow; the same object if nothing differs."""
     own = settings_of(config)
+    settings = {field: math.inf if value is None and field in UNLIMITED else value for field, value in settings.items()}
     different = {field: value for field, value in settings.items() if field in own and own[field] != value}
     if not different:
         return config

@@ -404,6 +404,7 @@ class RunApi:
         source = self._asked()
         issued = source.close(released.stream) if released.stream else []
         if not self._run.lifecycle.over:
+            self._run.feeder.release_outside(released.groups)
             self._run.dispatcher.release([*issued, *released.groups])
         source.forget(released.groups)
 
@@ -413,6 +414,8 @@ class RunApi:
         caller, scores = run.caller, run.dispatcher.scores
         if caller is None:
             raise RunError('this run has reward functions of its own; set reward.functions = [{kind = "caller"}]')
+        if run.lifecycle.over:
+            raise RunError(f"the run has ended: {run.lifecycle.reason}")
         caller.heard(said.caller, run.clock.now())
         answers = []
         for answer in said.answers:

@@ -32,6 +32,7 @@ from asyncrl.observe.decisions import STEPS_FOLDER
 from asyncrl.packing.pack import RankPlan, pack_step
 from asyncrl.schema.control import Checkpoint, CheckpointDone
 from asyncrl.schema.samples import GroupsTaken, ScoredGroup, StepBatch, StepDone
+from asyncrl.schema.status import RELEASED
 from asyncrl.transport.protocol import Connection
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class BatchFeeder:
     @property
     def _has_rest_to_send(self) -> bool:
         return self._finishes_taken and self.learner is not None and self.next_step < self._buffer.state.next_step
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether an outside learner waits for its next step."""
+        return self._outside_turn.locked()
 
     @property
     def idle(self) -> bool:
@@ -224,6 +230,13 @@ class BatchFeeder:
                     raise RunError(reason)
                 await self._woken()
             raise RunError("the run has ended")
+
+    def release_outside(self, group_ids: Sequence[int]) -> None:
+        """Drop the groups of the step that an outside learner has taken and not trained, if all of them are among these."""
+        record = self._buffer.state.steps.get(self.version)
+        if record is not None and not record.trained_before and set(record.group_ids) <= set(group_ids):
+            self._buffer.set_aside(self.version, RELEASED, self._clock.now())
+            self.next_step = self.version
 
     async def _woken(self) -> None:
         """Wait until the state may have changed."""

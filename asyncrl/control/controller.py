@@ -368,6 +368,8 @@ class Controller:
             self.reporter.tick(waits, self.heartbeats())
             asked = self.dispatcher.asked
             is_callers_turn = asked is not None and (not asked.num_waiting or self._caller_holds_all())
+            if self.config.learner.kind == "external" and not self.lifecycle.goal_reached:
+                is_callers_turn = not self.feeder.is_asked
             if is_callers_turn or (self.caller is not None and self.caller.is_lost(now)):
                 self.stall_detector.moved("waited for its caller", now)
             self.stall_detector.in_vain = bool(self.dispatcher.fruitless)
@@ -394,7 +396,8 @@ class Controller:
             if stall or self.dispatcher.failures.verdict:
                 self.post(ev.Stalled(stall or self.dispatcher.failures.verdict))
             limit_s = self.config.max_run_s
-            if limit_s and now - self.started_s > limit_s and running:
+            may_drain = self.lifecycle.phase in {"warming", "evaluating", "running", "paused"} and not self.lifecycle.goal_reached
+            if limit_s and now - self.started_s > limit_s and may_drain:
                 self.post(ev.DrainRequested(f"max_run_s ({limit_s:g} s) is over"))
 
     async def end_without_owner(self, owner: Ownership) -> None:
@@ -574,6 +577,7 @@ class Controller:
         """
         if self.lifecycle.over:
             raise RunError("the run is over")
+        who = " ".join(shown(who).split()) or "a client"  # it becomes a comment of a TOML file
         config, changes = changed(self.config, values)
         if config.num_steps > self.config.num_steps and (self.lifecycle.goal_reached or self.lifecycle.phase == "draining"):
             raise RunError(
@@ -770,7 +774,8 @@ class Controller:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)
         self.moved.set()
         self._step_open_s = self.clock.now()
-        self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting", "warming"})
+        waits_for_user = phase == "warming" and self.config.learner.kind != "builtin"  # for the model
+        self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting"} or waits_for_user)
         # While draining, taken steps are still trained, also those that a learner back from a checkpoint must repeat.
         self.feeder.hold(phase not in {"running", "evaluating"}, finish_taken=phase == "draining")
         self.dispatcher.hold(groups=phase != "running", evaluation=phase not in {"running", "evaluating"})

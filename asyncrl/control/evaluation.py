@@ -106,8 +106,9 @@ class Evaluation:
 
     def _settle(self, group_id: int) -> None:
         """Free a prompt's generator once nothing of it is in progress; hand out again members that failed at a joined one."""
-        unjudged = self._unjudged.get(group_id, set())
-        if unjudged == self._failed_at_guest.get(group_id, set()) or not unjudged:
+        unjudged, holder = self._unjudged.get(group_id, set()), self.holders.get(group_id, JOINED_PREFIX)
+        has_only_failed = unjudged == self._failed_at_guest.get(group_id, set()) and holder.startswith(JOINED_PREFIX)
+        if has_only_failed or not unjudged:
             self.holders.pop(group_id, None)
             if unjudged and group_id not in self._pending:
                 self._pending.append(group_id)

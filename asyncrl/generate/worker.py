@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 FETCH_AGAIN_S, LONGEST_FETCH_AGAIN_S = 1.0, 30.0
 """Waiting time before a failed fetch is tried again, if no other version is announced: the first and the longest."""
+
+NOT_FINITE = 1e9
+"""The probe error that is reported if one is not finite: the controller refuses such numbers."""
 
 MOST_ABORTED = 1024
 """How many aborted groups are remembered; more where the channel's window is larger, since so many groups can be on the way."""
@@ -237,17 +241,30 @@ class GeneratorWorker:
             self._weights_news.set()  # the newest is news again: no other may ever come
             again_s = min(2 * again_s, LONGEST_FETCH_AGAIN_S)
 
+    def _missing(self, engine: Engine) -> WeightsAvailable | None:
+        """Return the newest version, if the engine does not have it."""
+        newest = self._newest
+        return None if newest is None or (newest.version <= engine.version and engine.has_weights) else newest
+
     async def _take_newest(self, engine: Engine) -> bool:
         """Load the newest version, if the engine does not have it; return False if the same version must be tried again."""
-        available = self._newest
-        if available is None or (available.version <= engine.version and engine.has_weights):
+        available = self._missing(engine)
+        if available is None:
             return True
-        before_s = self._clock.now()
+        may_wait, before_s = not self._config.generate.in_flight_updates, self._clock.now()
         try:
             tensors = await self._fetch_weights(available)
             fetch_ms = (self._clock.now() - before_s) * 1000
             try:
                 async with self._gate.swap(engine):
+                    # Running groups may have taken long: meanwhile others were announced, and a lease ended.
+                    newest = (may_wait and self._missing(engine)) or available
+                    if newest is not available:
+                        available, before_s = newest, self._clock.now()
+                        tensors = await self._fetch_weights(available)
+                        fetch_ms = (self._clock.now() - before_s) * 1000
+                    elif may_wait and isinstance(tensors, LentTensors):
+                        tensors.check()
                     if available.version < engine.version:  # the learner went back to a checkpoint: begun samples restart
                         self._abort(*self._work.values())
                     swap_ms = await engine.load_weights(available.version, tensors, self._config.generate.kv)
@@ -264,7 +281,8 @@ class GeneratorWorker:
         if probe is not None and self._config.generate.engine.has_model:
             theirs = logprobs_from_bytes(probe.logprobs).tolist()
             ours = await engine.score(ids_from_bytes(probe.token_ids).tolist())
-            probe_error = max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+            errors = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+            probe_error = max(errors, default=0.0) if all(map(math.isfinite, errors)) else NOT_FINITE
         await self._stage.tell(VersionLive(available.version, self._name, live_s, fetch_ms, swap_ms, probe_error))
         return True
 

@@ -38,6 +38,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.algorithms.advantages import load_advantage
 from asyncrl.algorithms.corrections import load_correction
@@ -74,7 +75,7 @@ from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.learner.ranks.fsdp import Divider, divided_like, save_whole, whole_tensors
 from asyncrl.learner.ranks.group import Begin, RankLauncher, Ranks
 from asyncrl.learner.train_state import TrainState
-from asyncrl.models.causal import check_folder
+from asyncrl.models.causal import check_folder, refuse_adapters
 from asyncrl.models.layout import bytes_of
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def save_checkpoint(
         else:  # divided over ranks: gathered tensor by tensor and written shard by shard; every rank has whole buffers
             kept = model.state_dict().keys()
             tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-            save_shards(whole_tensors(tensors.items()), tensors, partial)
+            save_shards(model, whole_tensors(tensors.items()), tensors, partial)
             model.config.save_pretrained(partial)
             if model.can_generate():
                 model.generation_config.save_pretrained(partial)
@@ -168,17 +169,30 @@ def load_critic(critic: Critic, path: Path) -> None:
 
 
 def save_shards(
-    named: Iterable[tuple[str, torch.Tensor]], like: Mapping[str, torch.Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
+    model: PreTrainedModel,
+    named: Iterable[tuple[str, torch.Tensor]],
+    like: Mapping[str, torch.Tensor],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write safetensors shards in Hugging Face's layout; each is in memory only until its last tensor has arrived.
 
+    They have the names and forms that `save_pretrained` writes, unless it makes one tensor of several: then the model's own.
+
     Args:
+        model: The model of these tensors.
         named: Tensors in the order in which they are gathered.
         like: Shape and dtype of each tensor.
         folder: A folder without weights.
         shard_bytes: Maximum bytes of a shard, unless one tensor is larger.
     """
     sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in like.items()}
+    parts = {name: revert_weight_conversion(model, {name: size}) for name, size in sizes.items()}
+    written = {part: size for of_one in parts.values() for part, size in of_one.items()}
+    whole = revert_weight_conversion(model, dict(sizes))
+    if {part: size.shape for part, size in written.items()} == {part: size.shape for part, size in whole.items()}:
+        sizes = written
+        named = (pair for name, tensor in named for pair in revert_weight_conversion(model, {name: tensor}).items())
     layout = split_torch_state_dict_into_shards(sizes, max_shard_size=shard_bytes)
     file_of = {name: file for file, names in layout.filename_to_tensors.items() for name in names}
     shards: dict[str, dict[str, torch.Tensor]] = {file: {} for file in layout.filename_to_tensors}
@@ -335,6 +349,7 @@ def _make_model_folder(
     if isinstance(config.model, PretrainedModel):
         source = Path(config.model.path)
         check_folder(source)
+        refuse_adapters(source)
         write_folder(folder, lambda partial: link_folder(source.resolve(), partial))
         return {}
     model, tokenizer = build_scratch(config.model, alphabet, config.seed)

@@ -195,6 +195,9 @@ def _from_gguf(path: Path, folder: Path, dtype: SavedDtype | None, made: Importe
 def _from_folder(source: Path, folder: Path, dtype: SavedDtype | None, made: ImportedModel) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - heavy
 
+    from asyncrl.models.causal import refuse_adapters  # noqa: PLC0415 - heavy
+
+    refuse_adapters(source)
     if not list(source.glob("*.safetensors")):
         pickled = " (its weights are pickled; save them as safetensors first)" if list(source.glob("*.bin")) else ""
         raise ConfigError(f"{source} holds no *.safetensors{pickled}; import takes a Hugging Face folder or a GGUF file")
@@ -214,6 +217,8 @@ def _load(opener: Any, source: Path, dtype: str, made: ImportedModel, gguf_file:
     """
     from transformers.utils import logging  # noqa: PLC0415 - heavy
 
+    from asyncrl.models.causal import make_savable  # noqa: PLC0415 - heavy
+
     logging.disable_progress_bar()
     try:
         loaded, report = opener.from_pretrained(
@@ -229,4 +234,5 @@ def _load(opener: Any, source: Path, dtype: str, made: ImportedModel, gguf_file:
     made.architecture, made.dtype = loaded.config.model_type, str(loaded.dtype).removeprefix("torch.")
     made.num_parameters = sum(parameter.numel() for parameter in loaded.parameters())
     model: PreTrainedModel = loaded
+    make_savable(model)
     return model

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention import PACKED_ATTENTION
@@ -52,6 +52,32 @@ def missing_weights(folder: Path) -> list[str]:
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     return missing
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Refuse a base with LoRA adapters beside it where another model begins: the adapters would be lost without notice.
+
+    Raises:
+        ConfigError: The folder has adapters.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} has LoRA adapters beside its base: merge them into the base (peft's merge_and_unload, then "
+            "save_pretrained), and give that folder"
+        )
+
+
+def make_savable(model: PreTrainedModel) -> None:
+    """Reduce the model's generation_config to its token ids if transformers would refuse to save it."""
+    if (given := model.generation_config) is None:
+        return
+    try:
+        given.validate(strict=True)
+    except ValueError:
+        ids = {name: getattr(given, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if ids["pad_token_id"] is not None and ids["pad_token_id"] < 0:
+            del ids["pad_token_id"]
+        model.generation_config = GenerationConfig(**ids)
 
 
 def open_folder(field: str, folder: Path, way: Any, dtype: str, *, needs_head: bool = True, **options: object) -> Any:  # noqa: ANN401

@@ -140,7 +140,7 @@ _ROWS = (
     ("bias/length_low", "tokens", "lower end of the 95 % interval of `bias/length`"),
     ("bias/length_high", "tokens", "upper end of the 95 % interval of `bias/length`"),
     ("bias/screened_length_ratio", "1", "mean length in groups that pass the algorithm's screens, over that in all groups"),
-    ("bias/lost/*", "fraction", "share of groups that were not trained, by reason: stale, failed, or an intended screen"),
+    ("bias/lost/*", "fraction", "share of groups that were not trained, by reason: stale, failed, released or screened"),
     # Speed
     ("throughput/tokens_per_sec", "tokens/s", "prompt and response tokens trained, per second since the previous step"),
     (

@@ -238,14 +238,14 @@ def advice(made: Plan) -> list[str]:
         for combination in itertools.combinations(changes, size):
             merged = {name: value for _, fields in combination for name, value in fields.items()}
             is_apart = len(merged) == sum(len(fields) for _, fields in combination)
-            if len(lines) < MAX_ADVICE and is_apart and _fits(dataclasses.replace(question, **merged)):
+            if len(lines) < MAX_ADVICE and is_apart and _fits(question, **merged):
                 lines.append(" and ".join(text for text, _ in combination))
         if lines:
             break
     count = question.cluster.num_gpus * 2
     while count <= MAX_GPUS_SEARCHED:
         cluster = dataclasses.replace(question.cluster, num_gpus=count)
-        if _fits(dataclasses.replace(question, cluster=cluster, num_generation_gpus=0)):
+        if _fits(question, cluster=cluster, num_generation_gpus=0):
             return [*lines, f"{count} GPUs of this kind instead of {question.cluster.num_gpus}"]
         count *= 2
     return lines or ["no three changes are enough: take larger devices or more of them"]
@@ -275,9 +275,9 @@ def _plan_with(question: Question, tensor_parallel: int, num_generation: int, nu
     )
 
 
-def _fits(question: Question) -> bool:
+def _fits(question: Question, **changes: Any) -> bool:  # noqa: ANN401 - of the fields' types
     try:
-        return plan(question).fits
+        return plan(dataclasses.replace(question, **changes)).fits
     except ConfigError:
         return False
 

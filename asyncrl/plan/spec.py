@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -133,6 +133,7 @@ NAMED = {
 
 Placement = Literal["disaggregated", "colocated", "hybrid", "async_hybrid"]
 Algorithm = Literal["grpo", "ppo", "dpo"]
+_MAY_BE_0 = {"lora_rank", "max_staleness", "tensor_parallel", "num_generation_gpus"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,13 @@ class Question:
     """Share of a device's memory that the plan may use."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that contradict each other."""
+        """Raise ConfigError for values that are too small, or contradict each other."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"gpus_per_node": self.cluster.gpus_per_node}
+        for name, value in values.items():
+            if type(value) is int and value < (least := int(name not in _MAY_BE_0)):
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share:g}")
         longest, mean = self.max_sequence_tokens, self.prompt_tokens + self.response_tokens
         if mean > longest:
             raise ConfigError(

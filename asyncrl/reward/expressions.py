@@ -90,6 +90,7 @@ def same_expression(answer: str, reference: str) -> bool:
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> list[Any]:
     import math_verify  # noqa: PLC0415 - optional
+    import sympy  # type: ignore[import-untyped] # noqa: PLC0415 - comes with math-verify
 
     found = math_verify.parse(
         "$" + _LETTERS.sub(r"\1", text) + "$",
@@ -98,7 +99,14 @@ def _parse(text: str) -> list[Any]:
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    return [each for each in found if not isinstance(each, str)]
+    # sympy takes y for a constant, so dy/dx would be 0: such a derivative becomes a letter of its own.
+    return [
+        each.xreplace({part: sympy.Symbol(str(part)) for part in each.atoms(sympy.Derivative) if not part.doit()})
+        if isinstance(each, sympy.Basic)
+        else each
+        for each in found
+        if not isinstance(each, str)
+    ]
 
 
 class _Undecided(Exception):  # noqa: N818 - not an error

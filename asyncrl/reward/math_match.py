@@ -71,6 +71,8 @@ _OWN_UNIT = re.compile(
 """A reference with an unlisted unit: one word, too long to be a product or a name within `\\mathrm{}`, or with `/`."""
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+_ANGLE = re.compile(r"\\(?:measured|spherical)?angle\s*\{?\s*[A-Za-z]\s*[A-Za-z]")
+"""An angle of several points, which math-verify would take for a product of letters: ABC would equal BAC."""
 _OPENING, _CLOSING = "([{", ")]}"
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.ASCII)
 """Digits and commas that form one number and not a list: `5,125`, but not `5,125,6`."""
@@ -295,6 +297,8 @@ def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], dep
 def _one_expression(answer: str, reference: str) -> bool:
     """Return whether an answer is one expression of the reference's kind, and small enough to evaluate."""
     if sorted(_relations(answer)) != sorted(_relations(reference)) or _TEXT.findall(answer) != _TEXT.findall(reference):
+        return False
+    if _ANGLE.search(reference):
         return False
     if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
         return False

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -54,6 +55,7 @@ from asyncrl.schema.samples import Score, ScoreRequest, Scores
 from asyncrl.transport.protocol import Connection, Delivery, Lane
 from asyncrl.transport.stage import Stage
 
+log = logging.getLogger(__name__)
 MAX_BATCH = 32
 """Maximum number of cheap samples that are sent at a time."""
 LATE_S = 1.0
@@ -120,6 +122,8 @@ class RewardPool:
         self._judges = Ready().judges
         self.capacity = 1
         """Number of samples to hand in at once for full use; known when the pool is open."""
+        self._most_several = MAX_BATCH
+        """Maximum length of the list that a function of several samples gets."""
         self._num_together = 0
         """Number of samples in all processes at the same time, if a function is async."""
 
@@ -181,7 +185,7 @@ class RewardPool:
                 process = await self._replace(process)
             else:
                 jobs = deque([await self._waiting.get()])
-                self._take_waiting(jobs, MAX_BATCH if self._judges == "several" else _batch_size(mean_s))
+                self._take_waiting(jobs, self._most_several if self._judges == "several" else _batch_size(mean_s))
             _send(process, jobs)
             while jobs:
                 most = _batch_size(mean_s)
@@ -211,6 +215,14 @@ class RewardPool:
                         _send(process, jobs)
                     continue
                 await self._stop(process)
+                if stopped == "time" and process.mark.in_batch:
+                    num_sent = sum(bool(job.number) for job in jobs)
+                    self._most_several = max(1, num_sent // 2)
+                    log.warning(
+                        "a list of %d samples ran past reward.timeout_s (%g s); lists have at most %d samples from now on; "
+                        "raise reward.timeout_s if no single sample takes so long",
+                        num_sent, self._config.timeout_s, self._most_several,
+                    )  # fmt: skip
                 if (guilty := self._guilty(process.mark, jobs, stopped, is_sure=is_sure)) is not None:
                     jobs.remove(guilty)
                     jobs.appendleft(guilty)  # the results of earlier samples were lost: they are judged again
@@ -311,6 +323,7 @@ class RewardPool:
         if not limit and isinstance(self._config.functions[mark.function], PythonReward):
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
         self.counts.over_limit += 1
+        self._most_several = min(2 * self._most_several, MAX_BATCH)  # this sample took the time, not the length of its list
         job.skipped = (*job.skipped, mark.function)
         job.over_limit = f"reward {name} {limit or f'ended its process ({stopped})'}"
         return None

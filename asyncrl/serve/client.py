@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar
 import aiohttp
 import msgspec
 
-from asyncrl.client import RunClient, connect
+from asyncrl.client import RunClient, connect, error_in
 from asyncrl.config.load import dump_config, find_config, read_config_text
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LaunchError, RunError
@@ -150,7 +150,7 @@ class Server:
             try:
                 async with self._open().get(f"{self._url}{path}", timeout=patience) as response:
                     if response.status >= 400:
-                        raise RunError(_error_in(await response.read()))
+                        raise RunError(error_in(await response.read()))
                     async for piece in response.content.iter_chunked(MOST_CHUNK_BYTES):
                         await asyncio.to_thread(archive.write, piece)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -196,18 +196,13 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             raise RunError(f"{self._url} does not answer: {error}") from error
         if response.status >= 400:
-            raise RunError(_error_in(answer))
+            raise RunError(error_in(answer))
         return msgspec.json.decode(answer, type=kind)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._http is None:
             raise RunError("this server is closed; use it inside `async with`")
         return self._http
-
-
-def _error_in(answer: bytes) -> str:
-    said: str = msgspec.json.decode(answer).get("error", "") if answer.startswith(b"{") else answer.decode(errors="replace")
-    return said
 
 
 @contextlib.contextmanager

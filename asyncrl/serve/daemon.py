@@ -122,8 +122,9 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
         async with _answering(service, "127.0.0.1", port) as (taken, ending):
             say(f"http://127.0.0.1:{taken}/#token={new_token(records, 'you', 'operator', clock)}")
             while not ending.is_set():
-                for one in [one for one in viewed if records.runs[one.name].state == "live"]:
-                    await asyncio.to_thread(one.look)
+                for one in viewed:
+                    if records.runs[one.name].state == "live" or await asyncio.to_thread(is_live, records.run_folder(one.name)):
+                        await asyncio.to_thread(one.look)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), VIEW_LOOK_S)
             service.draining = True

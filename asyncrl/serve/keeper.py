@@ -162,12 +162,18 @@ class Keeper:
         """Queue a run whose config was checked; `answers`, an idempotency key and its meaning, is stored with it.
 
         Raises:
-            RunError: There is a run with that name.
+            RunError: There is a run with that name, or the checkpoint of a fork has LoRA adapters.
         """
         folder = self.records.run_folder(config.name)
         left = {START, SUBMITTED_FILE, f"{RECORD_FILE}.partial"}  # by a daemon that was killed before the run was queued
         if config.name in self.records.runs or (folder.exists() and {path.name for path in folder.iterdir()} - left):
             raise RunError(f"there is a run {config.name!r}; give this one another name")
+        start = Path(config.model.path) if parent and isinstance(config.model, PretrainedModel) else None
+        if start is not None and (start / "adapter_config.json").is_file():
+            raise RunError(
+                f"{start} has LoRA adapters beside its base: merge them into the base (peft's merge_and_unload, then "
+                "save_pretrained), and submit a run with that folder as model.path"
+            )
         number = 1 + max((record.number for record in self.records.runs.values()), default=0)
         record = RunRecord(
             id=config.name, number=number, priority=asked.priority, project=asked.project, tags=asked.tags, submitted_by=who,
@@ -175,11 +181,12 @@ class Keeper:
         )  # fmt: skip
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if parent and isinstance(config.model, PretrainedModel):
+            if start is not None:
                 shutil.rmtree(folder / START, ignore_errors=True)
                 shutil.copytree(
-                    config.model.path, folder / START, copy_function=os.link, ignore=shutil.ignore_patterns("trainer")
-                )
+                    start, folder / START, ignore=shutil.ignore_patterns("trainer"),
+                    copy_function=lambda source, target: os.link(os.path.realpath(source), target),
+                )  # fmt: skip
                 config = replace(config, model=replace(config.model, path=str(folder / START)))
             (folder / SUBMITTED_FILE).write_text(dump_config(config), encoding="utf-8")
             self.records.put_run(record, answers)

@@ -221,11 +221,7 @@ class Service:
         except (msgspec.DecodeError, ConfigError, ValueError, RecursionError) as error:
             response = json_response({"error": str(error)}, 400)
         except AsyncRLError as error:
-            status = 409 if isinstance(error, RunError) else 503
-            if "application/msgpack" in request.headers.get("Accept", ""):  # a client of a run reads its errors as text
-                response = web.Response(text=str(error), status=status)
-            else:
-                response = json_response({"error": str(error)}, status)
+            response = json_response({"error": str(error)}, 409 if isinstance(error, RunError) else 503)
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, ConnectionError):
                 raise

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.client import connect
 from asyncrl.control.api import MOST_BODY_BYTES, serve_api
 from asyncrl.control.launch.processes import is_live
-from asyncrl.errors import RunLostError
+from asyncrl.errors import LaunchError, RunError, RunLostError
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 
 
@@ -176,3 +176,28 @@ async def test_a_controller_that_is_gone_in_the_middle_of_an_answer_is_told_in_w
                 await anext(run.steps())
             with pytest.raises(RunLostError, match="the disk is gone"):
                 await run.evaluations()
+
+
+async def test_a_daemon_that_ends_before_its_run_and_what_it_refuses_are_told_in_words():
+    status = msgspec.msgpack.encode(RunStatus(name="r", run_folder="r", phase="running"))
+    refusal = msgspec.json.encode({"error": "a bearer token is needed"})
+    answers = {b"/status": (b"200 OK", status), b"/evaluations": (b"401 Unauthorized", refusal)}
+
+    async def answer(reader, writer):
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].partition(b"?")[0]
+        line, body = answers.get(path, (b"200 OK", b""))  # a stream that has ended
+        writer.write(b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (line, len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with connect(url, "token") as run:
+            for stream in (run.steps(), run.events()):
+                with pytest.raises(RunLostError, match=f"the daemon at {url} ends; its run is running"):
+                    await anext(stream)
+            with pytest.raises(RunError, match="^a bearer token is needed$"):
+                await run.evaluations()
+        answers[b"/status"] = answers[b"/evaluations"]
+        with pytest.raises(LaunchError, match="refuses .a bearer token is needed"):
+            await connect(url, "old").__aenter__()

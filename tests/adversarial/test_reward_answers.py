@@ -135,6 +135,11 @@ BEHIND = [
     (r"\sqrt{5+2\sqrt{6}}", r"\sqrt{2}+\sqrt{3}", 1), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}", 1), ("(2+3i)^2", "-5+12i", 1), (r"4+3\cdot i", "4+3i", 1),
     (r"e^{i\pi}", "-1", 1), (r"\cos(\frac{\pi}{5})", r"\frac{1+\sqrt{5}}{4}", 1), (r"2\sin x\cos x", r"\sin 2x", 1), ("(x+1)^{30}", "(1+x)^{30}", 1), (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}", "0", 1),
     (r"\sqrt{2}+10^{-20}", r"\sqrt{2}", 0), ("7+10^{-99}", "7", 0), (r"\pi+10^{-90}", r"\pi", 0), ("|x|", "x", 0), (r"\sqrt{x^2}", "x", 0), (r"|x-10^{9}|", "10^{9}-x", 0), (r"\sqrt{(x-10^{9})^2}", "10^{9}-x", 0),
+    # sympy takes the y of dy/dx for a constant, and math-verify the points of an angle for factors.
+    *((answer, r"\frac{dy}{dx}=\frac{2x}{y}", 0) for answer in (r"0=\frac{2x}{y}", r"\frac{dx}{dy}=\frac{2x}{y}", r"\frac{2x}{y}=\frac{dx}{dy}")), ("0", r"\frac{dV}{dt}", 0), ("0=kQ", r"\frac{dQ}{dt}=-kQ", 0),
+    *((answer, r"\frac{dy}{dx}=\frac{2x}{y}", 1) for answer in (r"\frac{dy}{dx}=2\frac{x}{y}", r"\frac{d}{dx}y=\frac{2x}{y}", r"\frac{2x}{y}=\frac{dy}{dx}")), ("2x", r"2x+\frac{dy}{dx}", 0),
+    (r"\frac{dy}{dx}+2x", r"2x+\frac{dy}{dx}", 1), (r"x=\frac{d^2y}{dx^2}", r"\frac{d^2y}{dx^2}=x", 1), ("2x", r"\frac{d}{dx}x^2", 1), (r"\angle BAC", r"\angle ABC", 0), (r"2\angle{BAC}", r"2\angle{ABC}", 0),
+    (r"\measuredangle BAC", r"\measuredangle ABC", 0), (r"\angle  ABC", r"\angle ABC", 1), (r"90^\circ-\frac12\angle A", r"90^{\circ}-\frac{\angle A}{2}", 1),
     (r"\frac{355}{113}", r"\pi", 0), (r"e^{\pi\sqrt{163}}", "262537412640768744", 0), ("3.14", r"\pi", 0), ("0.5x", r"\frac{x}{2}", 1), ("0.5000001x", r"\frac{x}{2}", 0),
     *((small, reference, 0) for small in ("0.0", "0", "0.0\\pi", "10^{-12}", "0.0000000\\pi") for reference in ("\\frac{\\pi}{10^{9}}", "0.000000001\\pi")),
     *((answer, "7", 0) for answer in NOT_SEVEN), *((*pair, 0) for pair in BEHIND),

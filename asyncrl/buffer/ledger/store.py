@@ -339,17 +339,20 @@ def connect_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     """
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}; name the folder of a run")
+    is_writable, has_log = os.access(path.parent, os.W_OK), False
+    with contextlib.suppress(FileNotFoundError):
+        has_log = path.with_name(f"{path.name}-wal").stat().st_size > 0 or is_writable
     try:
-        # Without a log no process writes. `immutable` then keeps SQLite from leaving an empty log and its index behind. On a
-        # read-only disk it cannot create the index, and no process writes there either.
-        is_written = path.with_name(f"{path.name}-wal").exists() and os.access(path.parent, os.W_OK)
-        uri = f"{path.absolute().as_uri()}?mode=ro{'' if is_written else '&immutable=1'}"
+        # Without a log `immutable` keeps SQLite from making an empty one and its index; with a log it would ignore it.
+        uri = f"{path.absolute().as_uri()}?mode=ro{'' if has_log else '&immutable=1'}"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)) as connection:
             connection.execute("BEGIN")
             yield connection
     except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", "")
-        raise LedgerError(f"{path} cannot be read: {error} ({name}); it is no ledger, or {REMEDY}") from error
+        name, reason = getattr(error, "sqlite_errorname", ""), f"it is no ledger, or {REMEDY}"
+        if name == "SQLITE_CANTOPEN" and has_log and not is_writable:
+            reason = "its log cannot be read in a folder that cannot be written; copy the folder"
+        raise LedgerError(f"{path} cannot be read: {error} ({name}); {reason}") from error
 
 
 def _lock(path: Path) -> int:
@@ -360,6 +363,9 @@ def _lock(path: Path) -> int:
     except OSError as error:
         holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
         os.close(lock_fd)
+        if not isinstance(error, BlockingIOError):
+            reason = f"its file system has no locks ({error.strerror}), which SQLite needs too"
+            raise LedgerError(f"{path}: {reason}; put the run's folder on a local disk") from error
         raise LedgerError(
             f"{path} is in use by another run (process {holder or 'unknown'}); stop it, or choose another name"
         ) from error

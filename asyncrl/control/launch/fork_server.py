@@ -28,6 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -35,7 +36,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from asyncrl.control.launch.process_main import EXIT_OK, FORK_SERVER, imports_without_gc, leave
-from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec, child_environment, kill_group
+from asyncrl.control.launch.processes import LocalLauncher, LocalProcess, ProcessSpec, child_environment, is_running, kill_group
 from asyncrl.errors import LaunchError
 from asyncrl.schema.control import ProcessKind
 
@@ -148,11 +149,15 @@ class _Server(asyncio.Protocol):
         self.is_gone = True
         self._transport.abort()
 
-    def _expect(self, end: asyncio.Future[int]) -> None:
-        """Give up the server if it does not report the end of a killed process in time."""
+    def _expect(self, pid: int, end: asyncio.Future[int]) -> None:
+        """Give up the server if it does not report the end of a killed process in time after that end."""
 
         def look() -> None:
-            if not end.done():
+            if end.done():
+                return
+            if is_running(pid):  # it is still in a call of the kernel
+                self._expect(pid, end)
+            else:
                 self.give_up()
 
         asyncio.get_running_loop().call_later(TOLD_S, look)
@@ -174,7 +179,7 @@ class _Server(asyncio.Protocol):
                 self._asked.popleft().set_exception(OSError(answer.error))
             else:
                 code = self._codes[answer.pid] = asyncio.get_running_loop().create_future()
-                self._asked.popleft().set_result(LocalProcess(answer.pid, code, self._expect))
+                self._asked.popleft().set_result(LocalProcess(answer.pid, code, partial(self._expect, answer.pid)))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """Kill the processes that the server forked."""

@@ -185,6 +185,14 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def is_running(pid: int) -> bool:
+    """Return whether there is such a process, which is not a zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def child_environment(base: Mapping[str, str], spec: ProcessSpec) -> dict[str, str]:
     """Return the environment of a stage's process: `base`, its share of cores, and the variables of the spec.
 
@@ -337,7 +345,7 @@ class ControllerProcess:
 
     async def _until_gone(self) -> None:
         pid = int((self.run_folder / PID_FILE).read_text(encoding="utf-8"))
-        while psutil.pid_exists(pid):  # noqa: ASYNC110 - nobody's child cannot be waited for
+        while is_running(pid):  # noqa: ASYNC110 - nobody's child cannot be waited for
             await asyncio.sleep(LOOK_S)
 
 

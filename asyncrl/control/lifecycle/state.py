@@ -297,6 +297,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                     is_going_anyway = record.state == "dying"
                     record.state = "leaving"
                     self._out += [] if is_going_anyway else [ev.RetireProcess(name, record.kind, record.incarnation)]
+                    self._leave_start()
 
     def _start(self, record: ProcessRecord, delay_s: float) -> None:
         record.incarnation += 1

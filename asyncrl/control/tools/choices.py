@@ -259,7 +259,7 @@ def _path_faults(config: RunConfig, *, resumed: bool) -> list[str]:
     others["algorithm.critic.path"] = config.algorithm.critic.path if config.algorithm.critic is not None else ""
     others |= {f"inference.reward_models {model.name}": model.path for model in config.inference.reward_models}
     faults += [f"{field}: there is no folder {path}" for field, path in others.items() if path and not Path(path).is_dir()]
-    written = {"folder": Path(config.folder)}
+    written = {} if resumed else {"folder": Path(config.folder)}
     if isinstance(config.broadcast.medium, FilesMedium) and config.broadcast.medium.folder:
         written["broadcast.medium.folder"] = Path(config.broadcast.medium.folder)
     for field, path in written.items():

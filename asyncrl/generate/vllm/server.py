@@ -38,7 +38,9 @@ FIRST_DELAY_S = 0.2
 """Delay between the first and the second attempt; doubled each time."""
 CLAMPED_LOGPROB = -9999.0
 """The server's value for a logprob that is not a number."""
-_HEALTH_INTERVAL_S = 0.5
+LOOK_LIMIT_S = 10.0
+"""Timeout of a request that only asks how the server is."""
+_HEALTH_INTERVAL_S, _FAREWELL_S = 0.5, 5.0
 _GENERATE, _RPC, _LOAD = "/inference/v1/generate", "/collective_rpc", "asyncrl_load"
 _GAUGES = "process_start_time_seconds", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
 _CACHE = "vllm:cache_config_info"
@@ -154,7 +156,7 @@ class VLLMServer:
         give_up_s = self._clock.now() + config.start_timeout_s
         while True:
             try:
-                await self._ask("GET", "/health")
+                await self._ask("GET", "/health", limit_s=min(LOOK_LIMIT_S, config.start_timeout_s))
                 break
             except (ServerLost, ServerRefused) as error:
                 if self._clock.now() >= give_up_s:
@@ -221,8 +223,9 @@ class VLLMServer:
         if self.fault:
             return
         try:
-            await self._ask("GET", "/health")
-            started_s, running, free_blocks, block_tokens = read_gauges(await self._ask("GET", "/metrics"))
+            await self._ask("GET", "/health", limit_s=LOOK_LIMIT_S)
+            page = await self._ask("GET", "/metrics", limit_s=LOOK_LIMIT_S)
+            started_s, running, free_blocks, block_tokens = read_gauges(page)
         except ServerLost as error:
             self.fault = str(error)
         except ServerRefused as error:
@@ -239,10 +242,13 @@ class VLLMServer:
             self._on_death()
 
     async def close(self) -> None:
-        """Close the connections; the server keeps running."""
+        """Close the connections; the server keeps running, and is not left paused."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
+            if not self.fault:
+                with suppress(GenerationError, TimeoutError):
+                    await asyncio.wait_for(self.resume(), _FAREWELL_S)
         if self._session is not None:
             await self._session.close()
 
@@ -297,6 +303,7 @@ class VLLMServer:
         params: Mapping[str, str] | None = None,
         *,
         is_completion: bool = False,
+        limit_s: float | None = None,
     ) -> bytes:
         """Send a request and return the answer; if the connection is lost, try again a few times.
 
@@ -306,13 +313,14 @@ class VLLMServer:
             body: Sent as JSON; None: no body.
             params: Query parameters.
             is_completion: Whether it is a completion: it is sent only once and has no time limit.
+            limit_s: Timeout of each attempt; None: the configured one, after which there is no other attempt.
 
         Raises:
             ServerLost: The server cannot be reached.
             ServerRefused: It answered with a status other than 200.
         """
         assert self._session is not None, "the engine is not started"
-        most_s, num_attempts = self.config.request_timeout_s, 1 if is_completion else NUM_ATTEMPTS
+        most_s, num_attempts = limit_s or self.config.request_timeout_s, 1 if is_completion else NUM_ATTEMPTS
         timeout = aiohttp.ClientTimeout(total=None if is_completion else most_s, sock_connect=min(10.0, most_s))
         content = None if body is None else msgspec.json.encode(body)
         for attempt in range(1, num_attempts + 1):
@@ -326,9 +334,10 @@ class VLLMServer:
                         raise ServerRefused(f"{self._url}{path} answered {answer.status}: {text}", answer.status)
                     return raw
             except (aiohttp.ClientError, TimeoutError) as error:
-                if attempt == num_attempts or isinstance(error, TimeoutError):
+                if attempt == num_attempts or (isinstance(error, TimeoutError) and limit_s is None):
+                    why = str(error) or f"no answer in {most_s:g} s"
                     raise ServerLost(
-                        f"the vLLM server at {self._url} (generate.engine.url) cannot be reached: {str(error) or type(error)}. "
+                        f"the vLLM server at {self._url} (generate.engine.url) cannot be reached: {why}. "
                         "See that it runs and that this machine can reach it; once it is healthy, a restarted generator gives "
                         "it the newest weights"
                     ) from error

@@ -17,6 +17,7 @@ Legend: M targets of a row, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -52,6 +53,7 @@ from asyncrl.models.causal import (
     DTYPES,
     check_folder,
     check_head,
+    make_savable,
     open_folder,
     run_inside,
     use_packed_attention,
@@ -137,6 +139,7 @@ def open_model(
         "model.path", folder, AutoModelForCausalLM, config.dtype,
         needs_head=needs_head, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    make_savable(model)
     return made_ready(model, config, fp32_head=fp32_head)
 
 
@@ -363,6 +366,12 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
             if not path.is_file():
                 raise LearnerError(
                     f"{checkpoint} has no {ADAPTER_FILE}: it was written without learner.lora; remove it, or start a new run"
+                )
+            alpha, own = json.loads((checkpoint / "adapter_config.json").read_bytes())["lora_alpha"], config.learner.lora.alpha
+            if alpha != own:
+                raise LearnerError(
+                    f"{checkpoint} was written with learner.lora.alpha = {alpha:g}, the config has {own:g}: "
+                    "use the config of the run's start"
                 )
             saved = load_file(path)
             wanted = {_peft_name(name): parameter for name, parameter in publishable_tensors(model).items()}

@@ -108,6 +108,7 @@ class Simulation:
             act()
         self._buffer.check_invariants()
         counts, scenario, num_done = self._buffer.counts(), self._scenario, len(self._marks)
+        assert num_done == scenario.num_steps, f"stuck after {num_done} of {scenario.num_steps} steps, at {self._now_s} s"
         done, first = self._taken[:num_done], int(WARM_UP * num_done)
         made = Outcome(
             dropped_groups=sum(counts.dropped.values()),
@@ -120,8 +121,6 @@ class Simulation:
             max_staleness=max((figures.token_max for figures in done), default=0),
         )
         counted = done[first + 1 :]
-        if not counted:
-            return made
         seconds, tokens, busy_s = (last - then for last, then in zip(self._marks[-1], self._marks[first], strict=True))
         seconds = max(seconds, 1e-9)
         made.steps_per_s = len(counted) / seconds
@@ -345,7 +344,10 @@ class SimulatedGenerator:
     @property
     def step_s(self) -> float:
         """Return the seconds of one decode step of the current batch."""
-        return self._scenario.decode_s + (len(self._running) - 1) * self._scenario.decode_s_per_sequence
+        return self._batch_step_s(len(self._running))
+
+    def _batch_step_s(self, num_sequences: int) -> float:
+        return self._scenario.decode_s + (num_sequences - 1) * self._scenario.decode_s_per_sequence
 
     def go_to(self, now_s: float) -> None:
         """Advance the time to a moment before which nothing happens here."""
@@ -377,8 +379,9 @@ class SimulatedGenerator:
         return max(self._at_s, self._held_until_s) + max(0.0, self._running[0][0] - self._work) * self.step_s
 
     def take_finished(self) -> list[tuple[Member, VersionCounts]]:
-        """Return the finished members with the versions of their tokens, and refill; call `go_to` first."""
+        """Return the finished members with the versions of their tokens, and refill; call `go_to` at `next_finish_s` first."""
         done = []
+        self._work = max(self._work, self._running[0][0])  # the rounding of a large time leaves it short of the finish
         while self._running and self._running[0][0] <= self._work + 1e-9 * max(1.0, self._work):
             _, _, started, member = heapq.heappop(self._running)
             ended = started + member.num_tokens
@@ -406,7 +409,8 @@ class SimulatedGenerator:
         return num_aborted
 
     def _fill(self) -> None:
+        step_s = self._batch_step_s(min(self._scenario.num_slots, len(self._running) + len(self._waiting)))
         while self._waiting and len(self._running) < self._scenario.num_slots:
             member = self._waiting.popleft()
-            first_token = self._work + self._scenario.sequence_s / self._scenario.decode_s
+            first_token = self._work + self._scenario.sequence_s / step_s
             heapq.heappush(self._running, (first_token + member.num_tokens, next(self._order), first_token, member))

@@ -81,8 +81,7 @@ def scenario_of_run(run_folder: Path) -> Scenario:
         ahead="as_needed" if limits_of(config).as_needed else "as_allowed",
         policy=config.buffer.policy,
         max_running_groups=config.buffer.max_running_groups,
-        reward_s=_measured([item.end_s - item.start_s for item in spans[SCORE]]),
-        reward_workers=config.reward.num_workers,
+        reward_s=_measured([item.end_s - item.start_s for item in spans[SCORE]]),  # with the wait for other samples
         step_s=recorded([max(SHORTEST_S, seconds) for seconds in step_s]),
         steps_ahead=1 if is_outside else 2,
         sync_s=_measured([max(0.0, item.end_s - swap_s - done_s[item.attributes["version"]]) for item, swap_s in taken]),

@@ -107,9 +107,9 @@ def extract_code(text: str) -> str:
     reader.core.ruler.enableOnly(["normalize", "block"])
     marked, unmarked, lines = [], [], []
     for line in text[-MAX_TEXT_CHARS:].split("\n"):
-        # A fence that opens a Python block after words, or closes one before a tag, gets its own line.
+        # A fence after words, unmarked or for Python, gets its own line, and so does one that closes a block before a tag.
         before, fence, rest = line.partition("```")
-        opens = fence and re.search("[A-Za-z]", before) and re.fullmatch(r"(?:python|py)[\d.]*\s*", rest)
+        opens = fence and re.search("[A-Za-z]", before) and re.fullmatch(r"(?:(?:python|py)[\d.]*)?\s*", rest)
         lines.append(f"{before}\n{fence}{rest}" if opens else re.sub(r"^(```+)[ \t]*(</\w+>)", r"\1\n\2", line))
     text = "\n".join(lines)
     for token in reader.parse(text):
@@ -222,11 +222,18 @@ def _same(value: Any, expected: Any, test: CodeTest) -> bool:  # noqa: ANN401 - 
     if isinstance(expected, dict):
         if tag != "dict" or len(inner) != len(expected):
             return False
-        items = {key if isinstance(key, str) else json.dumps(key): item for key, item in inner}
+        items = {_key(key): item for key, item in inner}
         return items.keys() == expected.keys() and all(_same(items[key], expected[key], test) for key in expected)
     if type(expected) is int and tag == "int":
         return int(inner, 16) == expected
     return not tag and type(inner) is type(expected) and bool(inner == expected)
+
+
+def _key(key: Any) -> str:  # noqa: ANN401 - as above
+    """Return a dict's key as JSON writes it; the program's side writes a large integer as a tag and digits of base 16."""
+    if type(key) is dict and key["t"] == "int":
+        return str(int(key["v"], 16))
+    return key if isinstance(key, str) else json.dumps(key)
 
 
 def _same_in_any_order(values: list[Any], expected: list[Any], test: CodeTest) -> bool:

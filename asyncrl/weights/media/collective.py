@@ -13,7 +13,8 @@ Invariants:
 - An attempt ends when all members answered, when there was no progress for `timeout_s`, or when one failed. The others are then
   told, and ask again.
 - Members gather for at most `gather_s`, and not at all if exactly the members of the last attempt are ready.
-- A version that is being sent or gathered for keeps its slot (`busy_slots`); if the slot must be overwritten, the attempt ends.
+- The version that is being sent keeps its slot, else the newest gathered for (`busy_slots`); if it must be overwritten, the
+  attempt ends.
 - The bytes are sent by torch.distributed, without encryption or authentication. The socket has both if the run has keys, and
   decides which members may take part.
 """
@@ -163,9 +164,11 @@ class CollectiveWriter(MediumWriter):
         return self._slots
 
     def busy_slots(self) -> frozenset[int]:
-        """Return the slot of the version that is being sent or gathered for."""
-        wanted = max((version for version, _ in list(self._ready.values())), default=-1)
-        return frozenset(slot for version, (slot, _) in self._versions.items() if version == max(wanted, self._sending))
+        """Return the slot of the version that is being sent, or else of the newest that is gathered for."""
+        kept = self._sending
+        if kept < 0:
+            kept = max((version for version, _ in list(self._ready.values())), default=-1)
+        return frozenset(slot for version, (slot, _) in self._versions.items() if version == kept)
 
     def overwrite(self, slot: int) -> None:
         """Stop offering the version in the slot."""

@@ -73,7 +73,7 @@ class FilesWriter(MediumWriter):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for folder in (*self._folder.glob(f"{_WRITING}*"), *self._folder.glob(f"{_REMOVING}*")):
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # as in `commit`
             for blob in self._folder.glob(f"*{_BLOB_SUFFIX}*"):
                 blob.unlink()
         except OSError as error:

@@ -12,14 +12,16 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 
 from asyncrl.config.broadcast import GlooMedium
 from asyncrl.models.layout import make_manifest
 from asyncrl.schema.weights import WeightsAvailable
 from asyncrl.weights.media.base import ReceiverArguments
-from asyncrl.weights.media.collective import CollectiveWriter
+from asyncrl.weights.media.collective import Answer, CollectiveWriter, FromLearner, Noted, Ready
 from asyncrl.weights.media.collective_group import Group, GroupBrokenError, open_store
 from asyncrl.weights.media.collective_member import CollectiveReceiver
+from asyncrl.weights.sockets import ask, decode, open_dealer
 from tests.contract.line_process import LineProcess, LineProcesses
 from tests.contract.media.learners import CPU, SlotLearner
 from tests.contract.media.peers import Receive, Received
@@ -111,6 +113,30 @@ def test_the_learner_takes_the_next_versions_while_a_member_stands_still(learner
     members[0].tell(None)
     expect(members[0], 1)
     receive(members, newest)
+
+
+def test_the_version_being_sent_keeps_its_slot_though_another_is_wanted_which_then_is_refused(learner, members):
+    """Who is refused asks for the newest, and has it in the next attempt with the others."""
+    sent, (slow, early) = learner.publish(1), members[:2]
+    slow.tell(Receive(sent, hold_after=1))
+    assert slow.hear(Received).is_held
+    wanted, context = learner.publish(2), zmq.Context()
+    with closing(open_dealer(context, f"tcp://{wanted.location}", None, name=b"member")) as dealer:
+        ask(dealer, Ready(wanted.version, wanted.fingerprint))
+        assert dealer.poll(BOUND_S * 1000)
+        assert decode(dealer.recv_multipart(), FromLearner) == Noted()
+        assert learner.writer.busy_slots() == {1}
+        ask(dealer, Answer(failure="it left"))
+    context.term()
+    newest = learner.publish(4)
+    early.tell(Receive(wanted))
+    assert "version 2 can no longer be fetched" in early.hear(Received).error
+    early.tell(Receive(newest))
+    slow.tell(None)
+    expect(slow, 1)
+    slow.tell(Receive(newest))
+    expect(early, 4)
+    expect(slow, 4)
 
 
 def test_a_learner_that_goes_in_the_middle_is_an_error_in_time(learner, members):

@@ -153,6 +153,11 @@ def slow_batch(prompts, texts):
     return [1.0] * len(texts)
 
 
+def hangs_with_more_than_four(prompts, texts):
+    time.sleep(1000 if len(texts) > 4 else 0)
+    return [1.0] * len(texts)
+
+
 def score_batch(prompts, texts):
     """Right answers, with ways to fail."""
     if "raise" in texts:

@@ -254,6 +254,14 @@ async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
 
 
 @pytest.mark.timed
+async def test_lists_that_take_too_long_get_shorter_and_stay_so(caplog):
+    async with pool_of(named("hangs_with_more_than_four"), timeout_s=1.5) as pool:
+        assert [score.reward for score in await all_scores(pool, ["fine"] * 100)] == [1.0] * 100
+        assert (pool.counts.replaced, pool.counts.over_limit) == (3, 0), "32, 16 and 8 are too many"
+    assert [message.partition(" samples ")[0] for message in caplog.messages] == [f"a list of {n}" for n in (32, 16, 8)]
+
+
+@pytest.mark.timed
 async def test_a_pool_that_was_held_up_does_not_blame_the_sample_that_its_process_is_at():
     async with pool_of(ON_DEMAND, SLOW, timeout_s=1.0) as pool, asyncio.TaskGroup() as group:
         scoring = group.create_task(all_scores(pool, list(map(str, range(25)))))

@@ -19,6 +19,7 @@ from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.groups import GroupStream
 from asyncrl.observe.samples import TOKENS_FILE, TokenRow
 from asyncrl.observe.steps import read_lines
+from asyncrl.schema.status import RELEASED
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import PromptSequence
 from tests.integration.conftest import NO_ENGINE, NO_EVALUATION, assert_balanced
@@ -170,6 +171,8 @@ async def test_groups_of_the_caller_s_prompts_are_trained_or_released_and_never_
             async for batch in asyncrl.batched(groups, 4):
                 ages.append(session.version - min(map(min, map(versions, batch))))
                 loss = await session.forward_backward(batch)
+                with pytest.raises(asyncrl.RunError, match="in a step that has begun"):
+                    await session.release(batch[:1])
                 step = await session.optim_step()
                 assert step.metrics["policy/loss"] == loss
                 if step.version == 3:
@@ -354,6 +357,17 @@ async def test_each_mistake_is_one_error_after_which_the_same_groups_are_trained
         assert all(torch.equal(tensor, trained[name]) for name, tensor in session.model.state_dict().items())
 
 
+async def test_a_session_that_ended_over_a_step_is_resumed_with_all_its_places(tiny):
+    config = tiny(**NO_ENGINE, num_steps=2, buffer__max_staleness=0)
+    with pytest.raises(ZeroDivisionError):
+        async with (session := asyncrl.Session(config)):
+            await session.train_step(await session.take(), loss=lambda logprobs, inputs: logprobs.sum() * (1 / 0))
+    async with asyncio.timeout(200), asyncrl.Session(resume=session.run.run_folder) as session:
+        assert (await session.train_step(await session.take())).version == 1
+        status = await session.run.status()
+        assert (status.groups["trained"], status.dropped) == (4, {RELEASED: 4})
+
+
 async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixture, taking: list[asyncio.Task[object]]) -> None:
     async with opened as session:
         for message, call in PROMPT_MISTAKES.items():
@@ -365,6 +379,8 @@ async def make_mistakes(opened: asyncrl.Session, caplog: pytest.LogCaptureFixtur
             given.pop("groups", None)
             with pytest.raises(asyncrl.AsyncRLError, match=message):
                 await session.train_step(groups[which] if isinstance(which, (slice, int)) else which, **given)
+        await session.release(groups)  # also those of a step that failed
+        groups = await session.generate(SUMS[:4])
         with pytest.raises(AttributeError) as raised:
             await session.train_step(groups, loss=lambda lp, inputs: -lp.sum())
         assert "(logprobs, inputs) to a scalar tensor" in "".join(raised.value.__notes__)

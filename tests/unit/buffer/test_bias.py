@@ -6,7 +6,7 @@ import pytest
 from asyncrl.algorithms import screening
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.bias import LOOK_S, WINDOW_MEMBERS, SelectionBias, mean_length
-from asyncrl.schema.status import SCREENED
+from asyncrl.schema.status import RELEASED, SCREENED
 
 
 def test_a_cohort_with_known_censoring_gives_its_true_mean_length_within_the_interval():
@@ -69,12 +69,13 @@ def test_losing_long_groups_is_flagged_and_losing_any_is_not():
     assert even["bias/flagged"] == 0.0
 
 
-def test_what_a_screen_drops_is_shown_apart():
-    figures = monitor(lambda lengths: "no spread" if lengths.max() > 50 else "")
+@pytest.mark.parametrize("reason", [screening.NO_SPREAD, RELEASED])
+def test_what_a_screen_or_a_session_drops_is_shown_apart(reason):
+    figures = monitor(lambda lengths: reason if lengths.max() > 50 else "")
     assert figures["bias/length_ratio"] == 1.0
     assert figures["bias/flagged"] == 0.0
     assert figures["bias/screened_length_ratio"] < 0.95
-    assert figures["bias/lost/no_spread"] > 0.1
+    assert figures[f"bias/lost/{reason.replace(' ', '_')}"] > 0.1
     assert {screening.NO_SPREAD, screening.NO_PAIR, screening.TRUNCATED} == SCREENED
 
 

@@ -1,6 +1,7 @@
 """The ledger file: what is acknowledged survives, what is not is whole or absent, and nobody else may write it."""
 
 import contextlib
+import errno
 import signal
 import sqlite3
 import subprocess
@@ -205,6 +206,30 @@ def test_killed_outright_it_holds_everything_acknowledged_and_only_whole_units(p
     assert acknowledged == sorted(acknowledged)
     assert set(acknowledged) <= groups
     assert groups == whole == set(range(len(groups)))
+
+
+def test_the_log_of_a_killed_run_is_read_where_nothing_can_be_written_or_the_error_says_what_to_do(path, monkeypatch):
+    root = Path(__file__).resolve().parents[3]
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, cwd=root)
+    assert child.stdout.readline() == b"0\n"
+    child.kill()
+    child.communicate()
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    assert LedgerReader(path).counts()[0].groups > 0
+    index = path.with_name(f"{path.name}-shm")
+    index.unlink()
+    index.symlink_to("no folder/none")  # nor can SQLite make it
+    with pytest.raises(LedgerError, match=r"CANTOPEN.*cannot be written; copy the folder$"):
+        LedgerReader(path).counts()
+
+
+def test_on_a_file_system_without_locks_the_error_says_so(path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(LedgerError, match=r"no locks \(No locks available\).*on a local disk"):
+        SqliteLedger(path)
 
 
 def test_a_reader_answers_while_a_run_writes(path, ledger):

@@ -1,7 +1,9 @@
 """What can be changed while a run goes on."""
 
+import msgspec
 import pytest
 
+from asyncrl.buffer.ledger.records import StepParams
 from asyncrl.config.live import OF_CONTROLLER, OF_STEPS, changed, settings_of, value_at, with_settings
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.errors import ConfigError
@@ -21,6 +23,13 @@ def test_settings_of_a_step_make_its_config_from_any_later_one():
     assert with_settings(later, settings_of(CONFIG)) == CONFIG
     assert with_settings(CONFIG, settings_of(later)) == later
     assert with_settings(later, settings_of(later)) is later
+
+
+def test_a_limit_that_was_switched_off_is_off_again_from_the_ledger():
+    off = parse_config({"algorithm": {"clip_high": float("inf"), "max_ratio": float("inf")}})
+    later, _ = changed(off, {"algorithm.clip_high": 0.2, "algorithm.max_ratio": 2.0, "num_steps": 7})
+    stored = msgspec.json.encode(StepParams(0, 4096, 1.0, settings=settings_of(off)))
+    assert with_settings(later, msgspec.json.decode(stored, type=StepParams).settings) == off
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"loss": "reinforce", "corrections": []}, {"kl": {}, "kind": "auto"}])

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.open import open_buffer
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import dump_config, parse_config
+from asyncrl.config.load import dump_config, load_config, parse_config
 from asyncrl.control.api import ExternalStep, RunApi, StepAsked
 from asyncrl.control.controller import KEPT_STEPS, Controller
 from asyncrl.control.join import Membership
@@ -22,7 +22,7 @@ from asyncrl.observe.samples import read_samples
 from asyncrl.observe.steps import EvalReport
 from asyncrl.schema.control import Checkpoint, CheckpointDone, EngineReady, JoinTerms, LearnerReady, LoadModel, Pause, Resume
 from asyncrl.schema.samples import GroupWork, Prompt, ScoreRequest, StepBatch, StepDone
-from asyncrl.schema.status import GroupAsked, GroupsAsked
+from asyncrl.schema.status import RELEASED, GroupAsked, GroupsAsked, Released
 from asyncrl.schema.weights import VersionLive
 from asyncrl.tasks.task import TaskData
 from asyncrl.transport.protocol import Connection, Lane
@@ -314,7 +314,63 @@ async def test_a_later_goal_is_refused_once_no_more_steps_are_taken_with_how_the
                 world.controller.post(then)
 
 
+@pytest.mark.parametrize("phase", ["paused", "warming"])
+async def test_the_time_limit_holds_also_where_nothing_is_trained(tmp_path, phase):
+    async with running(tmp_path, max_run_s=1.0) as world:
+        if phase == "paused":
+            await world.start()
+            await world.until("running")
+            world.controller.post(PauseRequested())
+        await until(lambda: world.controller.lifecycle.phase in {"draining", "stopped"})
+
+
+async def test_a_model_that_is_never_loaded_ends_the_run(tmp_path):
+    async with running(tmp_path, supervision={"stall_timeout_s": 0.5}) as world:
+        await world.launcher.started("generator-0")
+        for name in ("learner", "reward-0", "generator-0"):
+            await world.join(name.partition("-")[0], name)
+        await asyncio.wait_for(world.controller.ending.wait(), 60)
+        assert "nothing moved for" in world.controller.lifecycle.reason
+
+
+async def test_who_changes_a_config_is_one_line_in_its_file(tmp_path):
+    async with running(tmp_path) as world:
+        (tmp_path / "config.toml").write_text(dump_config(world.config), encoding="utf-8")
+        world.controller.change({"max_run_s": 999.0}, "me\nnum_steps = 7\a")
+        assert load_config(tmp_path / "config.toml").num_steps == NUM_STEPS
+
+
 # -- a learner outside
+
+
+async def test_a_step_that_was_taken_and_not_trained_gives_its_places_back_when_its_groups_are_released(tmp_path):
+    async with running(tmp_path, learner={"kind": "driven"}, buffer={"max_staleness": 0}) as world:
+        api = RunApi(world.controller)
+        reward, generator = await world.start_outside()
+        for first in (0, B):
+            asked = tuple(GroupAsked(number, Prompt(f"q{number}", text="1=", answer="46")) for number in range(B))
+            async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+                group.create_task(api.generate(GroupsAsked(f"stream {first}", asked, B)))
+                await generate(generator, reward, B)
+            await asyncio.wait_for(api.take_these(StepAsked((first, first + 1))), 30)
+            api.release(Released(groups=(first,)))  # not all of them: the step stays
+            assert world.buffer.state.steps[0].group_ids == (first, first + 1)
+            if first == 0:
+                api.release(Released(groups=(0, 1)))
+        api.trained(ExternalStep(0))
+        assert (world.buffer.counts().trained, world.buffer.counts().dropped) == (B, {RELEASED: B})
+
+
+async def test_a_run_waits_for_an_outside_learner_as_long_as_that_takes_and_not_for_groups_that_never_come(tmp_path):
+    async with running(tmp_path, learner={"kind": "external"}, supervision={"stall_timeout_s": 0.5}) as world:
+        api, detector = RunApi(world.controller), world.controller.stall_detector
+        reward, generator = await world.start_outside()
+        await world.until("running")
+        began_s = detector._since_s
+        await until(lambda: detector._since_s > began_s + 1.0)
+        taking = asyncio.get_running_loop().create_task(api.take())
+        with pytest.raises(RunError, match="nothing moved for"):
+            await asyncio.wait_for(taking, 60)
 
 
 async def test_a_run_that_an_outside_learner_trains_keeps_its_newest_steps_and_goes_on_after_them(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from asyncrl.config.load import parse_config
 from asyncrl.control.evaluation import Evaluation
 from asyncrl.schema.samples import Prompt, Score
+from tests.builders import make_sample
 
 MODEL = {"inference": {"reward_models": [{"name": "taste", "path": "m"}]}}
 LONG = {"kind": "overlong", "max_tokens": 64, "buffer_tokens": 16}
@@ -54,3 +55,18 @@ def test_what_fails_at_a_joined_generator_goes_to_one_of_the_run_s_own():
         evaluation.take_scores(second.group_id, [Score(index, 1.0, {"answer_match": 1.0})])
     assert evaluation.done
     assert (evaluation.report(1.0).accuracy, evaluation.report(1.0).num_samples) == (0.75, 4)
+
+
+def test_a_member_that_one_of_the_run_s_own_works_on_is_not_handed_out_again_as_another_member_is_scored():
+    evaluation = Evaluation(parse_config({"eval": {"samples_per_prompt": 2}}), [Prompt("a")], 0, 0.0)
+    guest, group_id = "joined-x-1-0", -1
+    assert evaluation.next_work(guest).indices == (0, 1)
+    evaluation.take_failure(group_id, 0, guest)
+    evaluation.take_samples([make_sample(group_id, 1, [1])])
+    evaluation.generator_lost(guest)
+    assert evaluation.next_work("generator-0").indices == (0,)
+    evaluation.take_scores(group_id, [Score(1, 1.0, {"answer_match": 1.0})])
+    assert evaluation.holders == {group_id: "generator-0"}
+    assert evaluation.next_work("generator-1") is None
+    evaluation.take_scores(group_id, [Score(0, 1.0, {"answer_match": 1.0})])
+    assert evaluation.report(1.0).accuracy == 1.0

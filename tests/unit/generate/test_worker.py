@@ -12,6 +12,7 @@ import torch
 from asyncrl.clock import SystemClock
 from asyncrl.config.generate import FakeEngineConfig, GenerateConfig, TransformersEngineConfig
 from asyncrl.config.run import PlacementConfig, RunConfig, SupervisionConfig, TransportConfig
+from asyncrl.control.edge import odd_value
 from asyncrl.errors import BroadcastError, GenerationError
 from asyncrl.generate.worker import GeneratorWorker
 from asyncrl.models.layout import make_manifest
@@ -136,15 +137,30 @@ async def test_without_in_flight_updates_a_running_group_keeps_one_version() -> 
         assert [set(samples.ids_from_bytes(s.versions).tolist()) for s in results] == [{0}] * 3 + [{1}] * 3
 
 
+async def test_without_in_flight_updates_what_is_newest_when_the_running_groups_are_done_is_loaded() -> None:
+    async with generator(ENDLESS, noting(asked := []), in_flight_updates=False) as controller:
+        await controller.connection.send(work(1))
+        await controller.sees_requests_running()
+        await controller.order(available(1))
+        await until(lambda: asked)
+        for order in (available(2), available(3), AbortGroup(1)):
+            await controller.order(order)
+        assert (await controller.report(VersionLive)).version == 3
+        assert asked == [1, 3]
+
+
 @pytest.mark.parametrize("in_flight_updates", [False, True])
 async def test_after_a_load_that_broke_off_a_generator_says_so_and_does_nothing_until_one_succeeds(
     folder, in_flight_updates
 ) -> None:
-    """The next one may have a lower number: of a learner back from a checkpoint. No group begins that must keep one version."""
+    """The next one may have a lower number: of a learner back from a checkpoint. No group begins that must keep one version.
+
+    Where a load may have waited, what it lends is checked before the load, too.
+    """
 
     def check(version) -> None:
         loaded.append(version)
-        if version == 6:
+        if version == 6 and (in_flight_updates or loaded.count(6) > 1):
             raise BroadcastError("overwritten")
 
     async def fetch(announced):
@@ -257,6 +273,23 @@ REAL = TransformersEngineConfig(num_slots=4, max_sequence_tokens=32)
 def probe_of(model) -> Probe:
     ids = list(range(2, 12))
     return Probe(samples.ids_to_bytes(ids), samples.logprobs_to_bytes(reference_logprobs(model, (2,), ids[1:])))
+
+
+@pytest.mark.parametrize("position", [0, -1])
+async def test_a_probe_that_is_not_finite_is_a_large_error_which_the_controller_takes(folder, position) -> None:
+    model = make_model(1, hidden_size=8, num_hidden_layers=1)
+    probe = probe_of(model)
+    logprobs = samples.logprobs_from_bytes(probe.logprobs).tolist()
+    logprobs[position] = float("nan")
+
+    async def fetch(announced):
+        return model.state_dict()
+
+    async with generator(REAL, fetch, folder) as controller:
+        await controller.order(available(0, msgspec.structs.replace(probe, logprobs=samples.logprobs_to_bytes(logprobs))))
+        live = await controller.report(VersionLive)
+    assert live.probe_error > 1e6
+    assert not odd_value(live)
 
 
 async def test_the_probe_agrees_after_a_swap_and_tells_wrong_weights_and_those_that_do_not_fit_end_the_generator(folder) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import shutil
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
-from asyncrl.config.learner import LearnerConfig, LoRAConfig, ScratchModel
+from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import LearnerError
 from asyncrl.learner.checkpoint import load_or_make, save_checkpoint
@@ -157,6 +158,17 @@ def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(tmp_path):
     initial.version = 3
     save(tmp_path, initial)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("given", ['{"temperature": 0.9, "top_p": 0.6, "eos_token_id": [1, 2]}', '{"pad_token_id": -1}'])
+def test_a_model_whose_generation_config_transformers_does_not_save_has_checkpoints(tmp_path, given):
+    standing_in(tmp_path / "source")
+    source = tmp_path / "source" / "model"
+    (source / "generation_config.json").write_text(given)
+    initial = load_or_make(RunConfig(model=PretrainedModel(path=str(source))), tmp_path, list, ALPHABET)
+    written = json.loads((save(tmp_path, initial) / "generation_config.json").read_text())
+    assert written.get("eos_token_id") == json.loads(given).get("eos_token_id")
+    assert not {"temperature", "pad_token_id"} & written.keys()
 
 
 PLAIN = AlgorithmConfig(kind="policy")

@@ -110,6 +110,17 @@ def test_a_hugging_face_folder_is_validated_and_cast(tmp_path):
     assert all(torch.equal(cast[name], value.bfloat16()) for name, value in opened(tmp_path / "out").state_dict().items())
 
 
+def test_a_folder_with_a_generation_config_that_transformers_does_not_save_is_imported_and_one_with_adapters_is_refused(tmp_path):
+    imported(tmp_path)
+    source = tmp_path / "out"
+    (source / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 0, "pad_token_id": -1}')
+    import_model(source, tmp_path / "second")
+    assert opened(tmp_path / "second").generation_config.eos_token_id == 0
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has LoRA adapters beside its base.*merge_and_unload"):
+        import_model(source, tmp_path / "third")
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"drop": ("blk.1.ffn_up.weight",)}, "1 missing tensors, for example model.layers.1.mlp.up_proj.weight"),
     ({"kind": "falcon"}, "architecture = 'falcon'; import reads llama"),

@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -116,17 +118,26 @@ def test_a_policy_or_reference_without_all_its_weights_is_refused_and_a_critic_n
     lambda: LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)),
     lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
     lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, **EXPERTS)),
+    lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**TINY)),
 ])  # fmt: skip
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 1200])
 def test_parameters_alone_are_a_whole_model_in_shards_that_are_written_as_they_become_whole(kit, tmp_path, make, shard_bytes):
-    """As checkpoints of several ranks have them: tied weights once, and no buffers. A larger tensor has a shard of its own."""
+    """As checkpoints of several ranks have them: tied weights once, and here no buffers, but named as one process writes them.
+
+    A larger tensor has a shard of its own.
+    """
     model = made_ready(make(), LearnerConfig())
     build_scratch(SMALL, ALPHABET, seed=0)[1].save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     parameters = dict(model.named_parameters())
-    save_shards(((name, tensor.detach()) for name, tensor in parameters.items()), parameters, tmp_path, shard_bytes)
+    save_shards(model, ((name, tensor.detach()) for name, tensor in parameters.items()), parameters, tmp_path, shard_bytes)
     assert (len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2) == (shard_bytes == 1200)
     assert kit.same(open_model(tmp_path, LearnerConfig()).parameters(), parameters.values())
+    written = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    model.save_pretrained(tmp_path / "whole")
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert written.keys() == expected.keys() - dict(model.named_buffers()).keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
 
 
 def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path):
@@ -265,6 +276,22 @@ def test_a_checkpoint_opens_as_the_trained_policy_even_after_the_run_has_moved(k
         torch.testing.assert_close(by_peft(ids).logits, expected, rtol=1e-5, atol=1e-5)
         with adapters_off(policy):
             assert not torch.allclose(policy(ids).logits, expected, atol=1e-3)
+
+
+def test_a_checkpoint_is_taken_up_with_its_own_alpha_alone_and_is_no_start_of_another_run(kit, base, tmp_path):
+    config = with_adapters()
+    policy, _ = trained(kit, base, config)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    checkpoint.mkdir(parents=True)
+    save_adapters(policy, checkpoint)
+    open_tokenizer(base).save_pretrained(checkpoint)
+    assert kit.same(open_policy(config, base, checkpoint).parameters(), policy.parameters())
+    other = msgspec.structs.replace(config.learner, lora=LoRAConfig(rank=4, alpha=8.0))
+    with pytest.raises(LearnerError, match=r"alpha = 32, the config has 8: use the config"):
+        open_policy(msgspec.structs.replace(config, learner=other), base, checkpoint)
+    start = msgspec.structs.replace(config, model=PretrainedModel(path=str(checkpoint)))
+    with pytest.raises(ConfigError, match="step-2 has LoRA adapters beside its base: merge them"):
+        load_or_make(start, tmp_path / "other", list, "")
 
 
 def test_gradient_checkpointing_reaches_the_adapters(base):

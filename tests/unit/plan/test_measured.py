@@ -59,6 +59,7 @@ def test_a_scenario_says_what_the_spans_said(tmp_path):
     assert made.sequence_s + 50 * (made.decode_s + made.decode_s_per_sequence) == pytest.approx(0.5, rel=0.01)
     times = [np.mean(made.reward_s.values), made.hop_s, np.mean(made.step_s.values), np.mean(made.sync_s.values), made.swap_s]
     assert times == pytest.approx([0.01, 0.01, 1.9, 0.2, 0.1], rel=1e-6)
+    assert made.reward_workers == 0  # a worker scores many samples at once, and their times have their waits
 
 
 def test_lengths_begin_with_the_first_group_whose_spans_are_kept(tmp_path):

@@ -108,6 +108,8 @@ def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true(
     assert plan(ppo_on_one_card(cluster=parse_cluster("8xH100"))).fits
     assert plan(ppo_on_one_card(offload_optimizer=True, critic=None)).fits
     assert advice(plan(question())) == []
+    all_chosen = plan(question(model=find_model("70B"), placement="colocated", num_generation_gpus=8))
+    assert "64 GPUs of this kind instead of 8" in advice(all_chosen), "disaggregated, which leaves none to train, is no error"
 
 
 @pytest.mark.parametrize(("cluster", "override", "said"), [
@@ -115,6 +117,9 @@ def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true(
     ("8xH100", "dollars_per_hour=nan", "takes a finite number"), ("8xH100", "optimizer=sgd", "adamw_8bit"),
     ("8xH100", "rank=2", "lora_rank"), ("8xH100", "lora_rank=many", "takes int"),
     ("8xH100", "max_sequence_tokens=100", "max_sequence_tokens"), ("8xH100", "tokens_per_row=4096", "tokens_per_row"),
+    *(("8xH100", f"{name}=0", f"{name} must be at least 1, got 0") for name in ("groups_per_step", "gpus_per_node")),
+    *(("8xH100", f"{name}=-1", f"{name} must be at least 0, got -1") for name in ("lora_rank", "max_staleness")),
+    ("8xH100", "memory_share=0", "memory_share must be above 0 and at most 1, got 0"),
     ("8xH100", "num_generation_gpus=8", "under 8"), ("8xH100", "tensor_parallel=8", "cannot be divided with tensor_parallel = 8"),
 ])  # fmt: skip
 def test_what_cannot_be_is_answered_with_what_can(cluster, override, said):

@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.report import plot, table
-from asyncrl.plan.simulator.engine import simulate, sweep
+from asyncrl.plan.simulator.engine import Member, SimulatedGenerator, simulate, sweep
 from asyncrl.plan.simulator.scenario import Scenario, fixed, parse_distribution, scenario_of
 
 SIZES = {"groups_per_step": 4, "group_size": 2, "num_slots": 8, "num_steps": 20}
@@ -23,6 +23,23 @@ def test_the_bound_holds_and_nothing_is_lost_whatever_dies(policy):
     assert made.lost_groups == 0
     assert made.max_staleness <= 1 or policy == "mask"
     assert len(made.step_times_s) == 60
+
+
+@pytest.mark.parametrize("started_s", [0.0, 1e6 / 3])
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+def test_a_finish_finishes_something_however_late_its_generator_started(started_s, num_tokens):
+    """The rounding of a late time must not leave it for ever just short of the finish."""
+    generator = SimulatedGenerator("g", Scenario(), 0, started_s)
+    generator.add([Member(0, 0, num_tokens)])
+    generator.go_to(generator.next_finish_s())
+    assert generator.take_finished() == [(Member(0, 0, num_tokens), ((0, num_tokens),))]
+
+
+def test_a_sequence_of_a_full_batch_takes_as_long_as_the_fit_of_a_run_says():
+    scenario = dataclasses.replace(SCENARIO, sequence_s=0.5, decode_s_per_sequence=0.02)
+    generator = SimulatedGenerator("g", scenario, 0, 0.0)
+    generator.add([Member(0, index, 10) for index in range(8)])
+    assert generator.next_finish_s() == pytest.approx(0.5 + 10 * (0.1 + 7 * 0.02))
 
 
 @pytest.mark.parametrize("eta", [2, 8])
@@ -53,8 +70,9 @@ def test_no_distribution_is_a_config_error(text):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=0", "at least 1"), ("num_steps", "FIELD=VALUE"),
+    ("generators=3", "num_workers"), ("policy=throw", "wait"), ("num_steps=1", "at least 2"), ("num_steps", "FIELD=VALUE"),
     ("num_slots=x", "takes int"), ("num_workers=99999999999", "at most 100000"), ("decode_s=inf", "a finite number"),
+    ("hop_s=-0.01", "at least 0"), ("reward_workers=-1", "at least 0"), ("failures_per_hour=-1", "at least 0"),
 ])  # fmt: skip
 def test_a_field_that_cannot_be_is_a_config_error(text, said):
     with pytest.raises(ConfigError, match=said):

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,13 +17,15 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import dump_config, resolve_config
+from asyncrl.config.load import dump_config, load_config, resolve_config
+from asyncrl.errors import RunError
 from asyncrl.folders import lock_folder
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine, admit, demand_of, in_order, waits
-from asyncrl.serve.records import Demand, Records, RunRecord
+from asyncrl.serve.records import SUBMITTED_FILE, Demand, Records, RunRecord
+from asyncrl.serve.submit import Submission
 from tests.builders import until, write_rows
 from tests.virtual_clock import VirtualClock
 
@@ -174,6 +177,24 @@ async def test_a_run_that_somebody_else_starts_is_refused_to_a_user_who_resumes_
         await until(lambda: records.runs["r"].state == "ended")
     os.close(lock)
     assert "is being started by another process" in records.runs["r"].reason
+
+
+def test_a_fork_has_the_files_that_links_in_its_start_lead_to_and_none_begins_with_adapters(records, tmp_path):
+    start, weights = tmp_path / "snapshot", tmp_path / "weights"
+    start.mkdir()
+    weights.write_bytes(b"x")
+    (start / "model.safetensors").symlink_to("../weights")
+    keeper = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), VirtualClock())
+    config = resolve_config({"name": "fork", "model": {"kind": "pretrained", "path": str(start)}})
+    fork = {"asked": Submission(), "demand": Demand(), "who": "me", "parent": "r/checkpoints/step-000001", "answers": None}
+    keeper.submit(config=config, **fork)
+    linked = Path(load_config(records.run_folder("fork") / SUBMITTED_FILE).model.path) / "model.safetensors"
+    assert linked.samefile(weights)
+    assert not linked.is_symlink()
+    (start / "adapter_config.json").write_text("{}")
+    with pytest.raises(RunError, match="has LoRA adapters beside its base: merge them"):
+        keeper.submit(config=msgspec.structs.replace(config, name="second"), **fork)
+    assert not records.run_folder("second").exists()
 
 
 def run(number, gpus=0, cores=1, memory=0, priority=0, **more):

@@ -1,3 +1,5 @@
+import errno
+import os
 import threading
 
 import pytest
@@ -55,6 +57,19 @@ def test_versions_of_a_line_that_was_left_go_with_the_first_of_the_new_one(tmp_p
         learner.publish(version)
     available = learner_of(FilesMedium(keep_last=2), tmp_path).publish(5)
     assert names_in(tmp_path / "weights") == ["version-00000005"]
+    fetch(FilesMedium(), tmp_path, available)
+
+
+def test_a_folder_that_a_reader_holds_open_does_not_stop_the_next_learner(tmp_path, monkeypatch):
+    """NFS keeps files that are open under another name, so their folder cannot be removed yet."""
+
+    def rmdir(path, *_, **__):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+
+    (tmp_path / "weights" / ".removing-4-ab").mkdir(parents=True)
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    available = learner_of(FilesMedium(), tmp_path).publish(1)
+    assert names_in(tmp_path / "weights") == [".removing-4-ab", "version-00000001"]
     fetch(FilesMedium(), tmp_path, available)
 
 

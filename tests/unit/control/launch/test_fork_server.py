@@ -159,6 +159,23 @@ async def test_a_server_that_answers_no_start_or_no_kill_is_replaced(folder: Pat
     assert not psutil.pid_exists(int(str(said["parent"])))
 
 
+async def test_a_killed_process_that_ends_slowly_does_not_cost_the_others_their_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "TOLD_S", 0.1)
+    async with launching(folder, "stage") as launcher:
+        process, said, pipe = await start(launcher, folder, "sleeps")
+        process.on_kill(process.code)  # what kill does after the signal, which a process in a call of the kernel does not heed
+        await asyncio.sleep(2.5 * fork_server.TOLD_S)
+        assert not process.code.done()
+        process.kill()
+        assert await process.wait() == -signal.SIGKILL
+        await end_of(pipe)
+        process, again, pipe = await start(launcher, folder, "sleeps")
+        assert again["parent"] == said["parent"]
+    await end_of(pipe)
+
+
 async def test_a_log_that_cannot_be_opened_is_an_error_that_names_it(folder: Path) -> None:
     (folder / "logs" / "sleeps.log").mkdir(parents=True)
     async with launching(folder, "stage") as launcher:

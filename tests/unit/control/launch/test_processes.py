@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,6 +37,12 @@ async def test_kill_takes_the_whole_process_group(tmp_path: Path) -> None:
             process.kill()
             assert await process.wait() == -signal.SIGKILL
             assert await asyncio.to_thread(pipe.read) == ""
+
+
+def test_a_detached_controller_that_nobody_reaps_is_gone_all_the_same(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as zombie:
+        (tmp_path / processes.PID_FILE).write_text(str(zombie.pid))
+        asyncio.run(asyncio.wait_for(processes.ControllerProcess(tmp_path)._until_gone(), 20))
 
 
 async def test_all_nodes_together_have_one_time_to_say_whether_they_see_the_run_s_folder(caplog) -> None:

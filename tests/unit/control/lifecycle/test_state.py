@@ -130,6 +130,14 @@ def test_a_wanted_process_is_started_once_and_its_leaving_is_no_death() -> None:
     assert (gone.state, gone.exit_codes) == ("left", [1])
 
 
+def test_a_start_goes_on_without_the_process_that_it_waited_for_once_that_one_is_not_wanted() -> None:
+    told = Told()
+    told(*(event for event in UP if event != ev.ProcessStarted("generator-1", 1) and event != ev.ProcessReady("generator-1")))
+    assert told.life.phase == "starting"
+    told(ev.ProcessUnwanted("generator-1"))
+    assert told.life.phase == "running"
+
+
 def test_a_process_that_is_wanted_again_while_it_leaves_is_started_once_it_is_gone_unless_it_is_unwanted_since() -> None:
     told, name = Told().up(), "generator-1"
     wanted, unwanted = ev.ProcessWanted(name, "generator"), ev.ProcessUnwanted(name)

@@ -14,7 +14,8 @@ from asyncrl.errors import EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
 from asyncrl.generate.vllm.server import LOOK_INTERVAL_S, GenerateReply, VLLMServer, read_gauges
-from tests.contract.engine_cases import collect, make_request
+from tests.builders import until
+from tests.contract.engine_cases import collect, make_model, make_request, tensors_of
 from tests.virtual_clock import VirtualClock
 
 
@@ -23,7 +24,7 @@ class StubServer:
 
     def __init__(self) -> None:
         self.number, self.max_model_len, self.data_parallel_size, self.num_workers = "0.32.0", 64, 1, 1
-        self.url = self.key = self.missing = self.refuse_next = ""
+        self.url = self.key = self.missing = self.silent = self.refuse_next = ""
         self.candidate_logprob, self.started_s, self.healthy_after, self.drop_next = 0.0, 1e9, 0, False
         self.label = "default"
         self.calls: list[str] = []
@@ -58,6 +59,8 @@ class StubServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.path == self.missing:  # a route that is not there
             return web.json_response({"error": "Not Found"}, status=404)
+        if request.path == self.silent:
+            await asyncio.Event().wait()
         if request.path == "/health":
             self.healthy_after -= 1
             return web.Response(status=503 if self.healthy_after >= 0 else 200)
@@ -105,7 +108,7 @@ async def stub():
 async def running(stub: StubServer, folder: Path, clock: Clock | None = None, **changes):
     if not stub.url:
         await stub.start()
-    config = {"url": stub.url, "max_sequence_tokens": 64, "num_slots": 4, "start_timeout_s": 0.01, **changes}
+    config = {"url": stub.url, "max_sequence_tokens": 64, "num_slots": 4, "start_timeout_s": 30, **changes}
     engine = VLLMEngine(VLLMServer(VLLMServerEngineConfig(**config), clock or SystemClock()), folder)
     try:
         await engine.start()
@@ -130,13 +133,13 @@ async def test_a_server_without_what_is_needed_is_refused_with_what_to_do(stub, 
     for name, value in changes.items():
         setattr(stub, name, value)
     with pytest.raises(GenerationError, match=expected):
-        async with running(stub, folder):
+        async with running(stub, folder, start_timeout_s=0.01 if "healthy_after" in changes else 30):
             pass
 
 
 async def test_a_server_that_comes_up_late_is_waited_for_and_one_left_paused_goes_on(stub, folder) -> None:
     stub.healthy_after = 2
-    async with running(stub, folder, start_timeout_s=30) as engine:
+    async with running(stub, folder) as engine:
         assert stub.calls.count("/health") == 3
         assert "/resume" in stub.calls
         assert (engine.version, engine.num_slots) == (-1, 4)
@@ -195,6 +198,33 @@ async def test_a_server_that_was_restarted_or_died_or_refuses_us_is_noticed(stub
                     await asyncio.sleep(0.01)
         with pytest.raises(EngineDied, match=expected):
             await collect(stream)
+
+
+async def test_a_server_that_takes_connections_and_does_not_answer_is_noticed(stub, folder, monkeypatch) -> None:
+    async with running(stub, folder) as engine:
+        monkeypatch.setattr("asyncrl.generate.vllm.server.LOOK_LIMIT_S", 0.05)
+        stub.silent, stub.calls = "/health", []
+        await engine.backend.look()
+        assert stub.calls.count("/health") > 1  # once may be a busy server
+        with pytest.raises(EngineDied, match=r"cannot be reached: no answer in 0\.05 s"):
+            _ = engine.num_slots
+    with pytest.raises(GenerationError, match=r"no healthy vLLM server in 0\.02 s"):
+        async with running(stub, folder, start_timeout_s=0.02):
+            pass
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+async def test_an_engine_that_ends_while_the_server_is_paused_resumes_it(stub, folder, is_loading) -> None:
+    async with running(stub, folder) as engine:
+        stub.silent = "/collective_rpc" if is_loading else ""
+        stub.calls.clear()
+        tensors = tensors_of(make_model(1, hidden_size=8, num_hidden_layers=1))
+        async with asyncio.TaskGroup() as group:
+            paused = group.create_task(engine.load_weights(1, tensors, "keep") if is_loading else engine.pause())
+            await until(lambda: stub.silent in stub.calls if is_loading else paused.done())
+            paused.cancel()
+        assert "/resume" not in stub.calls
+    assert stub.calls[-1] == "/resume"
 
 
 SPANS = [{"version": "v", "start": 0, "end": 1}]

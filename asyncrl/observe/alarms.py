@@ -124,7 +124,8 @@ RULES: tuple[Rule, ...] = (
          "own: longer answers are soon truncated, and are older when they are trained",
          "add an overlong penalty, use a length-normalised loss, or lower generate.sampling.max_new_tokens"),
     Rule("groups.lost", "warning", 10, 10, "groups lost", gt, 0.05,
-         "more than 5 % of the groups of 20 steps were dropped or failed, not counting groups that the config screens out or its caller releases",
+         "more than 5 % of the groups of 20 steps were dropped or failed, not counting groups that the config screens out or "
+         "its caller releases",
          "prime-rl, documentation of training: more than 5 % for a long time",
          "set buffer.policy = \"wait\" or a higher buffer.max_staleness, use more generators, or correct the reward (`asyncrl "
          "status` shows the reasons)"),

@@ -123,8 +123,7 @@ async def view_runs(folders: Sequence[Path], port: int, say: Callable[[str], Non
             say(f"http://127.0.0.1:{taken}/#token={new_token(records, 'you', 'operator', clock)}")
             while not ending.is_set():
                 for one in viewed:
-                    if records.runs[one.name].state == "live" or await asyncio.to_thread(is_live, records.run_folder(one.name)):
-                        await asyncio.to_thread(one.look)
+                    await asyncio.to_thread(one.look_again)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ending.wait(), VIEW_LOOK_S)
             service.draining = True
@@ -141,6 +140,11 @@ class Viewed:
         self._newest: RunEvent | None = None
         self._phase: RunEvent | None = None
         """The newest event of a phase."""
+
+    def look_again(self) -> None:
+        """Read the state of a run that was live at the last look, or is now."""
+        if self._keeper.records.runs[self.name].state == "live" or is_live(self._folder):
+            self.look()
 
     def look(self) -> None:
         """Read the run's state from its files."""

@@ -87,11 +87,14 @@ async def test_a_run_that_is_cancelled_leaves_nothing_as_it_starts_and_as_it_goe
 
 
 async def test_a_program_hears_that_its_run_failed_as_it_was_drained(tiny):
-    slow = kit.NO_MODELS | {"learner__fake_step_s": 60.0} | kit.NO_EVALUATION
-    with pytest.raises(asyncrl.RunError, match="drain"):
+    async def leave_a_step_behind() -> None:
+        slow = kit.NO_MODELS | {"learner__fake_step_s": 60.0} | kit.NO_EVALUATION
         async with asyncrl.Run(tiny(**slow, supervision__drain_timeout_s=0.5)) as run:
             while not (await run.status()).groups.get("taken"):
-                await asyncio.sleep(0.05)  # noqa: ASYNC110 - a status has no event
+                await asyncio.sleep(0.05)
+
+    with pytest.raises(asyncrl.RunError, match="drain"):
+        await leave_a_step_behind()
 
 
 async def test_killed_processes_are_replaced_and_catch_up_by_deltas_and_the_run_finishes(tiny):

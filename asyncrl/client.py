@@ -412,6 +412,8 @@ class Run(RunClient):
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
         self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None
+        self._config_before = ""
+        """The config file that a resume has replaced."""
 
     async def __aenter__(self) -> Self:
         if self._http is not None:
@@ -433,6 +435,18 @@ class Run(RunClient):
         until_s = clock() + UNLOCK_S
         while not is_live(self.run_folder) and is_locked(self.run_folder / LOCK_FILE) and clock() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        try:
+            await self._start()
+        except BaseException:
+            if self._config_before:  # else the next resume would have the values of one that was refused
+                with contextlib.suppress(OSError):
+                    write_whole(self.run_folder / "config.toml", self._config_before)
+            raise
+        if self._reward is not None:
+            self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
+        return self
+
+    async def _start(self) -> None:
         with self._prepared_folder():
             self._controller = ControllerProcess(self.run_folder)
             said_before = (self.run_folder / CONTROLLER_LOG).stat().st_size
@@ -458,9 +472,6 @@ class Run(RunClient):
             # A controller that ended itself has said why; one that was killed may well start the next time.
             words, are_its_own = _last_words(self.run_folder, said_before)
             raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
-        if self._reward is not None:
-            self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         async def stop() -> None:
@@ -468,16 +479,18 @@ class Run(RunClient):
                 await self.stop()
 
         loop = asyncio.get_running_loop()
-        leaving = [loop.create_task(self._leave(polite=error is None))]
+        leaving: list[asyncio.Task[Any]] = [loop.create_task(self._leave(polite=error is None))]
         while not leaving[0].done():
             try:
                 await asyncio.shield(leaving[0])
             except asyncio.CancelledError:  # a drain that is under way becomes a stop
                 leaving.append(loop.create_task(stop()))
-        for task in leaving:
-            await task
+        why_failed = await leaving[0]
         if len(leaving) > 1:
+            await asyncio.wait(leaving)
             raise asyncio.CancelledError
+        if why_failed:  # there may be no checkpoint of its last version
+            raise RunError(why_failed)
 
     async def end_now(self) -> None:
         """End the run within seconds: tell it to stop, then kill processes that have not ended. The run can be resumed."""
@@ -555,6 +568,7 @@ class Run(RunClient):
             for name in ("model", RECORD_FOLDER, MEMORY_FOLDER, "revisions", "tensorboard"):
                 shutil.rmtree(self.run_folder / name, ignore_errors=True)
         try:
+            self._config_before = config_file.read_text(encoding="utf-8") if self._resumed and config_file.exists() else ""
             # A run whose config is cut short cannot be resumed.
             write_whole(config_file, "".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config))
             (self.run_folder / "logs").mkdir(exist_ok=True)
@@ -563,12 +577,8 @@ class Run(RunClient):
         except OSError as error:
             raise self._unwritable(config_file, error) from error
 
-    async def _leave(self, *, polite: bool) -> None:
-        """End the run, unless it is detached.
-
-        Raises:
-            RunError: It failed as it was drained: there may be no checkpoint of its last version.
-        """
+    async def _leave(self, *, polite: bool) -> str:
+        """End the run, unless it is detached; return why it failed as it was drained, if it did."""
         drained: RunStatus | None = None
         try:
             with contextlib.suppress(RunError):
@@ -581,8 +591,7 @@ class Run(RunClient):
             await self._close()
             if self._controller is not None:
                 await self._controller.end()
-        if polite and drained is not None and drained.phase == "failed":
-            raise RunError(drained.reason)
+        return drained.reason if polite and drained is not None and drained.phase == "failed" else ""
 
     async def _score_all(self, reward: Reward) -> None:
         with contextlib.suppress(RunError):  # the run says why it ended

@@ -337,8 +337,10 @@ def run_rank(rank: int, run_folder: Path, address: str) -> int:
     process.watch_parent()
     try:
         with imports_without_gc():
+            from asyncrl.learner.ranks.group import rank_device
             from asyncrl.learner.worker import run_rank_worker
 
+        _hold_to_share(config, rank_device(config, rank), of_learner=True)
         run_rank_worker(config, run_folder, rank, address, clock_of("learner"))
     except Exception:
         log.exception("rank %d cannot go on", rank)

@@ -220,9 +220,9 @@ class Session:
         )
         waiting, group_ids = (await self.run.status()).version, policy.saved.group_ids
         # Where the run ended before it heard of the newest step, the ledger has the groups of that step as taken.
-        rows = await asyncio.to_thread(LedgerReader(folder).steps, 1)
+        rows = [] if config.buffer.ledger == "memory" else await asyncio.to_thread(LedgerReader(folder).steps, 1)
         taken = next((row.group_ids for row in rows if (row.step, row.state) == (waiting, "taken")), ())
-        is_untold = policy.version == waiting + 1 and taken == group_ids
+        is_untold = policy.version == waiting + 1 and bool(taken) and taken == group_ids
         if policy.version != waiting and not is_untold:
             why = f"is of version {policy.version} and its ledger goes on at {waiting}"
             lost = "a session that was killed after its last `save` cannot be resumed"
@@ -316,8 +316,8 @@ class Session:
         _ = self._ready
         if groups:
             group_ids = _ids_of(groups)
-            if not set(group_ids).isdisjoint(self._in_step):
-                raise RunError(f"groups {', '.join(map(str, group_ids))} are in a step that has begun: finish it first")
+            if begun := set(group_ids) & set(self._in_step):
+                raise RunError(f"groups {', '.join(map(str, sorted(begun)))} are in a step that has begun: finish it first")
             await to_its_end(self.run.release(Released(groups=group_ids)))
             if not set(group_ids).isdisjoint(self._taken):
                 self._taken = ()

@@ -4,11 +4,11 @@
 
 Needs root, `debootstrap`, and port 7717. The root gets Debian's own Python in place of the base image's. Every ARG, ENV, WORKDIR,
 COPY, RUN and USER of the Dockerfile is carried out in it, in a mount and pid namespace of its own; VOLUME is a folder of its own
-beside it. Then, as the image's user, who must not be root: where asyncrl is imported from, whether torch is a build for CPUs, the
-entry point with `--version`, `doctor`, the daemon with the image's CMD, the image's health check, the page, a run, its controller
-killed, after which no zombie may stay, SIGTERM, which must drain, and `asyncrl view` of the run.
-`--bind` makes folders of this machine visible there (a package index on the disk, say). `--results` writes what was found to a
-file.
+beside it. Then, as the image's user, who must not be root: where asyncrl is imported from, whether torch is a build for CPUs,
+whether there is a C compiler, the entry point with `--version`, `doctor`, the daemon with the image's CMD, the image's health
+check, the page, a run, its controller killed, after which no zombie may stay, SIGTERM, which must drain, and `asyncrl view` of
+the run. `--bind` makes folders of this machine visible there (a package index on the disk, say). `--results` writes what was
+found to a file.
 """
 
 from __future__ import annotations
@@ -195,10 +195,12 @@ def look(root: Root, said: dict[str, list[str]], found: Found) -> None:
     """Start what was built, as its user."""
     entry = said["ENTRYPOINT"]
     root.env["HOME"] = "/home/asyncrl"
-    where = "import os, sys, asyncrl, torch; print(os.getuid(), asyncrl.__file__, torch.__version__, sys.version.split()[0])"
-    uid, installed, torch, python = root.run(["python", "-c", where], capture_output=True).stdout.split()
+    where = "import os, shutil, sys, asyncrl, torch; "
+    where += "print(os.getuid(), asyncrl.__file__, torch.__version__, sys.version.split()[0], shutil.which('gcc'))"
+    uid, installed, torch, python, compiler = root.run(["python", "-c", where], capture_output=True).stdout.split()
     check(uid != "0" and "site-packages" in installed, f"the image runs as user {uid}, with asyncrl of {installed}")
     check(torch.endswith("+cpu"), f"torch {torch} is not a build for CPUs")
+    check(compiler != "None", "the image has no gcc, which Triton needs on GPUs")
     found["user"], found["asyncrl"], found["Python"], found["torch"] = uid, f"`{installed}`", python, torch
     version = root.run([*entry, "--version"], capture_output=True).stdout.strip()
     check(f'"{version}"' in (SOURCE / "asyncrl" / "__init__.py").read_text(), f"`asyncrl --version` says {version!r}")

@@ -73,7 +73,8 @@ def open_buffer(
         ledger = st.SqliteLedger(run_folder / "ledger.sqlite", identity=identity, call_soon=call_soon, on_failure=on_failure)
         try:
             if config.has_reference_worker:
-                ledger.write((rec.RescoreRecord(now),))
+                reference = f"{algorithm.reference.path} at temperature {config.generate.sampling.temperature:g}"
+                ledger.write((rec.RescoreRecord(reference, now),))
                 ledger.sync()
             restored = _restore(ledger.path, state, now)
             _check_resume(config, state, restored)

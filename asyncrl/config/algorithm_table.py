@@ -106,7 +106,9 @@ def algorithm_faults(algorithm: kinds.AlgorithmConfig, learner: LearnerConfig) -
     yield from _loss(algorithm)
 
 
-def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig, sampling: SamplingConfig | None = None) -> list[str]:
+def doubts_about_algorithm(
+    algorithm: kinds.AlgorithmConfig, sampling: SamplingConfig | None = None, max_staleness: int = 0
+) -> list[str]:
     """Return settings that work but are probably a mistake, each with what to do."""
     default, sampling = kinds.AlgorithmConfig(), sampling or SamplingConfig()
     fields = _set_fields(algorithm, ("proximal", "denominator")) if algorithm.kind == "auto" else []
@@ -115,6 +117,13 @@ def doubts_about_algorithm(algorithm: kinds.AlgorithmConfig, sampling: SamplingC
         f"{getattr(default, field)!r}; drop it"
         for field in fields
     ]
+    rule = LOSS_RULES.get(algorithm.loss, LossRule(weighs_by_rho=True))
+    sees_age = rule.weighs_by_rho or rule.own_importance_weight or rule.needs_log_ratio_penalty or bool(algorithm.corrections)
+    if algorithm.kind == "policy" and algorithm.proximal == "recompute" and not sees_age and max_staleness > 1:
+        doubts.append(
+            f"algorithm.loss = {algorithm.loss!r} with proximal = 'recompute' and without corrections does not see how old data "
+            f"is, and buffer.max_staleness is {max_staleness}: set proximal = 'behaviour', or add a correction"
+        )
     if algorithm.kind != "dpo" and (sampling.top_p < 1.0 or sampling.top_k):
         of_sequences = [
             item.kind

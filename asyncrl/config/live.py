@@ -53,7 +53,7 @@ OF_CONTROLLER = (
 """Fields that the controller reads; a change applies when it reads them next."""
 NOT_OF_THE_RUN = {
     "driven": {*OF_STEPS, *OF_CONTROLLER} - {"generate.num_workers", "max_run_s"},
-    "external": {*OF_STEPS} - {"num_steps"},
+    "external": {*OF_STEPS, "generate.sampling.temperature"} - {"num_steps"},
 }
 """By kind of outside learner: fields that the learner reads from its own copy of the config, or that nothing reads."""
 

@@ -66,12 +66,14 @@ def choose_medium(config: RunConfig) -> tuple[media.MediumConfig, str]:
     places, host, engine = places_of(config), config.transport.host, config.generate.engine
     gpu, on_ray, engine_gpus = places.learner_gpu, isinstance(config.launch, RayLaunch), shown(places.engine_gpus)
     on_gpus = gpu is not None and bool(places.engine_gpus) and engine.receives
+    is_apart = gpu not in places.engine_gpus or not config.generate.num_workers  # NCCL takes one member a GPU
+    parts_gpu = on_ray and (needs_of(config, "generator").num_gpus or 1) < 1
     if on_gpus and config.broadcast.delta is None and places.one_machine and places.engine_gpus == {gpu}:
         return media.CUDAIPCMedium(), f"learner and engine share GPU {gpu}: handles travel, bytes do not"
-    if on_gpus and config.broadcast.delta is None and not generators_share_gpus(config):
+    if on_gpus and config.broadcast.delta is None and not generators_share_gpus(config) and not parts_gpu:
         if on_ray:
             return media.NCCLMedium(host=NODE), "learner and engines are on GPUs, and Ray may put them on any node"
-        if not places.one_machine and not is_every_interface(host):
+        if is_apart and not places.one_machine and not is_every_interface(host):
             why = f"learner and engines are on GPUs, and transport.host {host!r} is open to other machines"
             return media.NCCLMedium(host=host), why
         if places.one_machine and gpu not in places.engine_gpus:

@@ -242,7 +242,8 @@ class EvalConfig(_Stage, frozen=True):
     at_start: bool = True
     at_end: bool = True
     every_steps: NonNegativeInt = 0
-    """0: only at start and end. Other evaluations run during training and do not stop it."""
+    """0: only at start and end. Other evaluations run during training and do not stop it: later versions
+    take part; only the first and the last evaluation are of one version."""
     num_prompts: PositiveInt = 256
     samples_per_prompt: BoundedInt = 1
     temperature: NonNegativeFloat | None = None

@@ -28,7 +28,7 @@ from asyncrl.control.lifecycle.events import DrainRequested, Event, PauseRequest
 from asyncrl.control.lifecycle.failure_watch import wait_chain
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.folders import write_whole
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, accuracies
 from asyncrl.schema import status as st
 from asyncrl.schema.samples import GroupsTaken, Score, ScoreRequest
 from asyncrl.schema.weights import WeightsAvailable
@@ -213,7 +213,7 @@ class RunApi:
         now, counts, failures = run.clock.now(), run.buffer.counts(), run.dispatcher.failures
         groups = {state: getattr(counts, state) for state in ("issued", "running", "scoring", "ready", "taken", "trained")}
         groups |= {"dropped": sum(counts.dropped.values()), "failed": sum(counts.failed.values())}
-        accuracies = [report.accuracy for report in run.reporter.evaluations]
+        accuracy_before, accuracy_after = accuracies(run.reporter.evaluations)
         asked = run.dispatcher.asked
         return st.RunStatus(
             name=run.config.name,
@@ -234,8 +234,8 @@ class RunApi:
             alarms=tuple(run.reporter.alarms.standing.values()),
             processes=tuple(self._processes(now)),
             waiting=wait_chain(run.waits(now), now),
-            accuracy_before=accuracies[0] if accuracies else None,
-            accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
+            accuracy_before=accuracy_before,
+            accuracy_after=accuracy_after,
             checkpoint=run.checkpoints.folder,
             refused_messages=run.listener.refused.total() + run.edge.refused.total(),
             refused_samples=run.dispatcher.refused_samples,

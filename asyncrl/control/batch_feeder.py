@@ -84,7 +84,8 @@ class BatchFeeder:
 
     @property
     def _has_rest_to_send(self) -> bool:
-        return self._finishes_taken and self.learner is not None and self.next_step < self._buffer.state.next_step
+        end = min(self._buffer.state.next_step, self.config.num_steps)  # a resume may have fewer steps than were taken
+        return self._finishes_taken and self.learner is not None and self.next_step < end
 
     @property
     def is_asked(self) -> bool:
@@ -233,7 +234,7 @@ class BatchFeeder:
 
     def release_outside(self, group_ids: Sequence[int]) -> None:
         """Drop the groups of the step that an outside learner has taken and not trained, if all of them are among these."""
-        record = self._buffer.state.steps.get(self.version)
+        record = None if self._outside_turn.locked() else self._buffer.state.steps.get(self.version)
         if record is not None and not record.trained_before and set(record.group_ids) <= set(group_ids):
             self._buffer.set_aside(self.version, RELEASED, self._clock.now())
             self.next_step = self.version

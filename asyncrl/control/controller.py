@@ -384,7 +384,7 @@ class Controller:
                 ):
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
-            stall = self.stall_detector.check(now, waits, queues, working)
+            stall = self.stall_detector.check(now, waits, queues, working, is_warming=self.lifecycle.phase == "warming")
             holding = [name for name in self.membership.joined if not self.dispatcher.holds_nothing(name)] if stall else []
             for name in holding:  # it may be theirs, and a run does not end for that
                 if (guest := self.peers.get(name)) is not None:
@@ -774,8 +774,10 @@ class Controller:
         self.reporter.note_event("phase", phase, self.lifecycle.reason, self.feeder.version)
         self.moved.set()
         self._step_open_s = self.clock.now()
-        waits_for_user = phase == "warming" and self.config.learner.kind != "builtin"  # for the model
-        self.stall_detector.hold(self.clock.now(), held=phase in {"paused", "starting"} or waits_for_user)
+        # An outside learner brings its model, and a warm start takes its steps, however long that is.
+        may_take_long = self.config.learner.kind != "builtin" or getattr(self.config.model, "warm_start", None) is not None
+        held = phase in {"paused", "starting"} or (phase == "warming" and may_take_long)
+        self.stall_detector.hold(self.clock.now(), held=held)
         # While draining, taken steps are still trained, also those that a learner back from a checkpoint must repeat.
         self.feeder.hold(phase not in {"running", "evaluating"}, finish_taken=phase == "draining")
         self.dispatcher.hold(groups=phase != "running", evaluation=phase not in {"running", "evaluating"})

@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl.buffer import events as ev
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.group import STALE
 from asyncrl.clock import Clock
 from asyncrl.config.run import RunConfig
 from asyncrl.control.evaluation import Evaluation, sampling_of
@@ -328,10 +329,11 @@ class Dispatcher:
         return SubmitResult(group_id=receipt.group_id)
 
     def release(self, group_ids: Iterable[int]) -> None:
-        """Drop these groups unless they are taken: their caller will not train them."""
+        """Drop these groups unless they are taken: their caller will not train them, perhaps because they are too old."""
         for group_id in group_ids:
-            if group_id in self.state.groups:
-                self.follow(self.buffer.drop_group(group_id, RELEASED, self._clock.now()))
+            if (group := self.state.groups.get(group_id)) is not None:
+                is_stale = group.state == "ready" and not group.is_fit(self.state.next_step, self.state.limits)
+                self.follow(self.buffer.drop_group(group_id, STALE if is_stale else RELEASED, self._clock.now()))
         self.changed()
 
     # -- what the buffer wants -------------------------------------------------------------------------------------------

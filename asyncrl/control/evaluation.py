@@ -16,7 +16,17 @@ from asyncrl.config.reward import OverlongPenalty, reward_names
 from asyncrl.config.run import RunConfig
 from asyncrl.control.join import JOINED_PREFIX
 from asyncrl.observe.steps import EvalReport
-from asyncrl.schema.samples import GroupWork, Prompt, Sample, Samples, SamplingParams, Score, ScoreRequest, derive_seed
+from asyncrl.schema.samples import (
+    GroupWork,
+    Prompt,
+    Sample,
+    Samples,
+    SamplingParams,
+    Score,
+    ScoreRequest,
+    derive_seed,
+    ids_from_bytes,
+)
 
 RIGHT_FROM = 0.99
 
@@ -47,6 +57,7 @@ class Evaluation:
             name: each.weight for name, each in functions if each.weight > 0 and not isinstance(each, OverlongPenalty)
         }
         """Weights by name of the functions that judge an answer: all except penalties."""
+        self._newest_version = -1
         self._rewards: list[float] = []
         self._num_right = 0
         self._seed = derive_seed(config.seed, "evaluation")
@@ -83,6 +94,8 @@ class Evaluation:
         """Return a request for the rewards of finished, awaited samples of one prompt."""
         group_id = samples[0].group_id
         self._unsampled[group_id].difference_update(sample.index for sample in samples)
+        newest = (int(ids_from_bytes(sample.versions).max(initial=-1)) for sample in samples)
+        self._newest_version = max(self._newest_version, *newest)
         return ScoreRequest.of(self._by_group[group_id], samples)
 
     def take_scores(self, group_id: int, scores: Sequence[Score]) -> None:
@@ -123,6 +136,7 @@ class Evaluation:
             reward_mean=sum(self._rewards) / count,
             started_s=self._started_s,
             finished_s=now,
+            newest_version=self._newest_version,
         )
 
 

@@ -89,7 +89,7 @@ class Reporter:
         self._told: dict[str, float] = {}
         """The learner's newest metrics of weights and checkpoints."""
         self._scoring: tuple[float, int] = (0.0, 0)
-        """Seconds of scoring and number of scored samples since the last step."""
+        """Seconds of scoring, summed over the samples scored since the last step, and their number."""
         self.deaths: Counter[str] = Counter()
         self._last_step_s = clock.now()
         self._last_generated = 0
@@ -117,7 +117,8 @@ class Reporter:
             self.spans.write(*sp.spans_of(answer))
             if isinstance(answer, Scores):
                 seconds, judged = self._scoring
-                self._scoring = seconds + answer.finished_s - answer.started_s, judged + len(answer.scores)
+                each_s, num = answer.finished_s - answer.started_s, len(answer.scores)
+                self._scoring = seconds + each_s * num, judged + num
 
     def note_checkpoint(self, done: CheckpointDone) -> None:
         """Record a checkpoint that is complete."""

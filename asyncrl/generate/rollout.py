@@ -119,6 +119,11 @@ class TokenizerCodec:
             raise GenerationError(f"answer {text[:80]!r} cannot be tokenised: {type(error).__name__}: {error}") from error
         return (*ids, tokenizer.eos_token_id)  # as a model would have sampled it
 
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the tokenizer's end-of-sequence token, if it has one. Raises GenerationError without a tokenizer."""
+        end = self._loaded().eos_token_id
+        return () if end is None else (end,)
+
     def _loaded(self) -> Any:  # noqa: ANN401 - transformers is untyped
         if self._tokenizer is None:
             modules = import_module("transformers")
@@ -224,6 +229,8 @@ class Rollout:
 
     def _request(self, work: GroupWork, index: int, prompt_ids: tuple[int, ...]) -> EngineRequest:
         sampling = msgspec.structs.replace(work.sampling, temperature=0.0) if index == work.greedy_index else work.sampling
+        if isinstance(self.codec, TokenizerCodec):  # the model's files may name another token, or none
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.codec.end_ids()))
         return EngineRequest(
             request_id=request_id_of(work, index),
             prompt_ids=prompt_ids,

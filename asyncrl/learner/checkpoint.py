@@ -188,10 +188,10 @@ def save_shards(
     """
     sizes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in like.items()}
     parts = {name: revert_weight_conversion(model, {name: size}) for name, size in sizes.items()}
-    written = {part: size for of_one in parts.values() for part, size in of_one.items()}
+    written = {part: size for of_one in parts.values() for part, size in of_one.items()}  # views: their storage is the whole's
     whole = revert_weight_conversion(model, dict(sizes))
     if {part: size.shape for part, size in written.items()} == {part: size.shape for part, size in whole.items()}:
-        sizes = written
+        sizes = {part: torch.empty(size.shape, dtype=size.dtype, device="meta") for part, size in written.items()}
         named = (pair for name, tensor in named for pair in revert_weight_conversion(model, {name: tensor}).items())
     layout = split_torch_state_dict_into_shards(sizes, max_shard_size=shard_bytes)
     file_of = {name: file for file, names in layout.filename_to_tensors.items() for name in names}

@@ -88,12 +88,12 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
 
     target = write_folder(folder / f"{PREFIX}{state.version:06d}", fill_and_seal)
     for path in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DAMAGED}{PREFIX}*")]:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # over NFS a file that is read stays; the next checkpoint tries again
     for path in _complete(folder)[:-keep_last]:
         # Renamed first: a reader finds the complete folder or none.
         aside = path.with_name(f"{PARTIAL}removed-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(path.rename(aside))
+        shutil.rmtree(path.rename(aside), ignore_errors=True)
     return target
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention import PACKED_ATTENTION
@@ -55,16 +55,27 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Refuse a base with LoRA adapters beside it where another model begins: the adapters would be lost without notice.
+    """Refuse LoRA adapters, alone or beside their base, where another model begins: they would be lost without notice.
 
     Raises:
         ConfigError: The folder has adapters.
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} has LoRA adapters beside its base: merge them into the base (peft's merge_and_unload, then "
+            f"{folder} holds LoRA adapters: merge them into their base (peft's merge_and_unload, then "
             "save_pretrained), and give that folder"
         )
+
+
+def rope_positions(config: PreTrainedConfig) -> int:
+    """Return the longest sequence whose rotary frequencies depend on positions alone; 0: a sequence of any length.
+
+    Beyond it, `longrope` and `dynamic` depend on the longest sequence of a forward in transformers, and on max_model_len in vLLM.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") in {"longrope", "dynamic"}]
+    return min((one.get("original_max_position_embeddings") or text.max_position_embeddings for one in kinds), default=0)
 
 
 def make_savable(model: PreTrainedModel) -> None:

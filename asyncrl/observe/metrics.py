@@ -161,7 +161,11 @@ _ROWS = (
     ("time/values_s", "s", "time of the forward passes for the critic's values before the step"),
     ("time/update_s", "s", "time of the forward and backward passes and the optimizer updates"),
     ("time/generate_mean_s", "s", "time from submission to completion of a sample, mean over trained samples"),
-    ("time/score_mean_s", "s", "time to score a sample, mean over the samples scored since the previous step"),
+    (
+        "time/score_mean_s",
+        "s",
+        "time from a sample's arrival at the reward worker until its request is judged, mean over samples",
+    ),
     ("time/checkpoint_s", "s", "time to write the newest checkpoint"),
     ("placement/rollout_s", "s", "time in the phase rollout on a shared device since the previous step"),
     ("placement/inference_s", "s", "time in the phase inference on a shared device since the previous step"),
@@ -233,10 +237,8 @@ COUNTERS = frozenset({"dropped/*", "failed/*", "deaths/*", "refused/samples"})
 
 def find_metric(name: str) -> Metric | None:
     """Return the row that `name` belongs to, or None if the table has no such row."""
-    if name in METRICS:
-        return METRICS[name]
-    stem, _, last = name.rpartition("/")
-    return METRICS.get(f"{stem}/*") if last else None
+    ends = (at for at, letter in enumerate(name[:-1]) if letter == "/")  # the part behind a family's name may have a slash too
+    return METRICS.get(name) or next((METRICS[row] for end in ends if (row := f"{name[:end]}/*") in METRICS), None)
 
 
 def unknown_names(names: Iterable[str]) -> list[str]:

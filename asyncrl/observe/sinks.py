@@ -267,7 +267,8 @@ def render_prometheus(by_labels: Mapping[str, Mapping[str, float]], meanings: Ma
     ):
         metric = find_metric(name)
         family = metric is not None and metric.name.endswith("/*")
-        stem, _, key = name.rpartition("/") if family else (name, "", "")
+        stem = metric.name.removesuffix("/*") if metric is not None else name
+        key = name[len(stem) + 1 :]
         kind, suffix = ("counter", "_total") if metric is not None and metric.name in COUNTERS else ("gauge", "")
         exposed = f"asyncrl_{re.sub(r'[^a-zA-Z0-9_]', '_', stem)}{suffix}"
         label = ",".join([labels] * bool(labels) + [f'key="{label_text(key)}"'] * family)

@@ -12,7 +12,7 @@ import contextlib
 import io
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -88,7 +88,7 @@ def step_line(report: StepReport, num_steps: int = 0) -> str:
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the held-out prompts under one version."""
+    """Result of the held-out prompts under one version, or under this one and later ones (`newest_version`)."""
 
     version: int
     accuracy: float | None = None
@@ -97,6 +97,8 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float = 0.0
     started_s: float = 0.0
     finished_s: float = 0.0
+    newest_version: int = -1
+    """Newest version that sampled a token of it; above `version` if training went on meanwhile. -1: not known."""
 
     @property
     def headline(self) -> tuple[str, float]:
@@ -349,6 +351,12 @@ def read_steps(run_folder: Path) -> list[StepReport]:
     """Return the steps of a run in order; if a step was repeated after a crash, its last line counts."""
     newest = {report.step: report for report in read_lines(run_folder / STEPS_FILE, StepReport)}
     return [newest[step] for step in sorted(newest)]
+
+
+def accuracies(evals: Sequence[EvalReport]) -> tuple[float | None, float | None]:
+    """Return the held-out accuracy of version 0 and that of the newest later version; None where there is none."""
+    before = next((report.accuracy for report in evals if report.version == 0), None)
+    return before, next((report.accuracy for report in reversed(evals) if report.version > 0), None)
 
 
 def read_evals(run_folder: Path) -> list[EvalReport]:

@@ -434,7 +434,7 @@ def _row(samples: list[_Member], rank: int) -> PackedRow:
         return b"".join([part for num, own in zip(prompts, responses, strict=True) for part in (before[: size * num], own)])
 
     # Empty if a trained sample has none, so that no 0 is read as a logprob. Mixed rows occur only after a resume moved the
-    # reference to the learner, which then runs its own over all rows; in the opposite case the buffer requests the scores again
+    # reference to the learner, which runs its own over all rows; in the opposite case the buffer requests the scores again
     # (buffer/open.py).
     brought, reference_logprobs = [each.scored.reference_logprobs for each in samples], b""
     if any(brought) and all(own or each.packed.oldest_version < 0 for own, each in zip(brought, samples, strict=True)):

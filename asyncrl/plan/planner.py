@@ -175,6 +175,16 @@ class Plan:
         return self.overflow_bytes == 0
 
     @property
+    def why_not_run(self) -> str:
+        """Return why no run can use this split; empty if one can."""
+        ranks, gpus_per_node, placement = self.num_training_gpus, self.question.cluster.gpus_per_node, self.question.placement
+        if ranks > 1 and placement in {"colocated", "hybrid"}:
+            return f"no run can use this split: placement {placement} is for one GPU, and {ranks} train"
+        if ranks > gpus_per_node:
+            return f"no run can use this split: {ranks} GPUs train, and the learner is on one machine, which has {gpus_per_node}"
+        return ""
+
+    @property
     def overlaps(self) -> bool:
         """Return whether generation and training run at the same time."""
         return self.question.placement in {"disaggregated", "async_hybrid"} and self.question.max_staleness > 0
@@ -229,8 +239,11 @@ def plan(question: Question) -> Plan:
 
 
 def advice(made: Plan) -> list[str]:
-    """Return what makes the plan fit: single changes, else pairs or triples of them; then the fewest GPUs without a change."""
-    question, lines = made.question, list[str]()
+    """Return what makes the plan fit: single changes, else pairs or triples of them; then the fewest GPUs without a change.
+
+    Plans that no run can use are left out if there are others.
+    """
+    question, lines, usable = made.question, list[str](), list[str]()
     if made.fits:
         return lines
     changes = [(text, fields) for text, fields_of in _CHANGES if (fields := fields_of(question))]
@@ -238,17 +251,20 @@ def advice(made: Plan) -> list[str]:
         for combination in itertools.combinations(changes, size):
             merged = {name: value for _, fields in combination for name, value in fields.items()}
             is_apart = len(merged) == sum(len(fields) for _, fields in combination)
-            if len(lines) < MAX_ADVICE and is_apart and _fits(question, **merged):
+            if len(lines) < MAX_ADVICE and is_apart and (other := _fitting(question, **merged)):
                 lines.append(" and ".join(text for text, _ in combination))
+                usable += [] if other.why_not_run else lines[-1:]
         if lines:
             break
     count = question.cluster.num_gpus * 2
     while count <= MAX_GPUS_SEARCHED:
         cluster = dataclasses.replace(question.cluster, num_gpus=count)
-        if _fits(question, cluster=cluster, num_generation_gpus=0):
-            return [*lines, f"{count} GPUs of this kind instead of {question.cluster.num_gpus}"]
+        if other := _fitting(question, cluster=cluster, num_generation_gpus=0):
+            lines.append(f"{count} GPUs of this kind instead of {question.cluster.num_gpus}")
+            usable += [] if other.why_not_run else lines[-1:]
+            break
         count *= 2
-    return lines or ["no three changes are enough: take larger devices or more of them"]
+    return usable or lines or ["no three changes are enough: take larger devices or more of them"]
 
 
 def _plan_with(question: Question, tensor_parallel: int, num_generation: int, num_training: int) -> Plan:
@@ -275,11 +291,12 @@ def _plan_with(question: Question, tensor_parallel: int, num_generation: int, nu
     )
 
 
-def _fits(question: Question, **changes: Any) -> bool:  # noqa: ANN401 - of the fields' types
+def _fitting(question: Question, **changes: Any) -> Plan | None:  # noqa: ANN401 - of the fields' types
     try:
-        return plan(dataclasses.replace(question, **changes)).fits
+        made = plan(dataclasses.replace(question, **changes))
     except ConfigError:
-        return False
+        return None
+    return made if made.fits else None
 
 
 _CHANGES: tuple[tuple[str, Callable[[Question], dict[str, Any]]], ...] = (

@@ -17,8 +17,8 @@ NAME_WIDTH = 38
 def plan_values(made: Plan) -> dict[str, Any]:
     """Return the whole plan as plain values with units in their names."""
     names = (
-        "fits", "tensor_parallel", "generation_s", "training_s", "step_s", "generated_tokens_per_s", "trained_tokens_per_s",
-        "mean_staleness", "dollars_per_step",
+        "fits", "why_not_run", "tensor_parallel", "generation_s", "training_s", "step_s", "generated_tokens_per_s",
+        "trained_tokens_per_s", "mean_staleness", "dollars_per_step",
     )  # fmt: skip
     return {name: getattr(made, name) for name in names} | {
         "model": made.question.model.name,
@@ -64,6 +64,7 @@ def plan_text(made: Plan) -> str:
             lines.append(f"{'in host memory, for each GPU':{NAME_WIDTH}}{sum(role.host.values()) / GIB:11.1f}")
         lines.append("")
     lines += ["fits"] if made.fits else ["DOES NOT FIT. It would with:", *(f"  - {line}" for line in advice(made))]
+    lines += [made.why_not_run] if made.why_not_run else []
     generate = f"{made.num_generation_gpus if apart else f'all {made.num_training_gpus}'} GPUs generate"
     train = f"{made.num_training_gpus} train" if apart else "and train"
     way = "side by side" if made.overlaps else "one after the other"

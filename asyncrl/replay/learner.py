@@ -275,7 +275,8 @@ class SampleReplay:
                 lora=config.learner.lora,
             )  # fmt: skip
             decoder = SlotDecoder(model, engine.slots)
-            rules = RequestRules(model.vocabulary_size, engine.max_sequence_tokens, model.end_ids)
+            end = open_tokenizer(self._learner.model_folder, trust_remote_code=config.trusts_code).eos_token_id
+            rules = RequestRules(model.vocabulary_size, engine.max_sequence_tokens, model.end_ids | {end} - {None})
             num_equal = num_tokens = num_swapped = 0
             for drawn in self._drawn:
                 sample = drawn.sample

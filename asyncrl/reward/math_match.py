@@ -44,6 +44,11 @@ _SAME = (
     (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
     (re.compile(r"\s+"), " "),
 )
+_POINT = "[A-Za-z](?:_[0-9])?'*"
+_ANGLE = re.compile(
+    rf"\\(?:measured|spherical)?angle ?(\{{)? ?((?:{_POINT}){{2,}}|{_POINT}(?: {_POINT})+(?![A-Za-z]))(?(1) ?\}})"
+)
+"""An angle of several points, which math-verify would take for a product of letters: ABC would equal BAC."""
 _DELIMITED = linear_pattern(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _INTRODUCING_WORDS = """the a an final answer is so therefore thus hence then we get have which equals equal to of value result
     solution this it and that gives be in simplest form as"""
@@ -71,8 +76,6 @@ _OWN_UNIT = re.compile(
 """A reference with an unlisted unit: one word, too long to be a product or a name within `\\mathrm{}`, or with `/`."""
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SUBSCRIPT = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
-_ANGLE = re.compile(r"\\(?:measured|spherical)?angle\s*\{?\s*[A-Za-z]\s*[A-Za-z]")
-"""An angle of several points, which math-verify would take for a product of letters: ABC would equal BAC."""
 _OPENING, _CLOSING = "([{", ")]}"
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.ASCII)
 """Digits and commas that form one number and not a list: `5,125`, but not `5,125,6`."""
@@ -131,11 +134,18 @@ def _normal(text: str) -> str:
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), _NOISE.sub(" ", _THOUSANDS.sub("", text)))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
+    text = _ANGLE.sub(_angle, text)
     text = text.strip().removesuffix(".").strip()
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)].strip()
     return text
+
+
+def _angle(match: re.Match[str]) -> str:
+    """Return an angle as a letter of its own, the same for ABC and CBA."""
+    points = re.findall(_POINT, match[2])
+    return r"\vartheta_{" + "".join(min(points, points[::-1])).replace("'", "0") + "}"  # math-verify ignores a prime there
 
 
 def _equal(answer: str, reference: str, depth: int = 0) -> bool:
@@ -297,8 +307,6 @@ def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], dep
 def _one_expression(answer: str, reference: str) -> bool:
     """Return whether an answer is one expression of the reference's kind, and small enough to evaluate."""
     if sorted(_relations(answer)) != sorted(_relations(reference)) or _TEXT.findall(answer) != _TEXT.findall(reference):
-        return False
-    if _ANGLE.search(reference):
         return False
     if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
         return False

@@ -187,6 +187,7 @@ class RewardPool:
                 jobs = deque([await self._waiting.get()])
                 self._take_waiting(jobs, self._most_several if self._judges == "several" else _batch_size(mean_s))
             _send(process, jobs)
+            num_late = 0
             while jobs:
                 most = _batch_size(mean_s)
                 if 1 < most >= len(jobs) and self._judges == "one by one" and jobs[-1].number and not jobs[-1].is_alone:
@@ -216,20 +217,22 @@ class RewardPool:
                     continue
                 await self._stop(process)
                 if stopped == "time" and process.mark.in_batch:
-                    num_sent = sum(bool(job.number) for job in jobs)
-                    self._most_several = max(1, num_sent // 2)
-                    log.warning(
-                        "a list of %d samples ran past reward.timeout_s (%g s); lists have at most %d samples from now on; "
-                        "raise reward.timeout_s if no single sample takes so long",
-                        num_sent, self._config.timeout_s, self._most_several,
-                    )  # fmt: skip
+                    num_late = sum(bool(job.number) for job in jobs)
                 if (guilty := self._guilty(process.mark, jobs, stopped, is_sure=is_sure)) is not None:
+                    num_late = 0  # this sample may have taken the time, and not the length of the list
                     jobs.remove(guilty)
                     jobs.appendleft(guilty)  # the results of earlier samples were lost: they are judged again
                     if (failure := self._blame(guilty, process.mark, stopped)) is not None:
                         self._finish(jobs.popleft(), failure)
                 process = await self._replace(process)
                 _send(process, jobs)
+            if 0 < num_late // 2 < self._most_several:
+                self._most_several = num_late // 2
+                log.warning(
+                    "a list of %d samples ran past reward.timeout_s (%g s), and none of them alone did; lists have at most %d "
+                    "samples from now on; raise reward.timeout_s for longer ones",
+                    num_late, self._config.timeout_s, self._most_several,
+                )  # fmt: skip
 
     async def _keep_full(self, process: ScoringProcess) -> deque[_Job]:
         """Score samples concurrently as they arrive, until the process is lost; return the samples that it still had.
@@ -323,7 +326,6 @@ class RewardPool:
         if not limit and isinstance(self._config.functions[mark.function], PythonReward):
             return Judgement(error=f"its scoring process died in {name}: {stopped}")
         self.counts.over_limit += 1
-        self._most_several = min(2 * self._most_several, MAX_BATCH)  # this sample took the time, not the length of its list
         job.skipped = (*job.skipped, mark.function)
         job.over_limit = f"reward {name} {limit or f'ended its process ({stopped})'}"
         return None

@@ -107,7 +107,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Which process waits for what, in one line; empty while nothing is stuck."""
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    """Sampled accuracy on held-out prompts, first and newest evaluation; None where no rule judges."""
+    """Sampled accuracy on held-out prompts, of version 0 and of the newest later version; None where no rule judges."""
     checkpoint: str = ""
     """Folder of the newest complete checkpoint."""
     refused_messages: int = 0

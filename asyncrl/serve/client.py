@@ -19,7 +19,7 @@ import msgspec
 from asyncrl.client import RunClient, connect, error_in
 from asyncrl.config.load import dump_config, find_config, read_config_text
 from asyncrl.config.run import RunConfig
-from asyncrl.errors import LaunchError, RunError
+from asyncrl.errors import ConfigError, LaunchError, RunError
 from asyncrl.serve.reading import MOST_CHUNK_BYTES, SUMS_FILE
 from asyncrl.serve.records import RunRecord
 from asyncrl.serve.submit import Fork, Submission
@@ -30,7 +30,7 @@ LOOK_S = 1.0
 READ_S = 60.0
 """A download fails if nothing arrives for this long."""
 ComparedValue = Literal["accuracy_before", "accuracy_after", "reward", "staleness", "steps_per_s"]
-"""`reward` and `staleness` are means of the last 50 steps."""
+"""`reward` and `staleness` are means of the last 50 steps, `steps_per_s` is their median speed."""
 T = TypeVar("T")
 
 
@@ -163,7 +163,8 @@ class Server:
         """Compare runs that differ in one field of their configs: means with intervals, and p of differences paired by `seed`.
 
         Args:
-            runs: The runs to compare, at most 50; a run without a value, because it has not ended, is left out.
+            runs: The runs to compare, at most 50. A run that has not ended or has no value is left out; for `accuracy_after`,
+                a run that is not done too.
             by: The field, such as `buffer.max_staleness`; runs with the same value are one arm.
                 Of two runs in an arm with the same seed, the last one counts.
             metric: The metric to compare.
@@ -171,14 +172,17 @@ class Server:
 
         Raises:
             RunError: There is no such run.
-            ConfigError: No run has that value of `by`.
+            ConfigError: The runs do not differ in `by`, or none that counts has the value `baseline`.
         """
         names = ",".join(run if isinstance(run, str) else run.id for run in runs)
         page = await self._ask("GET", "/v1/compare", dict[str, list[dict[str, Any]]], query={"runs": names})
         arms: dict[str, dict[int, float]] = {}
-        for row in page["runs"]:  # without the fields that all have alike
-            if row[metric] is not None:
-                arms.setdefault(str(row["config"].get(by, "as in all")), {})[row["config"].get("seed", 0)] = row[metric]
+        if not any(by in row["config"] for row in page["runs"]):  # which has only the fields that differ
+            raise ConfigError(f"these runs do not differ in {by!r}")
+        ended = {"done"} if metric == "accuracy_after" else {"done", "stopped", "failed"}
+        for row in page["runs"]:
+            if row["outcome"] in ended and row[metric] is not None:
+                arms.setdefault(str(row["config"].get(by)), {})[row["config"].get("seed", 0)] = row[metric]
         return compare(arms, baseline)
 
     def connect(self, run: str) -> RunClient:

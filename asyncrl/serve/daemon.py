@@ -32,9 +32,9 @@ from asyncrl.config.load import read_toml
 from asyncrl.control.launch.processes import is_live
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, StepReport, newest_row, read_evals
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, StepReport, accuracies, newest_row, read_evals
 from asyncrl.schema.status import RunStatus
-from asyncrl.serve.keeper import Keeper
+from asyncrl.serve.keeper import Keeper, has_done
 from asyncrl.serve.machine import Machine, machine
 from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Guard, Outcome, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
@@ -154,16 +154,18 @@ class Viewed:
                 self._newest = msgspec.json.decode(line, type=RunEvent)
                 self._first = self._first or self._newest
                 self._phase = self._newest if self._newest.kind == "phase" else self._phase
-        step, evals, phase = newest_row(folder / STEPS_FILE, StepReport), read_evals(folder), self._phase
+        step, phase = newest_row(folder / STEPS_FILE, StepReport), self._phase
+        accuracy_before, accuracy_after = accuracies(read_evals(folder))
         num_steps, version = read_toml(folder / "config.toml").get("num_steps", 0), step.version if step else -1
-        failed = phase is not None and phase.subject == "failed"
-        outcome: Outcome = "" if live else "failed" if failed else "done" if version >= num_steps else "stopped"
+        failed, reason = phase is not None and phase.subject == "failed", phase.text if phase else ""
+        done = version >= num_steps and has_done(folder, num_steps, reason)
+        outcome: Outcome = "" if live else "failed" if failed else "done" if done else "stopped"
         self._keeper.records.runs[self.name] = RunRecord(
             id=self.name, number=self._number, state="live" if live else "ended", outcome=outcome,
-            reason=phase.text if phase else "", version=version, num_steps=num_steps,
+            reason=reason, version=version, num_steps=num_steps,
             started_s=self._first.time_s if self._first else 0.0,
             ended_s=self._newest.time_s if self._newest and not live else 0.0,
-            accuracy_before=evals[0].accuracy if evals else None, accuracy_after=evals[-1].accuracy if evals else None,
+            accuracy_before=accuracy_before, accuracy_after=accuracy_after,
         )  # fmt: skip
         self._keeper.statuses.pop(self.name, None)
         if live:

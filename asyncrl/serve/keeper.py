@@ -26,15 +26,17 @@ from msgspec.structs import replace
 from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, newest_saved
 from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
-from asyncrl.config.load import dump_config, load_config
+from asyncrl.config.load import dump_config, load_config, read_toml
 from asyncrl.config.run import RunConfig
+from asyncrl.control.launch.process_main import BY_SIGTERM
 from asyncrl.control.launch.processes import find_controllers, is_live, kill_controllers, until_gone
+from asyncrl.control.lifecycle.state import DRAIN_TIMED_OUT, GOAL_REACHED
 from asyncrl.control.lifecycle.supervisor import end_left
 from asyncrl.errors import AlreadyRunsError, AsyncRLError, ConfigError, RunError, RunLostError
-from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, Tail, newest_row, read_evals, read_events
+from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, Tail, accuracies, newest_row, read_evals, read_events
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import ENDED, Judged, RunStatus
-from asyncrl.serve.machine import Machine, admit, demand_of, in_order, misfits
+from asyncrl.serve.machine import Machine, admit, demand_of, in_order, machine, misfits
 from asyncrl.serve.records import RECORD_FILE, SUBMITTED_FILE, Answered, Demand, Outcome, Records, RunRecord
 from asyncrl.serve.submit import Submission
 
@@ -45,6 +47,8 @@ LOOK_S = 0.5
 MOST_RESTARTS = 2
 BACKOFF_S = 1.0
 AGAIN_S = 5.0
+LEAST_FREE_BYTES = 256 << 20
+"""If the disk has less free space than this, new runs are refused and queued ones wait."""
 START = "start"
 """In a fork's folder: the checkpoint to start from, as hard links, since the parent may remove it before the fork starts."""
 
@@ -83,6 +87,7 @@ class Keeper:
                 self._settle("")
                 for run in begun:
                     self._begin(run, of_before=True)
+                self._group.create_task(self._look_for_gpus(), name="look-for-gpus")
                 while True:
                     self._changed.clear()
                     try:
@@ -97,17 +102,42 @@ class Keeper:
                     task.cancel()
 
     def _start_queued(self) -> None:
-        """Start the runs that fit the machine; a run that can never fit this machine (the folder was moved) has failed."""
-        if self._drains:
+        """Start the runs that fit the machine; a run that can never fit this machine (the folder was moved) has failed.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        queued = [] if self._drains else in_order(self.records.runs.values())
+        if not queued:
             return
-        for record in in_order(self.records.runs.values()):
-            if faults := misfits(self.machine, record.demand):
+        if full := self.full_disk():
+            raise OSError(full)
+        for record in queued:
+            if (faults := misfits(self.machine, record.demand)) and not (record.demand.gpus and self._misses_gpus()):
                 self._ended(replace(record, reason="; ".join(faults)), "failed")
         for run, gpus in admit(self.machine, self.records.runs.values()).items():
             record = self.records.runs[run]
             # The end of an earlier attempt is no longer the run's, also where this daemon is killed before `_start` notes so.
             self.records.put_run(replace(record, state="starting", gpus=gpus, events_before=record.events_told))
             self._begin(run, of_before=False)
+
+    def full_disk(self) -> str:
+        """Return that the disk has no room for another run; empty if it has."""
+        folder = self.records.run_folder("")
+        free_bytes = shutil.disk_usage(folder).free
+        return f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
+
+    def _misses_gpus(self) -> bool:
+        """Return whether nvidia-smi is here and has shown no GPU: it may have failed for a moment."""
+        return not self.machine.gpus and shutil.which("nvidia-smi") is not None
+
+    async def _look_for_gpus(self) -> None:
+        while self._misses_gpus():
+            log.error("nvidia-smi shows no GPU: runs that need one wait; it is asked again in %g s", AGAIN_S)
+            await self._clock.sleep(AGAIN_S)
+            with contextlib.suppress(OSError):
+                self.machine = replace(self.machine, gpus=(await asyncio.to_thread(machine)).gpus)
+            self._changed.set()
 
     def _settle(self, run: str) -> None:
         """Note that an earlier run was checked."""
@@ -219,8 +249,7 @@ class Keeper:
         if record.state != "ended":
             raise RunError(f"{run} is {record.state}: it needs no resume")
         goal = num_steps or record.num_steps
-        # A run that failed may have done them, and have no checkpoint of the last ones.
-        if record.version >= goal and (record.outcome == "done" or newest_saved(self.records.run_folder(run)) >= goal):
+        if record.version >= goal and has_done(self.records.run_folder(run), goal, record.reason):
             raise RunError(f"{run} has done its {goal} steps; give num_steps to take it further")
         record = replace(record, state="queued", outcome="", reason="", drains=False, num_steps=goal, ended_s=0.0)
         self.records.put_run(record)
@@ -317,7 +346,8 @@ class Keeper:
             self.tell("adopted", record.id)
             return True
         record = self.records.runs[record.id]  # it may have been told to end meanwhile
-        if (end := _told_end(folder, record.events_before)) is not None:
+        end = _told_end(folder, record.events_before)
+        if end is not None and (end != ("stopped", BY_SIGTERM) or record.drains):  # else the machine went down
             await self._pass_on(record.id, self._untold(record.id))
             record = self.records.runs[record.id]
             began_s = record.started_s or next(event.time_s for event in read_events(folder))  # it has its last one
@@ -354,14 +384,17 @@ class Keeper:
                 self._ended(replace(found, reason=str(error)), "failed")
                 return
             lives, of_before, record = False, True, self.records.runs[record.id]
-            goes_on = phase == "stopped" and not record.drains and record.version < record.num_steps
-            if self._drains and (goes_on or phase not in ENDED):  # by the next daemon
+            folder, goal = self.records.run_folder(record.id), record.num_steps
+            goes_on = phase == "failed" and reason.endswith(DRAIN_TIMED_OUT)
+            if phase == "stopped":  # at its goal without a checkpoint, the outside learner would have to come back
+                goes_on = record.version < goal or (newest_saved(folder) >= goal and not has_done(folder, goal, reason))
+            if self._drains and (phase not in ENDED or (goes_on and not record.drains)):  # by the next daemon
                 self.records.put_run(replace(record, state="queued", gpus=()))
                 return
             if phase in ENDED:
                 await self._conclude(record, phase, reason)
                 return
-            await asyncio.to_thread(end_left, self.records.run_folder(record.id))
+            await asyncio.to_thread(end_left, folder)
             record = self.records.runs[record.id]  # it may have been told to end meanwhile
             in_vain = 0 if record.version > before else in_vain + 1
             if record.drains or in_vain > MOST_RESTARTS:
@@ -391,7 +424,7 @@ class Keeper:
         record = self.records.runs[record.id]  # it may have been told to end meanwhile
         record = replace(record, state="starting", attempts=record.attempts + 1, events_before=before)
         self.records.put_run(record)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if self.machine.gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if self.machine.gpus or record.gpus else {}
         source = folder / ("config.toml" if resumed else SUBMITTED_FILE)
         config = await asyncio.to_thread(
             load_config, source, {"num_steps": record.num_steps, "folder": str(folder.parent), "name": record.id}
@@ -472,11 +505,11 @@ class Keeper:
         """Record the end that a run has reported."""
         folder = self.records.run_folder(record.id)
         newest = await asyncio.to_thread(newest_row, folder / STEPS_FILE, StepReport)
-        evals = await asyncio.to_thread(read_evals, folder)
+        before, after = accuracies(await asyncio.to_thread(read_evals, folder))
         version = max(record.version, newest.version if newest else -1)
-        outcome: Outcome = "failed" if phase == "failed" else "done" if version >= record.num_steps else "stopped"
-        if len(evals) > 1:
-            record = replace(record, accuracy_before=evals[0].accuracy, accuracy_after=evals[-1].accuracy)
+        done = version >= record.num_steps and has_done(folder, record.num_steps, reason)
+        outcome: Outcome = "failed" if phase == "failed" else "done" if done else "stopped"
+        record = replace(record, accuracy_before=before, accuracy_after=after)
         self._ended(replace(record, version=version, reason=reason), outcome)
 
     def _ended(self, record: RunRecord, outcome: Outcome) -> None:
@@ -484,6 +517,15 @@ class Keeper:
         self.records.put_run(replace(record, state="ended", outcome=outcome, gpus=(), ended_s=self._clock.now()))
         self.tell("ended", record.id, f"{outcome}: {record.reason}")
         self._changed.set()
+
+
+def has_done(run_folder: Path, num_steps: int, reason: str) -> bool:
+    """Return whether a run that made its last version, and ended for this reason, has nothing left to do.
+
+    An evaluation may be left, or, of a run that failed, the checkpoint.
+    """
+    is_saved = newest_saved(run_folder) >= num_steps
+    return reason == GOAL_REACHED or (is_saved and not read_toml(run_folder / "config.toml").get("eval", {}).get("at_end", True))
 
 
 def _told_end(folder: Path, after: int) -> tuple[str, str] | None:

@@ -6,6 +6,8 @@ an earlier one: while the first run of the queue does not fit, the others wait, 
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -35,8 +37,13 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def machine() -> Machine:
-    """Return what this machine has."""
-    return Machine(tuple(ask_driver("uuid").split()), max(1, int(num_cores())), total_memory())
+    """Return what this machine has; of its GPUs, those that CUDA_VISIBLE_DEVICES names, if it is set, in its order."""
+    rows = [line.split(", ") for line in ask_driver("uuid,index").splitlines()]
+    gpus = [row[0] for row in rows]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        named = [[row[0] for row in rows if name == row[-1] or row[0].startswith(name or "none")] for name in visible.split(",")]
+        gpus = [found[0] for found in itertools.takewhile(bool, named)]  # CUDA stops at the first that it does not know, too
+    return Machine(tuple(gpus), max(1, int(num_cores())), total_memory())
 
 
 def demand_of(config: RunConfig, there: Machine) -> Demand:

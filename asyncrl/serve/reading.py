@@ -14,6 +14,7 @@ import os
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO
 
 import msgspec
@@ -22,7 +23,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from asyncrl.config.load import load_config
 from asyncrl.observe.sinks import MetricsRow, label_text, newest_values, render_prometheus
-from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, STEPS_FILE, EvalReport, StepReport, newest_rows, read_lines
+from asyncrl.observe.steps import EVAL_FILE, MOST_READ_BYTES, STEPS_FILE, EvalReport, StepReport, newest_rows
 from asyncrl.serve.records import PRIVATE, ForbiddenError, Records
 
 MOST_SERIES = 300
@@ -33,7 +34,7 @@ OWN_METRICS = {
 }
 """The daemon's own metrics of each live run, with their descriptions."""
 LAST_STEPS = 50
-"""Number of last steps over which reward and staleness are compared."""
+"""Number of last steps over which reward, staleness and speed are compared."""
 LOOK_S = 0.5
 """Time between two checks for new rows."""
 BEAT_S = 15.0
@@ -219,15 +220,16 @@ def metrics_text(records: Records, answered: Mapping[int, int]) -> str:
 
 
 def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return results of runs, and the settings in which they differ; of a long run, only the first and newest steps are read."""
+    """Return results of runs, and the settings in which they differ; only their newest steps are read."""
     rows = list[dict[str, Any]]()
     for record, folder in ((records.runs[name], records.run_folder(name)) for name in names):
         newest: dict[int, StepReport] = {}
         for step in newest_rows(folder / STEPS_FILE, StepReport):
             newest.setdefault(step.step, step)  # of a step that was repeated the last line counts
         last = [newest[number] for number in sorted(newest)][-LAST_STEPS:]
-        first = next(read_lines(folder / STEPS_FILE, StepReport), None)
-        num_steps, span_s = (last[-1].step - first.step, last[-1].time_s - first.time_s) if last and first else (0, 0.0)
+        reach = max(1, len(last) // 4)  # steps may come in bursts; a pause is in less than half of these spans
+        spans = zip(last, last[reach:], strict=False)
+        step_s = median([(late.time_s - early.time_s) / (late.step - early.step) for early, late in spans] or [0.0])
         rows.append({
             "run": record.id,
             "outcome": record.outcome or record.state,
@@ -236,7 +238,7 @@ def compared(records: Records, names: Sequence[str]) -> list[dict[str, Any]]:
             "accuracy_after": record.accuracy_after,
             "reward": sum(step.reward_mean for step in last) / len(last) if last else None,
             "staleness": sum(step.staleness_mean for step in last) / len(last) if last else None,
-            "steps_per_s": num_steps / span_s if span_s else None,
+            "steps_per_s": 1 / step_s if step_s > 0 else None,
             "config": _flat(msgspec.to_builtins(load_config(records.config_file(record.id)))),
         })  # fmt: skip
     keys = {key for row in rows for key in row["config"]}

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import inspect
 import re
-import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +47,6 @@ MOST_AT_ONCE = 200
 """Maximum number of open requests of one token, streams included."""
 MOST_JUDGED_BYTES = 16 << 20
 """Maximum size of a program's scores; they include errors that its function raised."""
-LEAST_FREE_BYTES = 256 << 20
-"""New runs are refused if the disk has less free space than this."""
 ORDERS = ("pause", "checkpoint", "drain", "stop")
 FILE, MADE = (200, 206, 304), (200, 201)
 """HTTP statuses of a file (complete, partial, not modified), and of a run that was made (before or now)."""
@@ -370,10 +367,7 @@ class Service:
 
     def _refusal(self) -> str:
         """Return why no runs are accepted; empty if they are."""
-        folder = self.records.run_folder("")
-        free_bytes = shutil.disk_usage(folder).free
-        full = f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
-        return "the daemon is ending" if self.draining else full
+        return "the daemon is ending" if self.draining else self.keeper.full_disk()
 
     def _takes_work(self) -> None:
         if reason := self._refusal():

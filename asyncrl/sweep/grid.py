@@ -24,6 +24,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.config.load import lay_over, read_toml, resolve_config, set_value
+from asyncrl.config.reward import OverlongPenalty
 from asyncrl.config.run import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import unknown_names
@@ -38,6 +39,8 @@ Metric = str
 """One of OUTCOMES, or a metric of steps, as `bias/length_ratio`: its mean over the last `window` steps that have it."""
 OUTCOMES = ("seconds_to_bar", "samples_to_bar", "accuracy", "reward")
 """`accuracy`: held out, under the last version. `reward`: mean of the last `window` steps."""
+NOT_OF_STEPS = re.compile(r"eval/|warm_start/|process/(?!generated_tokens/)")
+"""Metrics that steps.jsonl does not have."""
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,7 +140,7 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
         results: The results file; None: results.jsonl beside the sweep. Each results file has its own folder of cells.
 
     Raises:
-        ConfigError: The file or a cell's config is invalid, two cells are the same, or a metric needs a bar and there is none.
+        ConfigError: The file or a cell's config is invalid, two cells are the same, or no cell can have a metric.
     """
     path = given / SWEEP_FILE if given.is_dir() else given
     if not path.is_file():
@@ -148,9 +151,10 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
     except msgspec.ValidationError as error:
         known = f"; known are {', '.join(SweepFile.__struct_fields__)}" if "unknown field" in str(error) else ""
         raise ConfigError(f"{path}: {error}{known}") from error
-    if unknown := unknown_names(metric for metric in file.metrics if metric not in OUTCOMES):
-        known = f"{', '.join(OUTCOMES)}, and those of docs/observability.md, as bias/length_ratio"
-        raise ConfigError(f"{path}: there is no metric {', '.join(unknown)}; there are {known}")
+    of_steps = [metric for metric in file.metrics if metric not in OUTCOMES]
+    if wrong := unknown_names(of_steps) or [metric for metric in of_steps if NOT_OF_STEPS.match(metric)]:
+        known = f"{', '.join(OUTCOMES)}, and those of steps in docs/observability.md, as bias/length_ratio"
+        raise ConfigError(f"{path}: no step has a metric {', '.join(wrong)}; there are {known}")
     if file.bar is None and (needing := [metric for metric in file.metrics if metric.endswith("_to_bar")]):
         raise ConfigError(f"{path}: {', '.join(needing)} needs a bar, as `bar = 0.8`: without one no cell can reach it")
     arms, base = _arms(file, path), dict[str, Any]()
@@ -176,6 +180,12 @@ def load_sweep(given: Path, results: Path | None = None) -> Sweep:
             raw_arm |= {"seed": seed, "name": f"{ids[label]}-seed{seed}", "folder": str(cells_folder)}
             config = resolve_config(raw_arm, source=f"{path}, cell {label}")
             cell = Cell(config.name, label, seed, config, commands.get(label, ()))
+            judges = any(each.weight > 0 and not isinstance(each, OverlongPenalty) for each in config.reward.functions)
+            if "accuracy" in file.metrics and not cell.command and not (config.eval.at_end and judges):
+                raise ConfigError(
+                    f"{path}, cell {label}: the metric accuracy needs eval.at_end = true and a reward function that judges; "
+                    'or compare by another metric, as `metrics = ["reward"]`'
+                )
             if not file.same_settings and (other := seen.setdefault(cell.settings, label)) != label:
                 raise ConfigError(
                     f"{path}: {other} and {label} are the same settings under two names; `same_settings = true` allows it"

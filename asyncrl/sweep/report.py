@@ -109,6 +109,8 @@ def write_report(given: Path) -> str:
 def _comparison_lines(results: Results) -> list[str]:
     """Return the comparison of every arm with the baseline, for every metric of the plan."""
     made: list[tuple[str, Metric, list[float]]] = []
+    without = [results.title(each) for each in results.plan.metrics if not any(results.values(arm, each) for arm in results.arms)]
+    told = [f"Not compared, as no cell has a value: {', '.join(without)}."] if without else []
     for metric in results.plan.metrics:
         of_base = results.values(results.plan.baseline, metric)
         for arm in results.arms:
@@ -116,7 +118,7 @@ def _comparison_lines(results: Results) -> list[str]:
             differences = [value - of_base[seed] for seed, value in values.items() if seed in of_base]
             made += [(arm, metric, differences)] if differences and arm != results.plan.baseline else []
     if not made:
-        return ["Nothing to compare: no seed has both the baseline and another arm."]
+        return told or ["Nothing to compare: no seed has both the baseline and another arm."]
     p_values = [sign_flip_p(differences) for *_, differences in made]
     text = [
         f"Against `{results.plan.baseline}`, paired by seed. p: two-sided, by permutation of signs (exact up to {MOST_EXACT} "
@@ -131,7 +133,7 @@ def _comparison_lines(results: Results) -> list[str]:
     smallest_p = min(1.0, len(made) * 2.0 ** (1 - max(len(differences) for *_, differences in made)))
     if smallest_p >= SIGNIFICANT:
         text += ["", f"With so few seeds nothing can be told apart: the smallest corrected p is {smallest_p:.2f}."]
-    return text
+    return [*text, *([""] if told else []), *told]
 
 
 def _mean(values: Sequence[float | None], style: str) -> str:

@@ -101,6 +101,7 @@ def build_jsonl(config: JsonlTask, seed: int) -> TaskData:
     if config.held_out_path:
         shown = {problem.text for problem, _ in shots}
         held_out = [each for each in _read(Path(config.held_out_path), config) if each[0].text not in shown]
+        random.Random(derive_seed(seed, "jsonl", "held_out")).shuffle(held_out)
         held_out_questions = {problem.text for problem, _ in held_out}
         train = [each for each in pool if each[0].text not in held_out_questions]
     else:

@@ -6,12 +6,15 @@
       client.key       0600   the same for joined generators; weights go by it from process to process
 
 The keys are made once per run. A joining machine needs only `client.key`, with which no process can use the name of one of the
-run's own. A key file that others can read is refused, as ssh does. Every listening socket of asyncrl authenticates through
-`zap_reply`, the one handler of ZeroMQ's authentication requests (ZAP), and accepts exactly the keys given to it.
+run's own. A key file that others can read is refused, as ssh does; the run itself, as it starts, makes its files private again.
+Every listening socket of asyncrl authenticates through `zap_reply`, the one handler of ZeroMQ's authentication requests (ZAP),
+and accepts exactly the keys given to it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +27,8 @@ import zmq.utils.z85
 from asyncrl.config.run import TransportConfig
 from asyncrl.errors import ConfigError
 from asyncrl.folders import write_whole
+
+log = logging.getLogger(__name__)
 
 KEYS_FOLDER = "keys"
 LISTENER_FILE = "listener.key"
@@ -64,8 +69,8 @@ def make_keys(run_folder: Path) -> ListenerKeys:
     """Return the run's listener keys; make the key files if there are none (a resumed run keeps its keys).
 
     Raises:
-        ConfigError: One of the files is damaged, or others can read it. Also the client files
-            are checked here, because a connecting process could not report the fault.
+        ConfigError: One of the files is damaged, or is another user's and others can read it. Also the client files are checked
+            here, because a connecting process could not report the fault.
     """
     folder = run_folder / KEYS_FOLDER
     if not (folder / OWN_FILE).exists() or not (folder / LISTENER_FILE).exists():
@@ -76,6 +81,10 @@ def make_keys(run_folder: Path) -> ListenerKeys:
         _write_private(folder / OWN_FILE, ClientKeys(*own, listener_public))
         _write_private(folder / CLIENT_FILE, ClientKeys(*client, listener_public))
         _write_private(folder / LISTENER_FILE, ListenerKeys(listener_public, listener_secret, own[0], client[0]))
+    for path in folder.glob("*.key"):
+        if (found := path.stat()).st_mode & 0o077 and found.st_uid == os.geteuid():
+            log.warning("key file %s had mode %o, others could read it; it has 600 now", path, stat.S_IMODE(found.st_mode))
+            path.chmod(0o600)
     remedy = "remove RUN/keys, and the run makes new ones"
     keys = _read_keys(folder / LISTENER_FILE, ListenerKeys, f"listener key: {remedy}")
     for file in (OWN_FILE, CLIENT_FILE):

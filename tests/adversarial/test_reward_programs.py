@@ -463,6 +463,15 @@ def test_code_is_found_in_markdown(text):
     assert extract_code(text).strip() == RIGHT.strip()
 
 
+@pytest.mark.parametrize("line", ["return '''Use:```", "return '''Use: ```python", "# a ```"])
+@pytest.mark.parametrize(("before", "after"), [
+    ("```python\n", "```"), ("- a\n\n  ```\n  x\n  ```\nCode: ```\n", "```\nIt works."), ("<answer>```python\n", "```</answer>\nor\n```text\nx\n```"),
+])  # fmt: skip
+def test_a_line_of_a_program_that_ends_as_a_fence_does_not_end_the_program(line, before, after):
+    program = f"def f():\n    {line}\nx = 1\n"
+    assert extract_code(before + program + after) == program
+
+
 @pytest.mark.parametrize("text", [
     "```" + " " * 20_000, "`" * 50_000, "```python\n" * 5_000, "> " * 20_000, "- " * 20_000, "1. " * 10_000, "~~~\n" * 10_000,
     "[" * 50_000, " " * 400_000, "<a>" * 20_000, "\t```\n" * 9_000,

@@ -358,12 +358,15 @@ async def test_keys_and_sockets_are_private_and_gone_after_close(tmp_path):
     assert not socket_folder.exists()
 
 
-async def test_a_resumed_run_keeps_its_keys_and_open_key_files_are_refused(tmp_path):
-    assert make_keys(tmp_path) == make_keys(tmp_path)
-    (tmp_path / "keys" / "client.key").chmod(0o644)
-    for read in (load_client_keys, make_keys):  # the run itself says so: who cannot connect tells nobody
-        with pytest.raises(ConfigError, match=r"client.key has mode 644, others can read"):
-            read(tmp_path)
+async def test_a_resumed_run_keeps_its_keys_and_makes_their_files_private_again_and_nobody_else_takes_open_ones(tmp_path, caplog):
+    keys = make_keys(tmp_path)
+    for file in (tmp_path / "keys").iterdir():
+        file.chmod(0o660)  # as Kubernetes does to a volume
+    with pytest.raises(ConfigError, match=r"client.key has mode 660, others can read"):
+        load_client_keys(tmp_path)
+    assert make_keys(tmp_path) == keys
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "keys").iterdir()} == {0o600}
+    assert "client.key had mode 660" in caplog.text
     with pytest.raises(ConfigError, match="made when the run starts"):
         load_client_keys(tmp_path / "elsewhere")
 

@@ -125,8 +125,10 @@ class RestartedRecord(WideRecord, frozen=True):
 
 
 class RescoreRecord(WideRecord, frozen=True):
-    """Request new scores for groups that are not taken yet and whose scores have no reference log-probabilities."""
+    """Request new scores for groups that are not taken yet and whose scores lack this reference's log-probabilities."""
 
+    reference: str
+    """What the log-probabilities depend on: the reference's folder and the temperature."""
     now: float
 
 

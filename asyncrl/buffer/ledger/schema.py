@@ -250,10 +250,13 @@ def _insert_wide(connection: sqlite3.Connection, record: rec.Record) -> None:
             taken = "UPDATE groups SET state = 'taken' WHERE state = 'trained' AND step >= ? AND group_id >= ?"
             connection.execute(taken, (version, since))
             events = [(now, None, "learner restarted", f"version {version}")]
-        case rec.RescoreRecord(now):
+        case rec.RescoreRecord(reference, now):
+            before = connection.execute("SELECT value FROM meta WHERE name = 'reference'").fetchone() or (reference,)
+            connection.execute(_SET_META, ("reference", reference))
+            lacking = " AND reference = x''" if before == (reference,) else ""
             of_live = "SELECT group_id FROM groups WHERE state IN ('running', 'scoring', 'ready') AND group_id >= ?"
             live = connection.execute(of_live, (ended(connection).before,)).fetchall()
-            unset = "DELETE FROM scores WHERE key >= ? AND key < ? AND reference = x''"
+            unset = f"DELETE FROM scores WHERE key >= ? AND key < ?{lacking}"  # noqa: S608 - ours
             again = [group_id for (group_id,) in live if connection.execute(unset, keys_of(group_id)).rowcount]
             statement = f"UPDATE groups SET state = 'scoring', ready_s = NULL{_OF_GROUPS} AND state = 'ready'"  # noqa: S608
             connection.execute(statement, (_text(again),))

@@ -116,6 +116,8 @@ class _Server(asyncio.Protocol):
     _pending: bytes = b""
     _asked: deque[asyncio.Future[LocalProcess]] = field(default_factory=deque)
     _codes: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _expected: set[int] = field(default_factory=set)
+    """Processes that were killed and whose end is not reported yet."""
 
     async def fork(self, spec: ProcessSpec, timeout_s: float) -> LocalProcess:
         """Start one child.
@@ -152,15 +154,15 @@ class _Server(asyncio.Protocol):
     def _expect(self, pid: int, end: asyncio.Future[int]) -> None:
         """Give up the server if it does not report the end of a killed process in time after that end."""
 
-        def look() -> None:
-            if end.done():
-                return
-            if is_running(pid):  # it is still in a call of the kernel
-                self._expect(pid, end)
-            else:
+        def look(*, has_ended: bool) -> None:
+            if not end.done() and has_ended:
                 self.give_up()
+            elif not end.done():  # it may be in a call of the kernel for long
+                asyncio.get_running_loop().call_later(TOLD_S, partial(look, has_ended=not is_running(pid)))
 
-        asyncio.get_running_loop().call_later(TOLD_S, look)
+        if pid not in self._expected:
+            self._expected.add(pid)
+            look(has_ended=False)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep it."""
@@ -173,6 +175,7 @@ class _Server(asyncio.Protocol):
         for line in lines:
             answer = msgspec.json.decode(line, type=ForkAnswer)
             if answer.code is not None:
+                self._expected.discard(answer.pid)
                 if (code := self._codes.pop(answer.pid, None)) is not None:  # else an import started it
                     code.set_result(answer.code)
             elif answer.error:

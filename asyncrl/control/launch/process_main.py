@@ -55,6 +55,8 @@ TELL_S = 2.0
 SOCKET_FILE = "owner.sock"
 ATTACH_S = 60.0
 """How long the program that starts a run has to attach first; afterwards `owner.grace_s` applies."""
+BY_SIGTERM = "the controller was told to end by SIGTERM"
+"""Reason of a run's end."""
 
 
 def set_up_logging(process: str, level: str = "INFO") -> None:
@@ -257,7 +259,7 @@ def _stop_by_signal(owner: Ownership) -> None:
     loop = asyncio.get_running_loop()
 
     def end() -> None:
-        owner.then, owner.why = "stop", "the controller was told to end by SIGTERM"
+        owner.then, owner.why = "stop", BY_SIGTERM
         owner.gone.set()
         owner.nobody.set()
 

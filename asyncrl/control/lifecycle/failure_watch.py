@@ -216,21 +216,30 @@ class StallDetector:
         self._held = held
         self._since_s = now
 
-    def check(self, now: float, waits: Sequence[Wait], queues: Mapping[str, int], working: Sequence[str] = ()) -> str:
+    def check(
+        self,
+        now: float,
+        waits: Sequence[Wait],
+        queues: Mapping[str, int],
+        working: Sequence[str] = (),
+        *,
+        is_warming: bool = False,
+    ) -> str:
         """Return the reason to end the run if there was no progress for `stall_timeout_s`, else nothing.
 
-        While a process reports that it works, the time-out is PATIENCE_WITH_WORK times as long.
+        While a process reports that it works, and while models are loaded, the time-out is PATIENCE_WITH_WORK times as long.
 
         Args:
             now: Clock seconds.
             waits: The waits of all processes, including the controller.
             queues: Depth of queues by name: `ready`, `running`, `scoring`.
             working: Names of processes that wait for nothing.
+            is_warming: Whether models are being loaded.
         """
         stalled_s = now - self._since_s
         if self.in_vain:
             working = [name for name in working if name.startswith("learner")]
-        if self._held or stalled_s <= self._timeout_s * (PATIENCE_WITH_WORK if working else 1):
+        if self._held or stalled_s <= self._timeout_s * (PATIENCE_WITH_WORK if working or is_warming else 1):
             return ""
         moves = sorted(self._moved_s.items(), key=lambda item: item[1])
         last = ", ".join(f"{what} {now - at_s:.0f} s ago" for what, at_s in moves) or "nothing at all"

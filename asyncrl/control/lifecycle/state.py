@@ -28,6 +28,10 @@ from asyncrl.schema.status import ENDED, Phase
 
 ProcessState = Literal["planned", "starting", "up", "ready", "dying", "restarting", "leaving", "left", "gone"]
 LONGEST_BACKOFF_S = 30.0
+GOAL_REACHED = "goal reached"
+"""Reason of the end of a run that did all it was to do, its last evaluation included."""
+DRAIN_TIMED_OUT = "longer than supervision.drain_timeout_s allows"
+"""End of the reason of a run whose drain took too long."""
 OUT_OF_MEMORY = " (where nobody sent it, the machine or the container ran out of memory: fewer slots or processes)"
 _COMES_IN: dict[type, frozenset[Phase]] = {
     ev.EvaluationDone: frozenset({"evaluating", "draining"}),
@@ -133,7 +137,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
         self._now = 0.0
         self._phase_since_s = 0.0
         self._resume_to: Phase = "running"
-        self._drain_reason = "goal reached"
+        self._drain_reason = GOAL_REACHED
         self._out: list[ev.Instruction] = []
         self._story: deque[str] = deque(maxlen=40)
 
@@ -211,9 +215,7 @@ class Lifecycle(Machine[ev.Event, ev.Instruction]):
                     self._kill(self.processes[name], reason)
                 waited_s = self._now - self._phase_since_s
                 if self.phase == "draining" and waited_s > self.config.drain_timeout_s:
-                    self._end(
-                        ok=False, reason=f"draining took {waited_s:.0f} s, longer than supervision.drain_timeout_s allows"
-                    )  # fmt: skip
+                    self._end(ok=False, reason=f"draining took {waited_s:.0f} s, {DRAIN_TIMED_OUT}")
             case ev.StepsDone() if not self.goal_reached and self.phase != "draining":
                 self.goal_reached = True
                 self._advance("evaluating" if self.evaluate_last else "draining")

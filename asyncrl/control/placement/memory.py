@@ -7,9 +7,9 @@ memory for a forward pass is in no sum.
 Every phase of a shared device must fit its budget. With `placement.kind = "async_hybrid"` the same sums are divided by shares:
 training state with the activations of a row, models of inference workers on the same device, weights and the smallest KV cache
 that works are added up. If they do not fit, the config is refused with the sum. With a budget of B bytes, vLLM's KV cache in each
-of n generators is s B / n - weights (without a budget it gets s / n of the GPU), with s = `placement.generation_share`. The
-transformers engine's cache is fixed by its slots, and on a GPU torch's allocator is limited to s B / n. The share of time is in
-limits.py.
+of n generators is s B / n - weights (without a budget it gets s / n of the GPU), with s = `placement.generation_share` and, with
+several GPUs, the weights that one of them holds. The transformers engine's cache is fixed by its slots, and on a GPU torch's
+allocator is limited to s B / n. The share of time is in limits.py.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def with_own_memory(config: RunConfig) -> RunConfig:
     share = config.placement.generation_share / most_generators(config)
     budget_bytes = int(config.placement.device_memory_gib * GIB)
     if budget_bytes:
-        room_gib = (share * budget_bytes - generator_parts(config)[0].num_bytes) / GIB
+        room_gib = (share * budget_bytes - least_parts(config)[0].num_bytes) / GIB
         engine = replace(engine, kv_cache_gib=min(engine.kv_cache_gib or room_gib, room_gib))
     elif on_gpu(config):
         engine = replace(engine, gpu_memory_share=min(engine.gpu_memory_share, share))
@@ -314,13 +314,15 @@ def check_phase_room(config: RunConfig) -> None:
 
 
 def least_parts(config: RunConfig) -> tuple[Part, ...]:
-    """Return the minimum memory of one generator: weights, and the KV cache of all its slots (with vLLM, of one sample)."""
+    """Return a generator's minimum memory on one GPU: weights, and the KV cache of all its slots (with vLLM, of one sample)."""
     engine, shape = config.generate.engine, policy_shape(config.model)
     if not isinstance(engine, VLLMEngineConfig):
         return generator_parts(config)
     held = BYTES[config.learner.dtype if engine.dtype == "auto" else engine.dtype]
-    one = shape.cached_values * engine.max_sequence_tokens * held
-    return generator_parts(config)[0], Part("KV cache of one sample", one)
+    num_gpus = len(places_of(config).engine_gpus)  # 0: all ranks of an engine are in host memory
+    one = shape.cached_values * engine.max_sequence_tokens * held // (engine.tensor_parallel if num_gpus else 1)
+    weights = generator_parts(config)[0].num_bytes // max(num_gpus, 1)
+    return Part("weights", weights), Part("KV cache of one sample", one)
 
 
 def gpu_memory_bytes(config: RunConfig) -> int:

@@ -31,13 +31,13 @@ from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import with_chosen_medium, with_launch_choices
 from asyncrl.config.reward import PythonReward
-from asyncrl.config.run import JsonlTask, PreferencesTask, PythonTask, RunConfig, has_own_environment
+from asyncrl.config.run import JsonlTask, PreferencesTask, PythonTask, RayLaunch, RunConfig, has_own_environment
 from asyncrl.control.launch.processes import plan_processes
 from asyncrl.control.placement import limits, memory
 from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
-from asyncrl.models.number_format import hardware_format
+from asyncrl.models.number_format import ask_driver, hardware_format
 from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.tasks.registry import build_task
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
@@ -64,12 +64,12 @@ def with_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
     said += [medium] if medium else []
     learner, engine = config.learner, config.generate.engine
     if learner.dtype == "auto":
-        dtype, why = hardware_format(learner.device)
+        dtype, why = _format_of(config, "learner.dtype", learner.device)
         said.append(f"learner.dtype auto is {dtype}: {why}")
         learner = replace(learner, dtype=dtype)
     if isinstance(engine, TransformersEngineConfig):
         if engine.dtype == "auto":
-            dtype, why = hardware_format(engine.device)
+            dtype, why = _format_of(config, "generate.engine.dtype", engine.device)
             said.append(f"generate.engine.dtype auto is {dtype}: {why}")
             engine = replace(engine, dtype=dtype)
         if engine.num_slots == "auto":
@@ -77,6 +77,13 @@ def with_choices(config: RunConfig) -> tuple[RunConfig, list[str]]:
             said.append(f"generate.engine.num_slots auto is {num_slots}: {why}")
             engine = replace(engine, num_slots=num_slots)
     return replace(config, learner=learner, generate=replace(config.generate, engine=engine)), said
+
+
+def _format_of(config: RunConfig, field: str, device: str) -> tuple[str, str]:
+    gpu = gpu_of(device)
+    if isinstance(config.launch, RayLaunch) and gpu is not None and not ask_driver("compute_cap", gpu):  # often a head node
+        raise ConfigError(f"{field} = 'auto' cannot be chosen here: this machine has no GPU; set 'bfloat16' or 'float32'")
+    return hardware_format(device)
 
 
 def _slots(config: RunConfig, engine: TransformersEngineConfig) -> tuple[int, str]:
@@ -117,7 +124,8 @@ def describe(config: RunConfig) -> tuple[str, list[str]]:
         found.faults += beside(found.faults, error)
     lines += [f"# {name:34} {value}" for name, value in figures.items()]
     lines += [f"# {choice}" for choice in said]
-    lines += [f"# WARNING: {doubt}" for doubt in doubts_about_algorithm(config.algorithm, config.generate.sampling)]
+    doubts = doubts_about_algorithm(config.algorithm, config.generate.sampling, config.buffer.max_staleness)
+    lines += [f"# WARNING: {doubt}" for doubt in doubts]
     return "\n".join(lines), found.faults
 
 
@@ -321,7 +329,8 @@ def main() -> int:
             devices["learner.device"] = config.learner.device
         if config.needs_inference:
             devices["inference.device"] = config.inference.device
-        named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"}}
+        on_ray = isinstance(config.launch, RayLaunch)  # its processes may be on other machines
+        named = {field: device for field, device in devices.items() if device not in {"cpu", "auto"} and not on_ray}
         torch: Any = importlib.import_module("torch") if named else None
         for field, device in named.items():
             try:

@@ -36,7 +36,7 @@ class SlotCache:
     """Static storage for `num_rows` sequences of `max_tokens` each; a layer is allocated at its first write."""
 
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
-        self.num_rows, self.device = num_rows, device
+        self.num_rows, self.max_tokens, self.device = num_rows, max_tokens, device
         self.block_tokens = min(BLOCK_TOKENS, -(-max_tokens // 16) * 16)
         self.num_blocks = -(-max_tokens // self.block_tokens)
         self.idle_position = self.num_blocks * self.block_tokens - 1

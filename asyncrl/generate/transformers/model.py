@@ -41,6 +41,7 @@ from asyncrl.generate.transformers.kv_cache import (
     WholePlan,
 )
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
+from asyncrl.models.causal import rope_positions
 from asyncrl.models.logprobs import use_float32_head
 from asyncrl.models.memory import LEAST_ROWS, cache_rows
 from asyncrl.weights.tensors import ArrivingTensors, SharedTensors
@@ -77,10 +78,10 @@ def _slot_attention(
         if kwargs.get(name) is not None:
             raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
     window, cache = kwargs.get("sliding_window"), slot_plan.cache
-    if isinstance(window, int) and cache is not None and window <= cache.idle_position:
+    if isinstance(window, int) and cache is not None and window < cache.max_tokens:
         raise GenerationError(
-            f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens reaches "
-            f"{cache.idle_position + 1}: set it to at most {window}"
+            f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens is "
+            f"{cache.max_tokens}: set it to at most {window}"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return slot_plan.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ class SlotModel:
 
         Raises:
             ConfigError: The weights are damaged, or the adapters or the output layer do not fit the model.
-            GenerationError: The folder cannot be opened, or the model's attention cannot be replaced.
+            GenerationError: The folder cannot be opened, the model has too few positions, or its attention cannot be replaced.
         """
         AttentionInterface.register(_ATTENTION, _slot_attention)
         transformers_logging.disable_progress_bar()
@@ -149,6 +150,12 @@ class SlotModel:
             raise ConfigError(f"cannot open the model in {folder}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
             raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
+        positions = rope_positions(model.config) or getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+        if positions and config.max_sequence_tokens > positions:
+            raise GenerationError(
+                f"generate.engine.max_sequence_tokens is {config.max_sequence_tokens}; the model was made for {positions} "
+                "positions: set it to at most that"
+            )
         if kinds := set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
             raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
         if fp32_head:

@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import GenerationError
+from asyncrl.models.causal import rope_positions
 
 HEAD = "lm_head.weight"
 """transformers' name of a head that may be tied to the embedding."""
@@ -80,6 +81,8 @@ class ModelFolder:
     """The checkpoint's tensors for each tensor of `shapes` that it does not contain itself."""
     fixed: dict[str, FixedTensor] = field(default_factory=dict)
     """Further tensors of the model in the checkpoint, by their names there."""
+    rope_positions: int = 0
+    """See `models.causal.rope_positions`."""
     trust_remote_code: bool = False
 
 
@@ -125,7 +128,8 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         dtype=_DTYPES.get(dtypes[max(headers, key=lambda name: prod(headers[name]))], "auto"),
         model_type=config.model_type,
         head_size=0 if getattr(text, "kv_lora_rank", None) else int(head_size),  # latent attention has its own sizes
-        max_positions=getattr(text, "max_position_embeddings", 0) or 0,
+        max_positions=rope_positions(config) or getattr(text, "max_position_embeddings", 0) or 0,
+        rope_positions=rope_positions(config),
         tied=tied,
         parts=parts,
         fixed=_fixed(path, fixed),

@@ -169,7 +169,7 @@ class VLLMServer:
             raise GenerationError(
                 f"the server at {self._url} is vLLM {number}, which does not say which weights sampled a token: use 0.32 or newer"
             )
-        await self._check_offers(folder.path)
+        await self._check_offers(folder)
         said: dict[str, dict[str, Any]] = {}
         with suppress(ServerRefused, msgspec.MsgspecError):  # a server that does not report its config is accepted
             raw = await self._ask("GET", "/server_info", params={"config_format": "json"})
@@ -257,7 +257,7 @@ class VLLMServer:
             await self._clock.sleep(LOOK_INTERVAL_S)
             await self.look()
 
-    async def _check_offers(self, folder: Path) -> None:
+    async def _check_offers(self, folder: ModelFolder) -> None:
         """Check the server's start flags; if a killed generator left it paused, resume it."""
         wanted, fault = self.config.max_sequence_tokens, ""
         try:
@@ -281,8 +281,13 @@ class VLLMServer:
         if fault:
             raise GenerationError(
                 f"the server at {self._url} {fault}. Start it so, where asyncrl is installed: VLLM_SERVER_DEV_MODE=1 "
-                f"vllm serve {shlex.quote(str(folder))} --enable-scale-out --logprobs-mode processed_logprobs "
+                f"vllm serve {shlex.quote(str(folder.path))} --enable-scale-out --logprobs-mode processed_logprobs "
                 f"--worker-extension-cls {EXTENSION}"
+            )
+        if limit is not None and limit > folder.rope_positions > 0:
+            raise GenerationError(
+                f"the server at {self._url} takes sequences of {limit} tokens; then it computes all positions of this model "
+                f"otherwise than the learner: start it with --max-model-len {folder.rope_positions}"
             )
         if limit is not None and limit < wanted:
             raise GenerationError(

@@ -55,6 +55,7 @@ from asyncrl.models.causal import (
     check_head,
     make_savable,
     open_folder,
+    rope_positions,
     run_inside,
     use_packed_attention,
 )
@@ -349,16 +350,23 @@ def open_policy(config: RunConfig, model_folder: Path, checkpoint: Path | None =
     """Open the policy, with its adapters if there are any, ready to train.
 
     Args:
-        config: `model`, `learner` and `seed` are read.
+        config: `model`, `learner`, `generate.engine` and `seed` are read.
         model_folder: `RUN/model`, the policy at version 0.
         checkpoint: Source of the weights or adapters; None: version 0.
 
     Raises:
-        ConfigError: A folder cannot be opened, or the model has no layer of a name in `learner.lora`.
+        ConfigError: A folder cannot be opened, sequences are too long for the model's positions, or it has no layer of a name in
+            `learner.lora`.
         LearnerError: The checkpoint has no adapters, or they are not of this model and this `learner.lora`.
     """
     weights = checkpoint if checkpoint is not None and config.learner.lora is None else model_folder
     model = open_model(weights, config.learner, trust_remote_code=config.trusts_code, fp32_head=config.model.fp32_head)
+    longest, most = config.generate.engine.max_sequence_tokens, rope_positions(model.config)
+    if most and longest > most:
+        raise ConfigError(
+            f"generate.engine.max_sequence_tokens is {longest}; beyond {most} tokens the model in {weights} computes positions "
+            f"by the longest sequence of a forward pass: set it to at most {most}"
+        )
     if config.learner.lora is not None:
         import_module("asyncrl.models.adapters").add_adapters(model, config.learner.lora, config.seed)
         if checkpoint is not None:

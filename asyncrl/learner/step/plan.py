@@ -140,8 +140,7 @@ def run_passes(state: TrainState, plan: StepPlan) -> Passes:
     is_head = critic is not None and critic.body is None
     if plan.needs_reference:
         started_s = time.perf_counter()
-        # Every row of every rank must bring them: ranks that share a reference call it equally often.
-        if all(row.reference_logprobs for row in plan.batch.rows):
+        if state.reference is None and all(row.reference_logprobs for row in plan.batch.rows):
             passes.reference = [row.reference_logprobs for row in plan.rows if row.reference_logprobs is not None]
         elif state.reference is None:
             raise LearnerError(

@@ -105,12 +105,21 @@ def extract_code(text: str) -> str:
 
     reader = MarkdownIt("zero").enable(["fence", "list", "blockquote"])
     reader.core.ruler.enableOnly(["normalize", "block"])
-    marked, unmarked, lines = [], [], []
-    for line in text[-MAX_TEXT_CHARS:].split("\n"):
-        # A fence after words, unmarked or for Python, gets its own line, and so does one that closes a block before a tag.
+    marked, unmarked, lines, block = [], [], [], ""
+    # A fence that closes a block before a tag gets its own line, and so does one after words, unmarked or for Python, that opens
+    # a block, or closes one which no other fence closes. Elsewhere in a block it is part of the program.
+    given = re.sub(r"(?m)^(```+)[ \t]*(</\w+>)", r"\1\n\2", text[-MAX_TEXT_CHARS:]).split("\n")
+    last = max((number for number, line in enumerate(given) if re.fullmatch(r"[\s>]*(?:```+|~~~+)\s*", line)), default=-1)
+    for number, line in enumerate(given):
         before, fence, rest = line.partition("```")
-        opens = fence and re.search("[A-Za-z]", before) and re.fullmatch(r"(?:(?:python|py)[\d.]*)?\s*", rest)
-        lines.append(f"{before}\n{fence}{rest}" if opens else re.sub(r"^(```+)[ \t]*(</\w+>)", r"\1\n\2", line))
+        after_words = re.search("[A-Za-z]", before) and re.fullmatch(r"(?:(?:python|py)[\d.]*)?\s*", rest)
+        if fence and after_words and (not block or number > last):
+            lines.append(before)
+            line = fence + rest
+        lines.append(line)
+        found = re.match(r"(```+|~~~+)([^`]*)$", line.lstrip(" \t>-*+.)0123456789"))
+        if found and (not block or (found[1].startswith(block) and not found[2].strip())):
+            block = "" if block else found[1]
     text = "\n".join(lines)
     for token in reader.parse(text):
         if token.type == "fence":

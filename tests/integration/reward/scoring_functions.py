@@ -154,8 +154,9 @@ def slow_batch(prompts, texts):
 
 
 def hangs_with_more_than_four(prompts, texts):
-    time.sleep(1000 if len(texts) > 4 else 0)
-    return [1.0] * len(texts)
+    """Return for each the length of the list."""
+    time.sleep(1000 if len(texts) > 4 or "hang" in texts else 0)
+    return [float(len(texts))] * len(texts)
 
 
 def score_batch(prompts, texts):

@@ -254,10 +254,16 @@ async def test_the_time_that_a_batch_took_is_not_the_first_sample_s():
 
 
 @pytest.mark.timed
-async def test_lists_that_take_too_long_get_shorter_and_stay_so(caplog):
+async def test_lists_that_take_too_long_get_shorter_and_stay_so_unless_a_sample_was_the_cause(caplog):
     async with pool_of(named("hangs_with_more_than_four"), timeout_s=1.5) as pool:
-        assert [score.reward for score in await all_scores(pool, ["fine"] * 100)] == [1.0] * 100
-        assert (pool.counts.replaced, pool.counts.over_limit) == (3, 0), "32, 16 and 8 are too many"
+        for samples, rewards in {
+            ("hang", "fine"): [0.0, 1.0],
+            ("fine",) * 100: [1.0] * (32 + 16 + 8) + [4.0] * 44,
+            ("fine", "hang"): [1.0, 0.0],
+            ("fine",) * 8: [4.0] * 8,
+        }.items():
+            assert [score.reward for score in await all_scores(pool, samples)] == rewards
+        assert (pool.counts.replaced, pool.counts.over_limit) == (2 + 3 + 2, 2), "32, 16 and 8 are too many"
     assert [message.partition(" samples ")[0] for message in caplog.messages] == [f"a list of {n}" for n in (32, 16, 8)]
 
 

@@ -67,6 +67,7 @@ def test_a_run_is_ordered_from_another_terminal_drains_at_one_interrupt_and_resu
     assert {process["name"] for process in status["processes"]} == {"learner", "generator-0", "reward-0"}
     assert "paused" in command_line("pause", run_folder).stdout
     held = json.loads(command_line("status", run_folder, "--json").stdout)
+    assert "`asyncrl change" in command_line("resume", run_folder, "--set", "seed=9").stderr
     assert "running" in command_line("resume", run_folder).stdout
     assert held["phase"] == "paused"
     following.until(rf"\bstep {held['version'] + 2}/100000")
@@ -131,11 +132,14 @@ def test_a_failed_start_exits_with_one_says_why_and_does_not_keep_the_name(tiny,
     assert f"model.path: there is no folder {folder}" in str(said("run", config, "--plain").exception)
     assert not (tmp_path / "tiny").exists()
     (checkpoints := tmp_path / "killed" / "checkpoints").mkdir(parents=True)
-    written(tiny(model=model, num_steps=75, name="killed"), checkpoints.parent / "config.toml")
+    killed = {"model": model, "num_steps": 75, "name": "killed"}
+    written(tiny(**killed, **NO_EVALUATION), checkpoints.parent / "config.toml")
     write_rows(checkpoints.parent / STEPS_FILE, StepReport(step=74, version=75, time_s=0.0, reward_mean=0.0))
     for newest, answer in {50: "there is no folder", 75: "has done its 75 steps"}.items():  # the last may never have been written
         (checkpoints / f"step-{newest:06}").mkdir()
         assert answer in str(said("resume", checkpoints.parent).exception)
+    written(tiny(**killed), checkpoints.parent / "config.toml")  # its last evaluation is left
+    assert "there is no folder" in str(said("resume", checkpoints.parent).exception)
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")

@@ -148,6 +148,10 @@ async def test_a_run_that_stands_still_goes_on_writing_its_seconds_and_what_its_
         last, newest = seconds_of(run)[-2:]
         assert newest.time_s - last.time_s >= 1.0
         psutil.Process(json.loads((run.run_folder / "api.json").read_text())["pid"]).kill()
+    config = (run.run_folder / "config.toml").read_text()
+    with pytest.raises(asyncrl.AsyncRLError, match="resume with the same"):
+        await asyncrl.Run(resume=run.run_folder, overrides={"algorithm.groups_per_step": 5}).__aenter__()
+    assert (run.run_folder / "config.toml").read_text() == config
     async with asyncrl.Run(tiny(**settings), resume=run.run_folder) as again:
         status = await again.drain()
     assert status.phase == "stopped", status.reason

@@ -17,8 +17,9 @@ from asyncrl.schema.samples import Prompt, SampleFailure, Samples, ids_to_bytes,
 from tests.builders import make_sample, outcome, score_of
 
 
-def _config(algorithm=None, learner=None, observe=None, **buffer):
+def _config(algorithm=None, learner=None, observe=None, temperature=1.0, **buffer):
     return parse_config({
+        "generate": {"sampling": {"temperature": temperature}},
         "algorithm": {"groups_per_step": 1, "group_size": 2, **(algorithm or {})},
         "learner": learner or {},
         "observe": observe or {},
@@ -320,6 +321,19 @@ def test_a_resume_that_moves_the_reference_to_workers_asks_again_for_the_scores_
     buffer.ledger.sync()
     told = Counter(event.what for event in LedgerReader(buffer.ledger.path).group(ready).events)
     assert told == {"issued": 1, "ready": 1, "scored again": 1, "taken": 1}
+
+
+def test_a_resume_with_another_temperature_or_reference_asks_again_for_the_scores_of_groups_not_taken_yet(reopen):
+    buffer = reopen(max_staleness=9, algorithm=KL_ON_WORKER)
+    group = _issue(buffer)
+    elsewhere = {**KL_ON_WORKER, "reference": {"where": "worker", "path": "other"}}
+    for settings in ({}, {"temperature": 0.5}, {"temperature": 0.5, "algorithm": elsewhere}):
+        buffer = reopen(max_staleness=9, **{"algorithm": KL_ON_WORKER, **settings})
+        assert [asked.indices for asked in buffer.state.unscored()] == ([(0, 1)] if settings else [])
+        if not settings:
+            buffer.add_samples([_samples(group, index) for index in range(2)], 1.0)
+        buffer.add_scores([score_of(group, index, 0.5, reference_logprobs=REFERENCE) for index in range(2)], 2.0)
+        assert buffer.counts().ready == 1
 
 
 def test_moving_the_reference_to_workers_is_refused_while_a_taken_step_has_none(reopen):

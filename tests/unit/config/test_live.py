@@ -50,6 +50,7 @@ def test_settings_that_the_config_of_a_resumed_run_cannot_have_are_not_applied(a
     ({}, {"algorithm.kl.coefficient": 0.1}, "no reference is loaded"),
     ({"learner": {"kind": "driven"}}, {"max_run_s": 9, "buffer.max_staleness": 1}, "^buffer.max_staleness cannot change here"),
     ({"learner": {"kind": "external"}}, {"num_steps": 9, "learner.max_grad_norm": 2}, "^learner.max_grad_norm .*'external'"),
+    ({"learner": {"kind": "external"}}, {"generate.sampling.temperature": 0.5}, "^generate.sampling.temperature .*'external'"),
     ({"algorithm": {"kl": {"target": 0.1}}}, {"algorithm.kl.coefficient": 0.1}, "adapts it"),
     ({"placement": {"kind": "colocated"}, "buffer": {"max_staleness": 1}}, {"generate.num_workers": 3}, "num_workers"),
 ])  # fmt: skip

@@ -160,6 +160,18 @@ def test_filtered_samples_are_warned_of_by_name_where_ratios_are_taken_over_sequ
     assert doubts_about_algorithm(AlgorithmConfig(kind="dpo"), sampling) == []
 
 
+@pytest.mark.parametrize(("loss", "corrections", "is_blind"), [
+    ("gspo", (), True), ("gspo", (MaskedToken(),), False), ("decoupled_ppo", (), False), ("topr", (), False),
+    ("my.py:f", (), False),
+])  # fmt: skip
+def test_a_loss_that_does_not_see_how_old_data_is_is_warned_of_where_it_may_be_old(loss, corrections, is_blind):
+    algorithm = AlgorithmConfig(kind="policy", loss=loss, corrections=corrections)
+    doubts = doubts_about_algorithm(algorithm, max_staleness=2)
+    assert ["does not see how old data is, and buffer.max_staleness is 2" in doubt for doubt in doubts] == [True] * is_blind
+    assert doubts_about_algorithm(algorithm, max_staleness=1) == []
+    assert doubts_about_algorithm(msgspec.structs.replace(algorithm, proximal="behaviour"), max_staleness=2) == []
+
+
 def test_the_kind_of_algorithm_that_is_left_out_is_policy_where_one_of_its_parts_is_named():
     assert resolve_config({}).algorithm.kind == resolve_config({"algorithm": {"clip_low": 0.1}}).algorithm.kind == "auto"
     for part in ({"loss": "decoupled_ppo"}, {"corrections": [{"kind": "tis_token"}]}, {"proximal": "behaviour"}):

@@ -11,6 +11,7 @@ SERVERS = {"kind": "vllm_server", "url": "http://10.0.0.7:8000, http://10.0.0.8:
 NETWORK = {"kind": "tcp", "host": "10.1.2.3"}
 RAY = {"kind": "ray"}
 ONE = {"generate__num_workers": 1}
+JOINING = {"generate__num_workers": 0, "placement__most_joining_generators": 4, "eval__at_start": False, "eval__at_end": False}
 
 
 def config(engine=None, learner="cpu", **settings):
@@ -30,12 +31,15 @@ def config(engine=None, learner="cpu", **settings):
     ({"engine": {"kind": "fake"}, "learner": "cuda"}, "shared_memory", "on this machine"),
     ({"engine": SERVERS}, "shared_memory", "hands its vLLM server"),
     ({"transport": NETWORK}, "zeromq", "'10.1.2.3' opens the run to other machines"),
-    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK} | ONE, "nccl", "open to other machines"),
+    ({"engine": VLLM, "learner": "cuda:1", "transport": NETWORK} | ONE, "nccl", "open to other machines"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK} | ONE, "zeromq", "feeds every generator itself"),
+    ({"engine": VLLM, "learner": "cuda", "transport": NETWORK} | JOINING, "nccl", "open to other machines"),
     ({"engine": VLLM, "learner": "cuda", "transport": NETWORK}, "zeromq", "10.1.2.3"),
     ({"engine": VLLM, "learner": "cuda", "transport": NETWORK, "broadcast__delta": {}}, "zeromq", "10.1.2.3"),
     ({"engine": VLLM, "learner": "cuda", "transport": {"kind": "tcp", "host": "0.0.0.0"}}, "zeromq", "0.0.0.0"),
     ({"launch": RAY}, "zeromq", "Ray may put"),
     ({"launch": RAY, "engine": VLLM, "learner": "cuda"}, "nccl", "Ray may put"),
+    ({"launch": RAY | {"generator": {"num_gpus": 0.5}}, "engine": VLLM, "learner": "cuda"}, "zeromq", "Ray may put"),
     ({"placement__kind": "colocated", "buffer__max_staleness": 0}, "shared_memory", "changes hands"),
     ({"placement__kind": "hybrid", "buffer__max_staleness": 0}, "shared_storage", "the learner's own weights"),
     ({"transport": {"kind": "tcp", "host": "localhost"}}, "shared_memory", "on this machine"),
@@ -52,7 +56,7 @@ def test_auto_is_replaced_once_says_what_and_why_and_addresses_follow_the_host_t
     assert line == "broadcast.medium auto is shared_memory: learner and generators are on this machine"
     assert with_chosen_medium(chosen) == (chosen, "")
     assert choose_medium(config(transport=NETWORK))[0].bind == "tcp://10.1.2.3:*"
-    assert choose_medium(config(VLLM, "cuda", transport=NETWORK, **ONE))[0].host == "10.1.2.3"
+    assert choose_medium(config(VLLM, "cuda:1", transport=NETWORK, **ONE))[0].host == "10.1.2.3"
     assert choose_medium(config(VLLM, "cuda", launch=RAY))[0].host == "node"
 
 

@@ -259,6 +259,16 @@ async def test_a_learner_that_makes_a_version_again_has_it_judged_once(tmp_path)
         assert world.controller.dispatcher.evaluation.version == 2
 
 
+async def test_the_accuracy_before_training_is_that_of_version_0_and_no_other(tmp_path):
+    async with running(tmp_path) as world:
+        told, reporter = RunApi(world.controller), world.controller.reporter
+        reporter.note_evaluation(EvalReport(version=5, num_samples=8, accuracy=0.5))
+        assert (told.status().accuracy_before, told.status().accuracy_after) == (None, 0.5)
+        for version, accuracy in ((0, 0.25), (10, 0.75)):
+            reporter.note_evaluation(EvalReport(version=version, num_samples=8, accuracy=accuracy))
+        assert (told.status().accuracy_before, told.status().accuracy_after) == (0.25, 0.75)
+
+
 async def test_an_evaluation_that_was_under_way_as_the_run_ended_is_made_by_the_resume(tmp_path):
     settings = {"num_steps": 3, "eval": {"at_start": False, "at_end": False, "every_steps": 1}}
     async with running(tmp_path, **settings) as world:
@@ -316,11 +326,17 @@ async def test_a_later_goal_is_refused_once_no_more_steps_are_taken_with_how_the
 
 @pytest.mark.parametrize("phase", ["paused", "warming"])
 async def test_the_time_limit_holds_also_where_nothing_is_trained(tmp_path, phase):
-    async with running(tmp_path, max_run_s=1.0) as world:
+    async with running(tmp_path, max_run_s=1e6) as world:
         if phase == "paused":
             await world.start()
             await world.until("running")
             world.controller.post(PauseRequested())
+        else:
+            await world.launcher.started("generator-0")
+            for name in ("learner", "reward-0", "generator-0"):
+                await world.join(name.partition("-")[0], name)
+        await world.until(phase)
+        world.controller.started_s -= 2e6
         await until(lambda: world.controller.lifecycle.phase in {"draining", "stopped"})
 
 

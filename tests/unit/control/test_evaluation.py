@@ -1,11 +1,13 @@
 """What counts as right on held-out prompts."""
 
+import msgspec
 import pytest
 
 from asyncrl.config.load import parse_config
 from asyncrl.control.evaluation import Evaluation
+from asyncrl.observe.steps import EvalReport, read_evals
 from asyncrl.schema.samples import Prompt, Score
-from tests.builders import make_sample
+from tests.builders import make_sample, write_jsonl
 
 MODEL = {"inference": {"reward_models": [{"name": "taste", "path": "m"}]}}
 LONG = {"kind": "overlong", "max_tokens": 64, "buffer_tokens": 16}
@@ -70,3 +72,14 @@ def test_a_member_that_one_of_the_run_s_own_works_on_is_not_handed_out_again_as_
     assert evaluation.next_work("generator-1") is None
     evaluation.take_scores(group_id, [Score(0, 1.0, {"answer_match": 1.0})])
     assert evaluation.report(1.0).accuracy == 1.0
+
+
+def test_the_newest_version_that_took_part_is_told_and_rows_of_before_are_read_too(tmp_path):
+    evaluation = Evaluation(parse_config({}), [Prompt("a"), Prompt("b")], 3, 0.0)
+    assert evaluation.report(1.0).newest_version == -1
+    evaluation.take_samples([make_sample(-1, 0, [1, 2], versions=[3, 5]), make_sample(-2, 0, [1], versions=4)])
+    assert (evaluation.report(1.0).version, evaluation.report(1.0).newest_version) == (3, 5)
+    old = msgspec.to_builtins(evaluation.report(1.0))
+    del old["newest_version"]
+    write_jsonl(tmp_path / "eval.jsonl", [old])
+    assert read_evals(tmp_path) == [EvalReport(**old)]

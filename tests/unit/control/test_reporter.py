@@ -3,6 +3,7 @@
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config.run import RunConfig
 from asyncrl.control.lifecycle.failure_watch import Wait
@@ -87,6 +88,19 @@ async def test_of_several_generators_the_slowest_and_the_one_that_differs_most_i
     assert told() == [30.0, 9.0, 0.5]
     reporter.forget("generator-0")
     assert told() == [30.0, 3.0, 0.001]
+    await reporter.close()
+
+
+async def test_the_time_of_scoring_is_a_mean_over_samples_however_many_are_judged_together(tmp_path):
+    dispatcher, peers = Mock(generated_tokens=0, refused_samples=0), Mock(values=list, of=lambda _: [])
+    dispatcher.buffer.state.lead.versions = 1.0
+    dispatcher.buffer.counts.return_value = Mock(ready=0, running=0, scoring=0, dropped={}, failed={})
+    reporter = Reporter(RunConfig(), tmp_path, MetricSinks(tmp_path), VirtualClock())
+    together = score_of(0, 0, started_s=1.0, finished_s=9.0)
+    alone = score_of(1, 0, started_s=1.0, finished_s=5.0)
+    reporter.note_answers([replace(together, scores=together.scores * 3), alone])
+    metrics = reporter._step_metrics(StepDone(0, 1, {}, 0.0, 0.0), dispatcher, peers, 1.0)
+    assert metrics["time/score_mean_s"] == 7.0
     await reporter.close()
 
 

@@ -78,6 +78,12 @@ def codec(tmp_path):
     return TokenizerCodec(tmp_path, replays=True)
 
 
+async def test_the_tokenizer_s_end_stops_a_completion_whatever_the_model_s_files_say(codec):
+    engine = Asked()
+    await run(engine, codec, preference(), [], (0,), sampling=SamplingParams(max_new_tokens=4, stop_token_ids=(3,)))
+    assert [request.sampling.stop_token_ids for request in engine.requests] == [(3, 1)]
+
+
 def preference(chosen="3", rejected="12"):
     return Prompt("p", text="1+2=", reference_json=msgspec.json.encode(PreferenceAnswers(chosen, rejected)).decode())
 

@@ -5,15 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from asyncrl.config.generate import TransformersEngineConfig
+from asyncrl.errors import GenerationError
 from asyncrl.generate.engine import EngineRequest
 from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.generate.transformers.scheduler import DRAW_FIELDS, InFlight, SamplingBatch, SlotDecoder, sample
 from asyncrl.schema.samples import SamplingParams
-from tests.contract.engine_cases import make_model, tensors_of
+from tests.contract.engine_cases import MAX_TOKENS, make_model, tensors_of
 
 SLOTS = 4
+SMALL = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1}  # fmt: skip
 
 
 class CountingModel(SlotModel):
@@ -35,6 +39,13 @@ def make_decoder(folder: Path, num_slots: int) -> SlotDecoder:
 
 
 @pytest.fixture
+def window_folder(tmp_path: Path) -> Path:
+    """A model with a sliding window of 49 tokens."""
+    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=49)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def decoder(tmp_path: Path) -> SlotDecoder:
     return make_decoder(tmp_path, SLOTS)
 
@@ -49,6 +60,14 @@ def step(decoder: SlotDecoder) -> dict[int, int]:
 def submit(decoder: SlotDecoder, *names: str, group_key: str = "g", prompt: tuple[int, ...] = (4, 5, 6), most: int = 5) -> None:
     for name in names:
         decoder.submit(InFlight(EngineRequest(name, prompt, SamplingParams(max_new_tokens=most), 0, group_key), frozenset()))
+
+
+@pytest.mark.parametrize(("name", "most"), [("folder", MAX_TOKENS), ("longrope_folder", 16), ("window_folder", 49)])
+def test_sequences_beyond_the_positions_or_the_window_of_a_model_are_refused(name: str, most: int, request) -> None:
+    folder = request.getfixturevalue(name)
+    SlotModel.load(folder, TransformersEngineConfig(num_slots=1, max_sequence_tokens=most))
+    with pytest.raises(GenerationError, match=rf"max_sequence_tokens is {most + 1}.*set it to at most"):
+        SlotModel.load(folder, TransformersEngineConfig(num_slots=1, max_sequence_tokens=most + 1))
 
 
 def test_a_prompt_is_prefilled_once_a_group_and_copied_to_the_others(decoder: SlotDecoder) -> None:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
-from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.generate.transformers.engine import TransformersEngine
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
+from tests.contract.engine_cases import config_of
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -36,7 +36,7 @@ def test_new_weights_are_the_parameters_and_buffers_stay_over_a_sleep(models) ->
 async def test_a_start_that_is_cancelled_at_any_point_leaves_no_thread(folder):
     """An exception that ended it would be a warning, and so fail this."""
     for delay_s in (0.0, 0.001, 0.01, 0.1):
-        before, engine = set(threading.enumerate()), TransformersEngine(TransformersEngineConfig(num_slots=2), folder)
+        before, engine = set(threading.enumerate()), TransformersEngine(config_of(2), folder)
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(engine.start())
             await asyncio.sleep(delay_s)

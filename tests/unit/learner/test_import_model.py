@@ -117,7 +117,7 @@ def test_a_folder_with_a_generation_config_that_transformers_does_not_save_is_im
     import_model(source, tmp_path / "second")
     assert opened(tmp_path / "second").generation_config.eos_token_id == 0
     (source / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has LoRA adapters beside its base.*merge_and_unload"):
+    with pytest.raises(ConfigError, match=r"holds LoRA adapters: merge them into their base.*merge_and_unload"):
         import_model(source, tmp_path / "third")
 
 

@@ -1,6 +1,7 @@
 """The policy as it is made and opened, its adapters, and its reference: apart from it, or the policy without its adapters."""
 
 import contextlib
+import json
 import os
 
 import msgspec
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig, ReferenceConfig
+from asyncrl.config.generate import GenerateConfig, TransformersEngineConfig
 from asyncrl.config.learner import LearnerConfig, LoRAConfig, PretrainedModel, ScratchModel, WarmStart
 from asyncrl.config.run import AdditionTask, RunConfig
 from asyncrl.errors import ConfigError, LearnerError
@@ -134,10 +136,26 @@ def test_parameters_alone_are_a_whole_model_in_shards_that_are_written_as_they_b
     assert (len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2) == (shard_bytes == 1200)
     assert kit.same(open_model(tmp_path, LearnerConfig()).parameters(), parameters.values())
     written = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if shard_bytes == 1200:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
     model.save_pretrained(tmp_path / "whole")
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     assert written.keys() == expected.keys() - dict(model.named_buffers()).keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
+
+
+def test_sequences_whose_positions_depend_on_others_beside_them_are_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = LlamaForCausalLM(LlamaConfig(**TINY, max_position_embeddings=16, rope_parameters=rope))
+    save_model(model, build_scratch(SMALL, ALPHABET, seed=0)[1], tmp_path)
+
+    def config(longest):
+        return RunConfig(generate=GenerateConfig(engine=TransformersEngineConfig(max_sequence_tokens=longest)))
+
+    open_policy(config(16), tmp_path)
+    with pytest.raises(ConfigError, match=r"max_sequence_tokens is 17; beyond 16 tokens .* set it to at most 16"):
+        open_policy(config(17), tmp_path)
 
 
 def test_a_lower_precision_leaves_rotary_frequencies_as_transformers_has_them(tmp_path):
@@ -216,6 +234,16 @@ def test_a_batch_where_one_row_lacks_them_asks_the_learner_s_own(kit):
         train_step(train_state, msgspec.structs.replace(batch, rows=short, step=1), config)
 
 
+def test_a_learner_with_a_reference_takes_that_and_not_what_a_batch_of_before_brings(kit):
+    config, samples, found = kit.config({"kl": KLConfig()}), kit.samples(), []
+    for brings in (False, True):
+        for sample in samples if brings else ():
+            sample["reference"] = sample["logprobs"]
+        train_state = kit.train_state(kit.model(), config, reference=kit.model(1))
+        found.append(train_step(train_state, kit.batch(samples), config).metrics["kl/penalty_mean"])
+    assert found[0] == found[1]
+
+
 def test_dropout_is_switched_off():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16))
     made_ready(model, LearnerConfig())
@@ -290,7 +318,7 @@ def test_a_checkpoint_is_taken_up_with_its_own_alpha_alone_and_is_no_start_of_an
     with pytest.raises(LearnerError, match=r"alpha = 32, the config has 8: use the config"):
         open_policy(msgspec.structs.replace(config, learner=other), base, checkpoint)
     start = msgspec.structs.replace(config, model=PretrainedModel(path=str(checkpoint)))
-    with pytest.raises(ConfigError, match="step-2 has LoRA adapters beside its base: merge them"):
+    with pytest.raises(ConfigError, match="step-2 holds LoRA adapters: merge them"):
         load_or_make(start, tmp_path / "other", list, "")
 
 

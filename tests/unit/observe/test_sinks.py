@@ -39,6 +39,14 @@ def test_what_is_over_is_told_no_more_and_a_late_evaluation_changes_nothing_of_t
     sinks.close()
 
 
+def test_a_reason_with_slashes_is_of_its_family(tmp_path: Path) -> None:
+    sinks = MetricSinks(tmp_path)
+    sinks.write(1, 0.0, {"failed/cannot read /data/tests/7.json": 2.0, "failed/reward": 1.0, "failed/": 1.0})
+    told = [line for line in sinks.prometheus_text().splitlines() if line.startswith("asyncrl_failed_total")]
+    assert told == ['asyncrl_failed_total{key="cannot read /data/tests/7.json"} 2.0', 'asyncrl_failed_total{key="reward"} 1.0']
+    sinks.close()
+
+
 @pytest.mark.slow
 def test_wandb_offline_needs_no_network_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

@@ -62,6 +62,18 @@ def test_70b_on_64_h100_fits_and_the_halves_balance():
     assert made.sync_s == pytest.approx(made.question.version_bytes / 40e9, rel=0.01)
 
 
+@pytest.mark.parametrize(("gpus", "fields", "why"), [
+    ("16xH100", {}, "no run can use this split: 10 GPUs train, and the learner is on one machine, which has 8"),
+    ("16xH100", {"num_generation_gpus": 8}, ""),
+    ("8xH100", {"placement": "hybrid"}, "no run can use this split: placement hybrid is for one GPU, and 8 train"),
+    ("8xH100", {"placement": "async_hybrid"}, ""),
+])  # fmt: skip
+def test_a_split_that_no_run_can_use_is_named(gpus, fields, why):
+    made = plan(question(model=NAMED["qwen2.5-32b"], cluster=parse_cluster(gpus), lora_rank=32, **fields))
+    assert made.why_not_run == plan_values(made)["why_not_run"] == why
+    assert (f"\n\nfits\n{why}\n" if why else "\n\nfits\n\n") in plan_text(made)
+
+
 def test_state_is_divided_over_the_training_gpus_and_moves_to_the_host():
     one = gpu_memory(question(placement="colocated", offload_optimizer=True), 1, 1)[0]
     eight = gpu_memory(question(placement="colocated", offload_optimizer=True), 1, 8)[0]
@@ -104,7 +116,7 @@ def test_what_does_not_fit_is_said_in_words_and_values_with_advice_that_is_true(
     assert values["memory_gib"]["all"]["train"]["policy moments"] * GIB == pytest.approx(8 * SEVEN.parameters)
     assert all(line in text for line in values["advice"])
     assert any("LoRA" in line for line in values["advice"])
-    assert "8 GPUs of this kind instead of 1" in values["advice"]
+    assert not any("8 GPUs" in line for line in values["advice"]), "colocated is for one GPU, and there is other advice"
     assert plan(ppo_on_one_card(cluster=parse_cluster("8xH100"))).fits
     assert plan(ppo_on_one_card(offload_optimizer=True, critic=None)).fits
     assert advice(plan(question())) == []

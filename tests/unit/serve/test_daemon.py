@@ -15,6 +15,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.clock import SystemClock
+from asyncrl.config.load import dump_config, resolve_config
 from asyncrl.control.launch.processes import find_controllers, kill_controllers
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, RunEvent, StepReport
@@ -22,7 +23,7 @@ from asyncrl.serve.client import Server
 from asyncrl.serve.daemon import URL_FILE, ServeOptions, Viewed, own_records, serve, view_runs
 from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine
-from asyncrl.serve.records import RUNS, TOKEN_FILE, Guard, Records, RunRecord, new_token
+from asyncrl.serve.records import RUNS, SUBMITTED_FILE, TOKEN_FILE, Guard, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service
 from tests.builders import until, write_rows
 
@@ -188,6 +189,21 @@ async def two_gpus(tmp_path):
 def seen_by_controllers(folder):
     with contextlib.suppress(psutil.Error):
         return {psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES") for pid in find_controllers(folder)}
+
+
+async def test_a_run_that_is_resumed_keeps_its_gpus_where_nvidia_smi_gives_no_answer(tmp_path):
+    no_model = {"learner.fake_step_s": 0.0, "learner.device": "cuda", "generate.engine": {"kind": "fake"}}
+    with contextlib.closing(Records(tmp_path)) as records:
+        records.put_run(RunRecord(id="r", number=1, state="live", num_steps=9, gpus=("GPU-a",)))
+        folder = records.run_folder("r")
+        (folder / SUBMITTED_FILE).write_text(dump_config(resolve_config("quickstart", no_model)))
+        keeper = Keeper(records, Machine(cores=8, memory_bytes=1 << 40), SystemClock())
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(keeper.run())
+            await until(lambda: seen_by_controllers(folder) == {"GPU-a"})
+            keeping.cancel()
+        while find_controllers(folder):
+            kill_controllers(folder)
 
 
 async def test_each_run_sees_a_gpu_of_its_own_and_the_next_waits_until_one_is_free(two_gpus, tmp_path):

@@ -6,6 +6,7 @@ And who starts: all or nothing, by priority, then first come, and nobody overtak
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -18,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.load import dump_config, load_config, resolve_config
+from asyncrl.control.launch.process_main import BY_SIGTERM
+from asyncrl.control.lifecycle.state import DRAIN_TIMED_OUT, GOAL_REACHED
 from asyncrl.errors import RunError
 from asyncrl.folders import lock_folder
 from asyncrl.observe.steps import EVENTS_FILE, RunEvent
 from asyncrl.schema.status import ApiEndpoint, RunStatus
-from asyncrl.serve.keeper import Keeper
-from asyncrl.serve.machine import Machine, admit, demand_of, in_order, waits
+from asyncrl.serve.keeper import AGAIN_S, Keeper
+from asyncrl.serve.machine import Machine, admit, demand_of, in_order, machine, waits
 from asyncrl.serve.records import SUBMITTED_FILE, Demand, Records, RunRecord
 from asyncrl.serve.submit import Submission
 from tests.builders import until, write_rows
@@ -36,6 +39,7 @@ class StandIn:
     def __init__(self, folder):
         self.folder, self.url = folder, ""
         self.answers, self.version, self.num_refused = True, 1, 0
+        self.end, self.phase, self.reason = ("stopped", "drain requested", 4), "running", ""
         self.process = None
 
     def begin(self):
@@ -48,8 +52,13 @@ class StandIn:
         if not self.answers:
             self.num_refused += 1
             return web.Response(status=500)
-        status = RunStatus(name="r", run_folder=str(self.folder), phase="running", version=self.version, num_steps=9)
-        return web.Response(body=msgspec.msgpack.encode(status))
+        about = {"phase": self.phase, "reason": self.reason, "version": self.version, "num_steps": 9}
+        return web.Response(body=msgspec.msgpack.encode(RunStatus(name="r", run_folder=str(self.folder), **about)))
+
+    async def drain(self, request):
+        self.phase, self.reason, self.version = self.end
+        self.process.stdin.close()
+        return await self.status(request)
 
 
 @pytest.fixture
@@ -64,6 +73,7 @@ async def stand_in(records):
     records.put_run(RunRecord(id="r", number=1, state="live", num_steps=9))
     one, app = StandIn(records.run_folder("r")), web.Application()
     app.router.add_get("/status", one.status)
+    app.router.add_post("/drain", one.drain)
     async with TestServer(app) as server:
         one.url = str(server.make_url("/"))
         yield one
@@ -131,6 +141,87 @@ async def test_a_run_that_is_resumed_waits_for_its_controller_to_go_and_goes_on_
             await daemons.enter_async_context(kept(records, VirtualClock()))
         await until(lambda: records.runs["r"].state == "ended")
     assert "num_stepz" in records.runs["r"].reason
+
+
+@pytest.mark.parametrize(("end", "becomes"), [
+    (("stopped", "drain requested", 4), ""), (("failed", f"draining took 121 s, {DRAIN_TIMED_OUT}", 4), ""),
+    (("stopped", "drain requested", 9), ""),  # in its last evaluation
+    (("stopped", GOAL_REACHED, 9), "done"), (("failed", "the disk is full", 4), "failed"),
+])  # fmt: skip
+async def test_a_daemon_that_drains_leaves_a_run_to_the_next_unless_that_has_done_all_or_has_failed(
+    records, controller, end, becomes
+):
+    (controller.folder / "config.toml").write_text("num_steps = 9")
+    (controller.folder / "checkpoints" / "step-000009").mkdir(parents=True)
+    controller.end, clock = end, VirtualClock()
+    async with kept(records, clock) as keeper, asyncio.TaskGroup() as group:
+        await until(lambda: keeper.statuses)
+        draining = group.create_task(keeper.drain_all())
+        await until(lambda: clock.advance(0.5) or draining.done())
+    assert (records.runs["r"].state, records.runs["r"].outcome) == ("ended" if becomes else "queued", becomes)
+
+
+@pytest.mark.parametrize(("reason", "drains", "version", "outcome"), [
+    (BY_SIGTERM, False, 4, "resumed"), (BY_SIGTERM, True, 4, "stopped"), ("stop requested", False, 4, "stopped"),
+    ("drain requested", False, 9, "stopped"), (GOAL_REACHED, False, 9, "done"),
+])  # fmt: skip
+async def test_a_run_that_ended_without_a_daemon_is_resumed_if_its_machine_went_down(records, reason, drains, version, outcome):
+    folder = records.run_folder("r")
+    (folder / "checkpoints" / f"step-{version:06}").mkdir(parents=True)
+    (folder / "config.toml").write_text("num_stepz = 9")
+    write_rows(folder / EVENTS_FILE, RunEvent(seq=1, time_s=0.0, kind="phase", subject="stopped", text=reason))
+    records.put_run(RunRecord(id="r", number=1, state="live", num_steps=9, version=version, drains=drains))
+    async with kept(records, VirtualClock()) as keeper:
+        await until(lambda: records.runs["r"].state == "ended")
+    assert ("resumed" if "num_stepz" in records.runs["r"].reason else records.runs["r"].outcome) == outcome
+    if outcome == "done":
+        with pytest.raises(RunError, match="has done its 9 steps"):
+            keeper.resume_ended("r", "me")
+    else:
+        assert keeper.resume_ended("r", "me").state == "queued"
+
+
+async def test_a_run_waits_while_nvidia_smi_gives_no_answer(records, tmp_path, monkeypatch):
+    tool, clock = tmp_path / "bin" / "nvidia-smi", VirtualClock()
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexit 9")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    records.put_run(run(1, gpus=1, state="queued"))
+    records.put_run(run(0, state="queued"))
+    async with kept(records, clock) as keeper:
+        await until(lambda: records.runs["r0"].state == "ended")  # it was started, and has no config
+        assert (records.runs["r1"].state, keeper.machine.gpus) == ("queued", ())
+        tool.write_text("#!/bin/sh\necho GPU-a")
+        await until(lambda: clock.advance(AGAIN_S) or records.runs["r1"].state == "ended")
+        assert keeper.machine == Machine(("GPU-a",), cores=2, memory_bytes=1 << 40)
+    assert "No such file" in records.runs["r1"].reason
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [
+    (None, ("GPU-a", "GPU-b", "GPU-c")), ("2,0", ("GPU-c", "GPU-a")), ("GPU-b", ("GPU-b",)), ("1,9,0", ("GPU-b",)), ("", ()),
+])  # fmt: skip
+def test_of_the_machine_s_gpus_a_daemon_has_those_that_it_sees(tmp_path, monkeypatch, visible, gpus):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU-a, 0\\nGPU-b, 1\\nGPU-c, 2\\n'")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine().gpus == gpus
+
+
+async def test_queued_runs_wait_while_the_disk_is_full(records, monkeypatch, caplog):
+    clock, there = VirtualClock(), shutil.disk_usage(records.run_folder(""))
+    records.put_run(run(1, state="queued"))
+    async with kept(records, clock):
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda _: there._replace(free=9 << 20))
+            await until(lambda: clock.advance(AGAIN_S) or "has 9 MiB free: make room; tried again" in caplog.text)
+            assert records.runs["r1"].state == "queued"
+        await until(lambda: clock.advance(AGAIN_S) or records.runs["r1"].state == "ended")
 
 
 @pytest.mark.parametrize("is_locked", [False, True])

@@ -41,6 +41,12 @@ def test_every_manifest_is_valid_and_a_wrong_one_is_not():
         kubernetes_validate.validate(wrong, VERSION, strict=True)
 
 
+def test_a_mount_gives_nobody_access_to_the_keys_of_runs():
+    specs = [one["spec"] for one in documents() if one["kind"] in {"Pod", "StatefulSet"}]
+    pods = [spec["template"]["spec"] if "template" in spec else spec for spec in specs]
+    assert {pod["securityContext"]["fsGroupChangePolicy"] for pod in pods} == {"OnRootMismatch"}
+
+
 def test_the_daemon_has_one_pod_that_may_drain_and_keeps_its_folder():
     spec = next(one["spec"] for one in documents() if one["kind"] == "StatefulSet")
     pod = spec["template"]["spec"]
@@ -51,7 +57,8 @@ def test_the_daemon_has_one_pod_that_may_drain_and_keeps_its_folder():
     folder = container["args"][container["args"].index("--folder") + 1]
     claims = [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]]
     assert any(folder.startswith(mount["mountPath"]) for mount in container["volumeMounts"] if mount["name"] in claims)
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    paths = {name: probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
+    assert paths == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 
 
 def test_the_unit_of_systemd_leaves_runs_alive_is_told_when_it_is_ready_and_names_a_command_that_there_is():

@@ -24,7 +24,8 @@ from yarl import URL
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import dump_config, resolve_config
-from asyncrl.errors import RunError
+from asyncrl.control.lifecycle.state import GOAL_REACHED
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.observe.metrics import METRICS
 from asyncrl.observe.sinks import MetricsRow
 from asyncrl.observe.steps import (
@@ -224,10 +225,15 @@ async def test_repeats_with_one_key_are_one_run_also_at_once_and_keys_are_of_one
     assert (await cancelled.json())["outcome"] == "cancelled"
 
 
-@pytest.mark.parametrize(("outcome", "newest", "status"), [("failed", 50, 200), ("failed", 75, 409), ("done", 50, 409)])
-async def test_a_run_that_failed_over_its_last_checkpoint_can_be_resumed(service, client, tokens, outcome, newest, status):
-    service.records.put_run(RunRecord(id="r", number=1, state="ended", outcome=outcome, version=75, num_steps=75))
-    (service.records.run_folder("r") / "checkpoints" / f"step-{newest:06}").mkdir(parents=True)
+@pytest.mark.parametrize(("reason", "newest", "at_end", "status"), [
+    ("full", 50, "false", 200), ("full", 75, "true", 200), ("full", 75, "false", 409), (GOAL_REACHED, 50, "true", 409),
+])  # fmt: skip
+async def test_a_run_that_failed_over_its_last_checkpoint_or_evaluation_can_be_resumed(
+    service, client, tokens, reason, newest, at_end, status
+):
+    service.records.put_run(RunRecord(id="r", number=1, state="ended", reason=reason, version=75, num_steps=75))
+    (folder := service.records.run_folder("r")).joinpath("checkpoints", f"step-{newest:06}").mkdir(parents=True)
+    (folder / "config.toml").write_text(f"eval.at_end = {at_end}")
     answer = await client.post("/v1/runs/r/resume", headers=bearer(tokens["operator"]))
     assert answer.status == status, await answer.text()
 
@@ -655,7 +661,7 @@ async def test_series_are_those_of_the_file_where_it_is_torn_and_where_steps_are
     assert (said["newest"]["reward_mean"], said["offset"]) == (0.30000000000000004, len(whole))
 
 
-async def test_runs_are_compared_by_their_first_step_and_their_newest_whatever_is_between(service, client, tokens):
+async def test_runs_are_compared_by_their_newest_steps_and_a_pause_does_not_make_them_slow(service, client, tokens):
     folder = service.records.run_folder("r")
     (folder / "config.toml").write_text(dump_config(resolve_config("quickstart")))
     ends = [StepReport(step=step, version=step + 1, time_s=float(step), reward_mean=step % 2) for step in (0, *range(40, 101))]
@@ -663,7 +669,26 @@ async def test_runs_are_compared_by_their_first_step_and_their_newest_whatever_i
     rows = [msgspec.json.encode(row) for row in (*ends, again)]
     (folder / STEPS_FILE).write_bytes(b"\n".join([rows[0], b'{"of": "another version"}', *rows[1:], b""]))
     (row,) = (await (await client.get("/v1/compare?runs=r", headers=bearer(tokens["viewer"]))).json())["runs"]
-    assert (row["reward"], row["steps_per_s"]) == (0.5, 0.5)
+    assert (row["reward"], row["steps_per_s"]) == (0.5, 1.0)
+
+
+async def test_arms_are_compared_over_runs_that_have_ended_and_by_what_differs(service, client, tokens):
+    ends = [("live", ""), ("ended", "failed"), ("ended", "stopped"), ("ended", "done"), ("ended", "done"), ("ended", "done")]
+    for number, (state, outcome) in enumerate(ends):
+        eta, seed, name = int(number > 3), number % 4, f"run-{number}"
+        service.records.put_run(RunRecord(id=name, number=number + 2, state=state, outcome=outcome, accuracy_after=0.5))
+        overrides = {"seed": seed, "buffer.max_staleness": eta}
+        folder = service.records.run_folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(dump_config(resolve_config("quickstart", overrides=overrides)))
+        write_rows(folder / STEPS_FILE, StepReport(step=0, version=1, time_s=1.0, reward_mean=0.5))
+    runs = [f"run-{number}" for number in range(len(ends))]
+    async with Server(f"http://127.0.0.1:{client.port}", token=tokens["viewer"]) as server:
+        for metric, nums in (("accuracy_after", [1, 2]), ("reward", [3, 2])):
+            told = await server.compare(runs, by="buffer.max_staleness", metric=metric)
+            assert [(each.arm, each.num) for each in told] == [("0", nums[0]), ("1", nums[1])]
+        with pytest.raises(ConfigError, match=r"these runs do not differ in 'buffer\.max_stale'"):
+            await server.compare(runs, by="buffer.max_stale", metric="reward")
 
 
 async def test_a_stream_goes_on_behind_lines_that_make_no_sense(service, client, tokens):

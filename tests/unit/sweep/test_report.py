@@ -55,9 +55,21 @@ def test_what_is_unlike_the_rest_is_said(tmp_path):
     made = [line("eta=0", 0, 50.0, 0.9, attempts=2), line("eta=2", 0, 30.0, 0.9, jobs=2), *lines()[1:3]]
     made[2] = replace(made[2], machine="another", outcome=replace(made[2].outcome, fault="loss is nan", accuracy=None))
     text = write_report(results(tmp_path, made))
+    assert "Not compared" not in text
     for said in ("1 cells were interrupted and resumed", "1 cells ran beside others", "different machines",
                  "eta=0 seed 1 failed: loss is nan."):  # fmt: skip
         assert said in text
+
+
+def test_a_metric_that_no_cell_has_is_named(tmp_path):
+    none = [replace(one, outcome=replace(one.outcome, accuracy=None)) for one in lines()]
+    text = write_report(results(tmp_path, none))
+    assert "| lower |" in row(text, "eta=2", "seconds to 0.8", "8")
+    assert text.endswith("\n\nNot compared, as no cell has a value: held-out accuracy.\n")
+    plan = replace(PLAN, metrics=("accuracy",))
+    text = write_report(results(tmp_path, [replace(one, plan=plan) for one in none]))
+    assert text.endswith("\n\nNot compared, as no cell has a value: held-out accuracy.\n")
+    assert "Nothing to compare" not in text
 
 
 def test_report_and_picture_are_made_of_the_results_alone_byte_for_byte(tmp_path):

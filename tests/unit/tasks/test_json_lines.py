@@ -47,6 +47,8 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
     parts = {"path": write_jsonl(path, problems(10)), "held_out_path": write_jsonl(held_out_path, problems(4, start=8))}
     task = build_task(JsonlTask(**parts), 0)
     assert (len(task.train), len(task.held_out)) == (8, 4)
+    orders = {tuple(prompt.answer for prompt in build_task(JsonlTask(**parts), seed).held_out) for seed in (0, 0, 1, 2, 3)}
+    assert 1 < len(orders) < 5  # evaluation takes the first ones
     with pytest.raises(ConfigError, match=r"take problems out of task\.held_out_path or lower task.shots"):
         build_task(JsonlTask(**parts | {"held_out_path": parts["path"]}), 0)
 

@@ -162,7 +162,7 @@ async def test_a_server_that_answers_no_start_or_no_kill_is_replaced(folder: Pat
 async def test_a_killed_process_that_ends_slowly_does_not_cost_the_others_their_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "TOLD_S", 0.1)
+    monkeypatch.setattr(fork_server, "TOLD_S", 1.0)
     async with launching(folder, "stage") as launcher:
         process, said, pipe = await start(launcher, folder, "sleeps")
         process.on_kill(process.code)  # what kill does after the signal, which a process in a call of the kernel does not heed

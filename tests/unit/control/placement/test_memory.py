@@ -124,6 +124,25 @@ def test_vllm_gets_its_share_as_kv_cache_under_a_budget_and_as_a_share_of_the_gp
     assert memory.with_own_memory(parse_config({})) == parse_config({})
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_engine_of_several_gpus_holds_a_part_on_each_and_one_in_host_memory_holds_all_there(device):
+    def made(**ranks):
+        engine = {"kind": "vllm", "device": device, "dtype": "float32", "max_sequence_tokens": 512} | ranks
+        return beside(device, engine=engine, device_memory_gib=2.0, generation_share=0.5)
+
+    def least(**ranks):
+        return [part.num_bytes for part in memory.least_parts(made(**ranks))]
+
+    weights, cache = least()
+    parts = 4 if device == "cuda" else 1
+    copies = 1 if device == "cuda" else 3
+    assert least(tensor_parallel=4) == [weights // parts, cache // parts]
+    assert least(data_parallel=3) == [copies * weights, cache]
+    held_gib = memory.with_own_memory(made(tensor_parallel=4)).generate.engine.kv_cache_gib
+    assert held_gib == pytest.approx(0.5 - weights / parts / GIB)
+    assert memory.generator_parts(made(data_parallel=3))[0].num_bytes == 3 * weights
+
+
 def test_inference_workers_on_the_same_device_and_a_rows_activations_are_in_the_sum():
     def said(**settings: object) -> str:
         with pytest.raises(ConfigError) as refused:

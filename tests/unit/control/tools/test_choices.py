@@ -56,6 +56,20 @@ def test_auto_dtypes_are_this_machines_and_what_is_given_stays():
     assert (again, nothing) == (config, [])
 
 
+@pytest.mark.parametrize(("learner", "engine"), [("auto", "float32"), ("bfloat16", "auto")])
+def test_on_ray_a_machine_without_a_gpu_chooses_no_dtype_for_one(monkeypatch, learner, engine):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    devices = {"launch": {"kind": "ray"}, "generate": {"engine": {"kind": "transformers", "device": "cuda", "dtype": engine}}}
+    wrong = "learner.dtype" if learner == "auto" else "generate.engine.dtype"
+    with pytest.raises(ConfigError, match=f"^{wrong} = 'auto' cannot be chosen here: .*; set 'bfloat16' or 'float32'"):
+        with_choices(parse_config({**devices, "learner": {"device": "cuda", "dtype": learner}}))
+
+
+def test_on_ray_a_dry_run_opens_no_device_of_its_own_machine():
+    devices = {"generate": {"engine": {"kind": "transformers", "device": "cuda"}}, "learner": {"device": "cuda"}}
+    assert describe(parse_config({**devices, "launch": {"kind": "ray"}}))[1] == []
+
+
 # -- what it names outside itself ---------------------------------------------------------------------------------------
 
 

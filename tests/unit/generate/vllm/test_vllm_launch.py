@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.errors import GenerationError
-from asyncrl.generate.vllm.checkpoint import ModelFolder
+from asyncrl.generate.vllm.checkpoint import ModelFolder, read_folder
 from asyncrl.generate.vllm.launch import engine_arguments, parse_version, socket_folder, where_weights_are
 from asyncrl.learner.model.policy import link_folder
 
@@ -18,6 +18,14 @@ FOLDER = ModelFolder(Path("model"), {}, 64, frozenset(), "float32", "llama", 32,
 def test_what_the_engine_depends_on_and_sequences_too_long_for_the_model_are_refused(settings, said) -> None:
     with pytest.raises(GenerationError, match=said):
         engine_arguments(VLLMEngineConfig(**settings), FOLDER, on_cpu=False)
+
+
+def test_vllm_uses_the_short_factors_of_longrope_as_the_learner_does(longrope_folder: Path) -> None:
+    """It uses the long ones for every position if max_model_len is larger."""
+    folder = read_folder(longrope_folder)
+    assert engine_arguments(VLLMEngineConfig(max_sequence_tokens=16), folder, on_cpu=False)["max_model_len"] == 16
+    with pytest.raises(GenerationError, match="17; the model was made for 16 positions"):
+        engine_arguments(VLLMEngineConfig(max_sequence_tokens=17), folder, on_cpu=False)
 
 
 def test_runs_of_one_model_have_one_path_for_vllm_s_compiled_code(tmp_path: Path) -> None:

@@ -137,6 +137,15 @@ async def test_a_server_without_what_is_needed_is_refused_with_what_to_do(stub, 
             pass
 
 
+async def test_a_server_that_would_use_the_long_factors_of_longrope_is_refused(stub, longrope_folder) -> None:
+    with pytest.raises(GenerationError, match=r"takes sequences of 64 tokens.* start it with --max-model-len 16"):
+        async with running(stub, longrope_folder, max_sequence_tokens=16):
+            pass
+    stub.max_model_len = 16
+    async with running(stub, longrope_folder, max_sequence_tokens=16):
+        pass
+
+
 async def test_a_server_that_comes_up_late_is_waited_for_and_one_left_paused_goes_on(stub, folder) -> None:
     stub.healthy_after = 2
     async with running(stub, folder) as engine:

@@ -435,13 +435,7 @@ class Run(RunClient):
         until_s = clock() + UNLOCK_S
         while not is_live(self.run_folder) and is_locked(self.run_folder / LOCK_FILE) and clock() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        try:
-            await self._start()
-        except BaseException:
-            if self._config_before:  # else the next resume would have the values of one that was refused
-                with contextlib.suppress(OSError):
-                    write_whole(self.run_folder / "config.toml", self._config_before)
-            raise
+        await self._start()
         if self._reward is not None:
             self._scoring = asyncio.get_running_loop().create_task(self._score_all(self._reward), name="rewards")
         return self
@@ -461,17 +455,27 @@ class Run(RunClient):
                     await self._open(endpoint.url, endpoint.token)
             except TimeoutError as error:
                 await self._controller.end(late=True)
+                self._restore_config()
                 late = f"the controller did not answer within {START_TIMEOUT_S:.0f} s; see {self.run_folder}/logs"
                 raise LaunchError(late) from error
             except BaseException:
                 await self._close()
                 await self._controller.end()
+                if not self._detached:  # a detached one goes on, with the new config
+                    self._restore_config()
                 raise
-        if endpoint is None:
-            await self._controller.end()
-            # A controller that ended itself has said why; one that was killed may well start the next time.
-            words, are_its_own = _last_words(self.run_folder, said_before)
-            raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
+            if endpoint is None:
+                await self._controller.end()
+                self._restore_config()
+                # A controller that ended itself has said why; one that was killed may well start the next time.
+                words, are_its_own = _last_words(self.run_folder, said_before)
+                raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
+
+    def _restore_config(self) -> None:
+        """Undo the change of the config: else the next resume would have the values of one that was refused."""
+        if self._config_before:
+            with contextlib.suppress(OSError):
+                write_whole(self.run_folder / "config.toml", self._config_before)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         async def stop() -> None:

@@ -488,6 +488,8 @@ class Controller:
     def _learner_ready(self, peer: Peer, ready: msg.LearnerReady) -> None:
         peer.is_ready = True
         self._note_start(peer.name)
+        if self.lifecycle.phase == "warming":  # a warm start is done
+            self.stall_detector.hold(self.clock.now(), held=False)
         self.know_model(ready.model_folder)
         if ready.metrics:
             log.info("warm start: %s", ", ".join(f"{name} {value:.4g}" for name, value in ready.metrics.items()))
@@ -775,7 +777,8 @@ class Controller:
         self.moved.set()
         self._step_open_s = self.clock.now()
         # An outside learner brings its model, and a warm start takes its steps, however long that is.
-        may_take_long = self.config.learner.kind != "builtin" or getattr(self.config.model, "warm_start", None) is not None
+        warms_up = getattr(self.config.model, "warm_start", None) is not None and not self._is_resumed
+        may_take_long = self.config.learner.kind != "builtin" or warms_up
         held = phase in {"paused", "starting"} or (phase == "warming" and may_take_long)
         self.stall_detector.hold(self.clock.now(), held=held)
         # While draining, taken steps are still trained, also those that a learner back from a checkpoint must repeat.

@@ -332,7 +332,7 @@ class Dispatcher:
         """Drop these groups unless they are taken: their caller will not train them, perhaps because they are too old."""
         for group_id in group_ids:
             if (group := self.state.groups.get(group_id)) is not None:
-                is_stale = group.state == "ready" and not group.is_fit(self.state.next_step, self.state.limits)
+                is_stale = bool(group.trained) and not group.is_fit(self.state.next_step, self.state.limits)
                 self.follow(self.buffer.drop_group(group_id, STALE if is_stale else RELEASED, self._clock.now()))
         self.changed()
 

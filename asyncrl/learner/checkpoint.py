@@ -348,8 +348,8 @@ def _make_model_folder(
 ) -> dict[str, float]:
     if isinstance(config.model, PretrainedModel):
         source = Path(config.model.path)
-        check_folder(source)
         refuse_adapters(source)
+        check_folder(source)
         write_folder(folder, lambda partial: link_folder(source.resolve(), partial))
         return {}
     model, tokenizer = build_scratch(config.model, alphabet, config.seed)

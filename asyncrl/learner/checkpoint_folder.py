@@ -7,6 +7,7 @@ another name, until the new one is on disk; only files that match their manifest
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -93,7 +94,8 @@ def write_checkpoint(folder: Path, state: TrainerState, fill: Callable[[Path], N
         # Renamed first: a reader finds the complete folder or none.
         aside = path.with_name(f"{PARTIAL}removed-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(path.rename(aside), ignore_errors=True)
+        with contextlib.suppress(OSError):  # as above
+            shutil.rmtree(path.rename(aside))
     return target
 
 

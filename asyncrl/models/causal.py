@@ -67,15 +67,33 @@ def refuse_adapters(folder: Path) -> None:
         )
 
 
-def rope_positions(config: PreTrainedConfig) -> int:
+def rope_positions(config: PreTrainedConfig, *kinds: str) -> int:
     """Return the longest sequence whose rotary frequencies depend on positions alone; 0: a sequence of any length.
 
-    Beyond it, `longrope` and `dynamic` depend on the longest sequence of a forward in transformers, and on max_model_len in vLLM.
+    Beyond it, `longrope` and `dynamic` depend on the longest sequence of a forward in transformers; `longrope` depends on
+    max_model_len in vLLM.
+
+    Args:
+        config: The model's config.
+        kinds: Count only these; empty: both.
     """
     text = config.get_text_config()
+    rope, found = getattr(text, "rope_parameters", None) or {}, []
+    for one in (each for each in (rope, *rope.values()) if isinstance(each, dict)):
+        kind = one.get("rope_type")
+        if kind in (kinds or ("longrope", "dynamic")):
+            original = one.get("original_max_position_embeddings") if kind == "longrope" else None
+            found.append(original or text.max_position_embeddings)
+    return min(found, default=0)
+
+
+def most_positions(config: PreTrainedConfig) -> int:
+    """Return the longest sequence that the model was made for; 0: it does not say, or its rotary frequencies are stretched."""
+    text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") in {"longrope", "dynamic"}]
-    return min((one.get("original_max_position_embeddings") or text.max_position_embeddings for one in kinds), default=0)
+    if {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)} & {"yarn", "linear"}:
+        return 0
+    return rope_positions(config) or getattr(text, "max_position_embeddings", 0) or 0
 
 
 def make_savable(model: PreTrainedModel) -> None:

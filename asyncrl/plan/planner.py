@@ -235,7 +235,7 @@ def plan(question: Question) -> Plan:
             wants = "some must be left to train" if question.placement == "disaggregated" else "all must be in whole engines"
             raise ConfigError(f"{total} GPUs cannot be divided with {fields}: {wants}; change them, or set them to 0")
         raise ConfigError(f"{question.placement} needs at least 2 GPUs, one to generate and one to train; got {total}")
-    return min(plans, key=lambda made: (made.overflow_bytes, made.step_s, made.tensor_parallel))
+    return min(plans, key=lambda made: (made.overflow_bytes, bool(made.why_not_run), made.step_s, made.tensor_parallel))
 
 
 def advice(made: Plan) -> list[str]:

@@ -181,8 +181,9 @@ class Server:
             raise ConfigError(f"these runs do not differ in {by!r}")
         ended = {"done"} if metric == "accuracy_after" else {"done", "stopped", "failed"}
         for row in page["runs"]:
+            arm = arms.setdefault(str(row["config"].get(by)), {})  # also where its first run does not count
             if row["outcome"] in ended and row[metric] is not None:
-                arms.setdefault(str(row["config"].get(by)), {})[row["config"].get("seed", 0)] = row[metric]
+                arm[row["config"].get("seed", 0)] = row[metric]
         return compare(arms, baseline)
 
     def connect(self, run: str) -> RunClient:

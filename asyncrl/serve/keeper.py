@@ -113,7 +113,7 @@ class Keeper:
         if full := self.full_disk():
             raise OSError(full)
         for record in queued:
-            if (faults := misfits(self.machine, record.demand)) and not (record.demand.gpus and self._misses_gpus()):
+            if (faults := misfits(self.machine, record.demand)) and not (record.demand.gpus and self.machine.is_asked_again):
                 self._ended(replace(record, reason="; ".join(faults)), "failed")
         for run, gpus in admit(self.machine, self.records.runs.values()).items():
             record = self.records.runs[run]
@@ -127,16 +127,14 @@ class Keeper:
         free_bytes = shutil.disk_usage(folder).free
         return f"the disk of {folder} has {free_bytes >> 20} MiB free: make room" if free_bytes < LEAST_FREE_BYTES else ""
 
-    def _misses_gpus(self) -> bool:
-        """Return whether nvidia-smi is here and has shown no GPU: it may have failed for a moment."""
-        return not self.machine.gpus and shutil.which("nvidia-smi") is not None
-
     async def _look_for_gpus(self) -> None:
-        while self._misses_gpus():
-            log.error("nvidia-smi shows no GPU: runs that need one wait; it is asked again in %g s", AGAIN_S)
+        if self.machine.is_asked_again:
+            log.error("nvidia-smi gives no answer: queued runs that need a GPU wait; it is asked again every %g s", AGAIN_S)
+        while self.machine.is_asked_again:
             await self._clock.sleep(AGAIN_S)
             with contextlib.suppress(OSError):
-                self.machine = replace(self.machine, gpus=(await asyncio.to_thread(machine)).gpus)
+                there = await asyncio.to_thread(machine)
+                self.machine = replace(self.machine, gpus=there.gpus, is_asked_again=there.is_asked_again)
             self._changed.set()
 
     def _settle(self, run: str) -> None:

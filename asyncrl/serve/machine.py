@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -34,6 +35,8 @@ class Machine(msgspec.Struct, frozen=True):
     """By UUID."""
     cores: int = 1
     memory_bytes: int = 0
+    is_asked_again: bool = False
+    """Whether nvidia-smi is there and gave no answer: it may give one later."""
 
 
 def machine() -> Machine:
@@ -41,9 +44,12 @@ def machine() -> Machine:
     rows = [line.split(", ") for line in ask_driver("uuid,index").splitlines()]
     gpus = [row[0] for row in rows]
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        named = [[row[0] for row in rows if name == row[-1] or row[0].startswith(name or "none")] for name in visible.split(",")]
-        gpus = [found[0] for found in itertools.takewhile(bool, named)]  # CUDA stops at the first that it does not know, too
-    return Machine(tuple(gpus), max(1, int(num_cores())), total_memory())
+        named = [name.strip() or "none" for name in visible.split(",")]
+        known = {name: next((row[0] for row in rows if name == row[-1] or row[0].startswith(name)), "") for name in named}
+        known |= {name: name for name in named if name.startswith("MIG-")}
+        gpus = list(itertools.takewhile(bool, known.values()))  # CUDA stops at the first that it does not know, too
+    is_asked_again = not rows and shutil.which("nvidia-smi") is not None
+    return Machine(tuple(dict.fromkeys(gpus)), max(1, int(num_cores())), total_memory(), is_asked_again)
 
 
 def demand_of(config: RunConfig, there: Machine) -> Demand:

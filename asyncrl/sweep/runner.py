@@ -24,6 +24,7 @@ from asyncrl.client import CONTROLLER_END_S, Run
 from asyncrl.clock import Clock
 from asyncrl.config.load import dump_config
 from asyncrl.control.launch.processes import until_gone
+from asyncrl.control.lifecycle.state import GOAL_REACHED
 from asyncrl.errors import ConfigError, LaunchError, RunError, RunLostError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import JsonLines, read_evals, read_steps
@@ -165,7 +166,7 @@ async def _run(cell: Cell, folder: Path) -> str:
         raise RunLostError(f"{error}; `asyncrl sweep resume` goes on with the sweep") from error
     except RunError as error:
         return str(error) or "the run failed"
-    if status.version < status.num_steps:
+    if status.version < status.num_steps or status.reason != GOAL_REACHED:
         raise RunError(f"{folder} ended before its goal ({status.reason or 'it was stopped'}); `asyncrl sweep resume` goes on")
     return ""
 

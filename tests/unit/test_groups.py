@@ -22,6 +22,7 @@ class DrivenRun:
         held = {number: SimpleNamespace(as_scored=int) for number in range(9)}
         run: Any = SimpleNamespace(
             dispatcher=SimpleNamespace(asked=self.asked, changed=lambda: None, release=lambda _: None),
+            feeder=SimpleNamespace(release_outside=lambda _: None),
             buffer=SimpleNamespace(held=held),
             ending=asyncio.Event(),
             lifecycle=SimpleNamespace(over=False),

@@ -41,7 +41,7 @@ from asyncrl.generate.transformers.kv_cache import (
     WholePlan,
 )
 from asyncrl.generate.transformers.weight_loader import WeightsInPlace
-from asyncrl.models.causal import rope_positions
+from asyncrl.models.causal import most_positions
 from asyncrl.models.logprobs import use_float32_head
 from asyncrl.models.memory import LEAST_ROWS, cache_rows
 from asyncrl.weights.tensors import ArrivingTensors, SharedTensors
@@ -150,7 +150,7 @@ class SlotModel:
             raise ConfigError(f"cannot open the model in {folder}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
             raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
-        positions = rope_positions(model.config) or getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+        positions = most_positions(model.config)
         if positions and config.max_sequence_tokens > positions:
             raise GenerationError(
                 f"generate.engine.max_sequence_tokens is {config.max_sequence_tokens}; the model was made for {positions} "

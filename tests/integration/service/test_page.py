@@ -20,6 +20,7 @@ from asyncrl.buffer.ledger import records as rec
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.buffer.ledger.store import SqliteLedger
 from asyncrl.config.load import dump_config, parse_config
+from asyncrl.control.lifecycle.state import GOAL_REACHED
 from asyncrl.observe import samples as sampled
 from asyncrl.observe import steps as files
 from asyncrl.observe.alarms import OVER, RULES, Alarms, raised_in
@@ -303,7 +304,8 @@ def arms(tmp_path) -> list[Path]:
         evals = [files.EvalReport(version=version, accuracy=(version + seed) / 17, num_samples=8) for version in (0, 8)]
         write_rows(folder / files.STEPS_FILE, *steps)
         write_rows(folder / files.EVAL_FILE, *evals)
-        write_rows(folder / files.EVENTS_FILE, files.RunEvent(seq=1, time_s=1e9, kind="phase", subject="stopped"))
+        ended = files.RunEvent(seq=1, time_s=1e9, kind="phase", subject="stopped", text=GOAL_REACHED)
+        write_rows(folder / files.EVENTS_FILE, ended)
     return folders
 
 
@@ -318,7 +320,7 @@ async def test_runs_are_compared_by_the_numbers_of_their_files(page, arms):
         for folder in arms:
             own, evals = steps[folder.name], files.read_evals(folder)
             means = [sum(getattr(step, field) for step in own) / len(own) for field in ("reward_mean", "staleness_mean")]
-            pace = (len(own) - 1) / (own[-1].time_s - own[0].time_s)
+            pace = pytest.approx((len(own) - 1) / (own[-1].time_s - own[0].time_s))
             expected.append([folder.name, "done", own[-1].version, evals[0].accuracy, evals[-1].accuracy, *means, pace])
         assert await values_of_table(page, "Results; reward and staleness are means of the newest 50 steps") == expected
         assert await rows_of_table(page, "Settings that differ") == [

@@ -63,8 +63,9 @@ def test_70b_on_64_h100_fits_and_the_halves_balance():
 
 
 @pytest.mark.parametrize(("gpus", "fields", "why"), [
-    ("16xH100", {}, "no run can use this split: 10 GPUs train, and the learner is on one machine, which has 8"),
-    ("16xH100", {"num_generation_gpus": 8}, ""),
+    ("16xH100", {"num_generation_gpus": 6},
+     "no run can use this split: 10 GPUs train, and the learner is on one machine, which has 8"),
+    ("16xH100", {}, ""),
     ("8xH100", {"placement": "hybrid"}, "no run can use this split: placement hybrid is for one GPU, and 8 train"),
     ("8xH100", {"placement": "async_hybrid"}, ""),
 ])  # fmt: skip

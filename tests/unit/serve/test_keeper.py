@@ -90,8 +90,8 @@ def controller(stand_in):
 
 
 @contextlib.asynccontextmanager
-async def kept(records, clock):
-    keeper = Keeper(records, Machine(cores=2, memory_bytes=1 << 40), clock)
+async def kept(records, clock, **there):
+    keeper = Keeper(records, Machine(cores=2, memory_bytes=1 << 40, **there), clock)
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(keeper.run())
         yield keeper
@@ -187,9 +187,11 @@ async def test_a_run_waits_while_nvidia_smi_gives_no_answer(records, tmp_path, m
     tool.write_text("#!/bin/sh\nexit 9")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine().is_asked_again
     records.put_run(run(1, gpus=1, state="queued"))
     records.put_run(run(0, state="queued"))
-    async with kept(records, clock) as keeper:
+    async with kept(records, clock, is_asked_again=True) as keeper:
         await until(lambda: records.runs["r0"].state == "ended")  # it was started, and has no config
         assert (records.runs["r1"].state, keeper.machine.gpus) == ("queued", ())
         tool.write_text("#!/bin/sh\necho GPU-a")
@@ -200,6 +202,7 @@ async def test_a_run_waits_while_nvidia_smi_gives_no_answer(records, tmp_path, m
 
 @pytest.mark.parametrize(("visible", "gpus"), [
     (None, ("GPU-a", "GPU-b", "GPU-c")), ("2,0", ("GPU-c", "GPU-a")), ("GPU-b", ("GPU-b",)), ("1,9,0", ("GPU-b",)), ("", ()),
+    ("0, 1,0", ("GPU-a", "GPU-b")), ("MIG-1", ("MIG-1",)),
 ])  # fmt: skip
 def test_of_the_machine_s_gpus_a_daemon_has_those_that_it_sees(tmp_path, monkeypatch, visible, gpus):
     tool = tmp_path / "nvidia-smi"

@@ -44,11 +44,12 @@ _SAME = (
     (re.compile(r"([_^])\s*\{(\w)\}"), r"\1\2"),
     (re.compile(r"\s+"), " "),
 )
-_POINT = "[A-Za-z](?:_[0-9])?'*"
+_POINT = r"[A-Za-z](?:_[0-9a-z]|_\{\w+\})?(?:'|\^ ?\\prime|\^ ?\{(?: ?\\prime)+ ?\})*"
+_AND = "(?:and|or)(?![A-Za-z])"
 _ANGLE = re.compile(
-    rf"\\(?:measured|spherical)?angle ?(\{{)? ?((?:{_POINT}){{2,}}|{_POINT}(?: {_POINT})+(?![A-Za-z]))(?(1) ?\}})"
+    rf"\\(?:measured|spherical)?angle ?(\{{)? ?({_POINT}(?: ?(?!{_AND}){_POINT})*)(?! ?(?!{_AND})[\w^'])(?(1) ?\}})", re.ASCII
 )
-"""An angle of several points, which math-verify would take for a product of letters: ABC would equal BAC."""
+"""An angle and all its points, which math-verify would take for a product of letters: ABC would equal BAC."""
 _DELIMITED = linear_pattern(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _INTRODUCING_WORDS = """the a an final answer is so therefore thus hence then we get have which equals equal to of value result
     solution this it and that gives be in simplest form as"""
@@ -144,8 +145,9 @@ def _normal(text: str) -> str:
 
 def _angle(match: re.Match[str]) -> str:
     """Return an angle as a letter of its own, the same for ABC and CBA."""
-    points = re.findall(_POINT, match[2])
-    return r"\vartheta_{" + "".join(min(points, points[::-1])).replace("'", "0") + "}"  # math-verify ignores a prime there
+    points = [re.sub(r"[\^{} ]", "", point.replace(r"\prime", "'")) for point in re.findall(_POINT, match[2], re.ASCII)]
+    name = ",".join(min(points, points[::-1]))
+    return rf"\vartheta_{{P{int.from_bytes(name.encode())}}}"  # digits, because math-verify ignores a prime there
 
 
 def _equal(answer: str, reference: str, depth: int = 0) -> bool:
@@ -307,6 +309,8 @@ def _same_items(given: tuple[str, list[str]], wanted: tuple[str, list[str]], dep
 def _one_expression(answer: str, reference: str) -> bool:
     """Return whether an answer is one expression of the reference's kind, and small enough to evaluate."""
     if sorted(_relations(answer)) != sorted(_relations(reference)) or _TEXT.findall(answer) != _TEXT.findall(reference):
+        return False
+    if re.search(r"\\(?:measured|spherical)?angle ?[{(]? ?[A-Za-z]", f"{answer} {reference}"):  # points that _ANGLE cannot read
         return False
     if not answer.isascii() or re.search(r"\d\s+[\d.]", _SUBSCRIPT.sub("", answer), re.ASCII):
         return False

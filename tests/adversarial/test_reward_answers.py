@@ -144,6 +144,8 @@ BEHIND = [
     (r"\angle BOC=\frac12\angle BAC", r"\angle BAC=\frac12\angle BOC", 0), (r"2\angle ABC-\angle DEF", r"-\angle DEF+2\angle ABC", 1), (r"\angle A'BC", r"\angle ABC'", 0), (r"\frac12\angle A_1BC'", r"\frac{\angle{C'BA_{1}}}{2}", 1),
     (r"\angle AB_1C", r"\angle A_1BC", 0), (r"\angle DEF\text{ and }\angle ABC", r"\angle ABC and \angle DEF", 1), (r"\angle A+x", r"x+\angle A", 1),
     (r"90^\circ-\frac12\angle A", r"90^{\circ}-\frac{\angle A}{2}", 1),
+    (r"\angle BA^{\prime}C", r"\angle AB^{\prime}C", 0), (r"\angle BA^\prime C^\prime", r"\angle AB^\prime C^\prime", 0), (r"\angle BA_{12}C", r"\angle AB_{12}C", 0), (r"\angle BA_nC", r"\angle AB_nC", 0), (r"\angle BA C", r"\angle AB C", 0),
+    (r"\angle BA\,C", r"\angle AB\,C", 0), (r"\angle{BA C}", r"\angle{AB C}", 0), (r"\angle B_{n+1}AC", r"\angle B_{n+1}CA", 0), (r"\angle(BAC)", r"\angle(ABC)", 0), (r"\angle AB_{nC}", r"\angle AB_nC", 0), (r"\angle A_{10}BC", r"\angle A_1'BC", 0), (r"2\angle C^{\prime}A_{12}B", r"\angle BA_{12}C'+\angle BA_{12}C^\prime", 1), (r"\triangle BAC", r"\triangle ABC", 1),
     (r"\frac{355}{113}", r"\pi", 0), (r"e^{\pi\sqrt{163}}", "262537412640768744", 0), ("3.14", r"\pi", 0), ("0.5x", r"\frac{x}{2}", 1), ("0.5000001x", r"\frac{x}{2}", 0),
     *((small, reference, 0) for small in ("0.0", "0", "0.0\\pi", "10^{-12}", "0.0000000\\pi") for reference in ("\\frac{\\pi}{10^{9}}", "0.000000001\\pi")),
     *((answer, "7", 0) for answer in NOT_SEVEN), *((*pair, 0) for pair in BEHIND),

@@ -457,6 +457,7 @@ RIGHT = "print(5)\n"
     "    ```python\nprint(5)\n    ```", "<answer>\n```python\nprint(5)\n```\n</answer>", "text ```python in a line``` and\n```python\nprint(5)\n```", "````\n```python\nx\n```\n````\n```python\nprint(5)\n```",
     "<answer>```python\nprint(5)\n```\n</answer>", "<answer>\n```python\nprint(5)\n```</answer>", "Here is the code:```python\nprint(5)\n```\nThis prints 5.", "```python3.11\nprint(5)\n```",
     "Code: ```\nprint(5)\n```", "<answer>```\nprint(5)\n```</answer>", "```\nprint(4)\n```\nBetter: ``` \nprint(5)\n```\nIt prints 5.", "```python\nprint(5)```\nIt prints 5.",
+    "```python\nprint(5)```\nOutput:\n```\n5\n```", "```python\nprint(4)```\nNo:\n```python\nprint(5)\n```", "```python\nprint(5)```\nRuns as:\n```bash\npython a.py\n```\nand prints\n```\n5\n```",
     "```python\nprint(4)\n```\nNo:\n```python\nprint(5)\n```", "\r\n```python\r\nprint(5)\r\n```\r\n",
 ])  # fmt: skip
 def test_code_is_found_in_markdown(text):

@@ -107,17 +107,19 @@ def extract_code(text: str) -> str:
     reader.core.ruler.enableOnly(["normalize", "block"])
     marked, unmarked, lines, block = [], [], [], ""
     # A fence that closes a block before a tag gets its own line, and so does one after words, unmarked or for Python, that opens
-    # a block, or closes one which no other fence closes. Elsewhere in a block it is part of the program.
+    # a block, or closes one: then the fences that follow are pairs. Elsewhere in a block it is part of the program.
     given = re.sub(r"(?m)^(```+)[ \t]*(</\w+>)", r"\1\n\2", text[-MAX_TEXT_CHARS:]).split("\n")
-    last = max((number for number, line in enumerate(given) if re.fullmatch(r"[\s>]*(?:```+|~~~+)\s*", line)), default=-1)
-    for number, line in enumerate(given):
+    fence_line = re.compile(r"[ \t>\-*+.)0-9]*(```+|~~~+)([^`]*)$")
+    num_following = sum(fence_line.match(line) is not None for line in given)
+    for line in given:
+        num_following -= fence_line.match(line) is not None
         before, fence, rest = line.partition("```")
         after_words = re.search("[A-Za-z]", before) and re.fullmatch(r"(?:(?:python|py)[\d.]*)?\s*", rest)
-        if fence and after_words and (not block or number > last):
+        if fence and after_words and (not block or num_following % 2 == 0):
             lines.append(before)
             line = fence + rest
         lines.append(line)
-        found = re.match(r"(```+|~~~+)([^`]*)$", line.lstrip(" \t>-*+.)0123456789"))
+        found = fence_line.match(line)
         if found and (not block or (found[1].startswith(block) and not found[2].strip())):
             block = "" if block else found[1]
     text = "\n".join(lines)

@@ -119,7 +119,7 @@ def working_time(run_folder: Path) -> Callable[[float], float]:
 
 
 def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> tuple[float, float, float]:
-    """Return (sequence_s, decode_s, decode_s_per_sequence) by least squares, none below zero.
+    """Return (sequence_s, decode_s, decode_s_per_sequence), none below zero: by least squares, then scaled to the total time.
 
     A sequence takes `sequence_s + tokens x (decode_s + (n - 1) x decode_s_per_sequence)` seconds, where n run on its generator in
     the middle of it. A term that would be below zero is left out and the others are fitted again.
@@ -132,14 +132,15 @@ def fit_decode(samples: Sequence[Span], started_s: Sequence[float]) -> tuple[flo
         mine = processes == process
         running = np.searchsorted(np.sort(starts[mine]), middles[mine], "right")
         beside[mine] = np.maximum(running - np.searchsorted(np.sort(ends[mine]), middles[mine], "right") - 1, 0)
-    columns = np.stack([np.ones_like(tokens), tokens, tokens * beside], axis=1) / seconds[:, None]
+    columns = np.stack([np.ones_like(tokens), tokens, tokens * beside], axis=1)
     kept = [0, 1, 2]
     while True:
-        # Relative errors: long sequences must not outweigh short ones.
-        found = np.linalg.lstsq(columns[:, kept], np.ones(len(tokens)), rcond=None)[0]
+        # Relative errors: long sequences must not outweigh short ones. By themselves they give too short times for noisy ones.
+        found = np.linalg.lstsq(columns[:, kept] / seconds[:, None], np.ones(len(tokens)), rcond=None)[0]
         if len(kept) == 1 or found.min() >= 0:
             break
         kept.pop(int(found.argmin()))
+    found *= seconds.sum() / (columns[:, kept] @ found).sum()
     terms = dict.fromkeys(range(3), 0.0) | dict(zip(kept, map(float, found), strict=True))
     return max(terms[0], 0.0), max(terms[1], SHORTEST_S), max(terms[2], 0.0)
 

@@ -216,7 +216,7 @@ async def test_each_run_sees_a_gpu_of_its_own_and_the_next_waits_until_one_is_fr
     demand = queue["runs"][0]["demand"]
     assert demand["gpus"] == 1
     assert there == {
-        "has": {"gpus": ["GPU-a", "GPU-b"], "cores": 8, "memory_bytes": 1 << 40},
+        "has": {"gpus": ["GPU-a", "GPU-b"], "cores": 8, "memory_bytes": 1 << 40, "is_asked_again": False},
         "in_use": [
             {"run": "one", "gpus": ["GPU-a"], "demand": demand}, {"run": "two", "gpus": ["GPU-b"], "demand": demand},
         ],

@@ -160,11 +160,10 @@ def resume(
     detach: DetachOption = False,
 ) -> None:
     """Continue a paused run, or a stopped run from where it stopped (`--set num_steps=...` trains more steps)."""
-    from asyncrl.client import CONTROLLER_END_S, Run, newest_saved
+    from asyncrl.client import CONTROLLER_END_S, Run, has_done, newest_saved
     from asyncrl.config.load import load_config
     from asyncrl.control.launch.processes import is_live, until_gone
     from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row, read_events
-    from asyncrl.serve.keeper import has_done
 
     folder = _newest(folder)
     if is_live(folder):

@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
 from asyncrl.config.live import ChangeResult
-from asyncrl.config.load import ConfigLike, Overrides, dump_config, resolve_config
+from asyncrl.config.load import ConfigLike, Overrides, dump_config, read_toml, resolve_config
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch.process_main import take_lease
 from asyncrl.control.launch.processes import (
@@ -39,6 +39,7 @@ from asyncrl.control.launch.processes import (
     read_endpoint,
     until_gone,
 )
+from asyncrl.control.lifecycle.state import GOAL_REACHED
 from asyncrl.control.tools.choices import start_faults, with_choices, wrong_kinds
 from asyncrl.errors import AlreadyRunsError, ConfigError, LaunchError, LedgerError, RunError, RunLostError
 from asyncrl.folders import is_locked, lock_folder, write_whole
@@ -161,7 +162,7 @@ class RunClient:
     async def _check_ended(self) -> None:
         """Raise RunLostError if a stream has ended because the daemon does, and the run has not."""
         if self._url and (status := await self.status()).phase not in ENDED:
-            raise RunLostError(f"the daemon at {self._url} ends; its run is {status.phase}: follow it again from here")
+            raise RunLostError(f"the daemon at {self._url} ends, and its run is {status.phase}: connect again later")
 
     async def evaluations(self) -> list[EvalReport]:
         """Return the held-out evaluations so far, oldest first."""
@@ -606,6 +607,15 @@ def newest_saved(run_folder: Path) -> int:
     """Return the version of a run's newest checkpoint; -1 if there is none."""
     numbers = [path.name.removeprefix("step-") for path in (run_folder / "checkpoints").glob("step-*")]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
+def has_done(run_folder: Path, num_steps: int, reason: str) -> bool:
+    """Return whether a run that made its last version and ended for this reason needs no resume.
+
+    It needs one if its last evaluation is missing, or, of a run that failed, its last checkpoint.
+    """
+    is_saved = newest_saved(run_folder) >= num_steps
+    return reason == GOAL_REACHED or (is_saved and not read_toml(run_folder / "config.toml").get("eval", {}).get("at_end", True))
 
 
 def _elsewhere(run_folder: Path) -> str:

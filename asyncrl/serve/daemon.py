@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from asyncrl.client import has_done
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import read_toml
 from asyncrl.control.launch.processes import is_live
@@ -34,7 +35,7 @@ from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.folders import write_whole
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, NewLines, RunEvent, StepReport, accuracies, newest_row, read_evals
 from asyncrl.schema.status import RunStatus
-from asyncrl.serve.keeper import Keeper, has_done
+from asyncrl.serve.keeper import Keeper
 from asyncrl.serve.machine import Machine, machine
 from asyncrl.serve.records import SESSION_KEY_FILE, TOKEN_FILE, Guard, Outcome, Records, RunRecord, new_token
 from asyncrl.serve.routes import Service

@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, newest_saved
+from asyncrl.client import CONTROLLER_END_S, START_TIMEOUT_S, Run, RunClient, connect, has_done, newest_saved
 from asyncrl.clock import Clock
 from asyncrl.config.learner import PretrainedModel
-from asyncrl.config.load import dump_config, load_config, read_toml
+from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.run import RunConfig
 from asyncrl.control.launch.process_main import BY_SIGTERM
 from asyncrl.control.launch.processes import find_controllers, is_live, kill_controllers, until_gone
-from asyncrl.control.lifecycle.state import DRAIN_TIMED_OUT, GOAL_REACHED
+from asyncrl.control.lifecycle.state import DRAIN_TIMED_OUT
 from asyncrl.control.lifecycle.supervisor import end_left
 from asyncrl.errors import AlreadyRunsError, AsyncRLError, ConfigError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, StepReport, Tail, accuracies, newest_row, read_evals, read_events
@@ -515,15 +515,6 @@ class Keeper:
         self.records.put_run(replace(record, state="ended", outcome=outcome, gpus=(), ended_s=self._clock.now()))
         self.tell("ended", record.id, f"{outcome}: {record.reason}")
         self._changed.set()
-
-
-def has_done(run_folder: Path, num_steps: int, reason: str) -> bool:
-    """Return whether a run that made its last version, and ended for this reason, has nothing left to do.
-
-    An evaluation may be left, or, of a run that failed, the checkpoint.
-    """
-    is_saved = newest_saved(run_folder) >= num_steps
-    return reason == GOAL_REACHED or (is_saved and not read_toml(run_folder / "config.toml").get("eval", {}).get("at_end", True))
 
 
 def _told_end(folder: Path, after: int) -> tuple[str, str] | None:

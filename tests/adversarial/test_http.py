@@ -194,7 +194,7 @@ async def test_a_daemon_that_ends_before_its_run_and_what_it_refuses_are_told_in
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with connect(url, "token") as run:
             for stream in (run.steps(), run.events()):
-                with pytest.raises(RunLostError, match=rf"the daemon at {url} ends; its run is running"):
+                with pytest.raises(RunLostError, match=rf"the daemon at {url} ends, and its run is running"):
                     await anext(stream)
             with pytest.raises(RunError, match=r"^a bearer token is needed$"):
                 await run.evaluations()

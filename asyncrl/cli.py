@@ -650,9 +650,17 @@ def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
 
 
 def _exit_by(status: RunStatus | None, folder: Path) -> None:
+    """Exit with NOT_FINISHED if the run needs a resume to reach its goal."""
+    from asyncrl.client import has_done
+
     if status is None or status.version < status.num_steps:
-        print(f"asyncrl: ended before its last step; `asyncrl resume {folder}` continues", file=sys.stderr)
-        sys.exit(NOT_FINISHED)
+        missing = "its last step"
+    elif not has_done(folder, status.num_steps, status.reason):
+        missing = "the end of its last evaluation"
+    else:
+        return
+    print(f"asyncrl: ended before {missing}; `asyncrl resume {folder}` continues", file=sys.stderr)
+    sys.exit(NOT_FINISHED)
 
 
 @contextlib.contextmanager

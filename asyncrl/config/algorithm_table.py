@@ -44,6 +44,8 @@ class LossRule:
     has_dual_clip: bool = False
     needs_log_ratio_penalty: bool = False
     """Without the penalty it is a different loss."""
+    reads: tuple[str, ...] = ()
+    """Fields of the config that only some losses read, and this one does."""
 
 
 ADVANTAGE_RULES = {
@@ -59,24 +61,29 @@ ADVANTAGE_RULES = {
     "gae": AdvantageRule(needs_critic=True, reads_token_rewards=True),
     "vtrace": AdvantageRule(needs_critic=True, reads_token_rewards=True, own_importance_weight=True),
 }
+_RANGE = ("clip_low", "clip_high")
 LOSS_RULES = {
-    "ppo_clip": LossRule(has_clip_range=True, has_dual_clip=True),
-    "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True, has_dual_clip=True),
-    "gspo": LossRule(has_dual_clip=True),
-    "gspo_token": LossRule(has_dual_clip=True),
-    "rloo_product": LossRule(has_dual_clip=True),
-    "gmpo": LossRule(),
-    "dppo_tv": LossRule(),
-    "dppo_kl": LossRule(),
-    "cispo": LossRule(),
-    "sapo": LossRule(),
+    "ppo_clip": LossRule(has_clip_range=True, has_dual_clip=True, reads=_RANGE),
+    "decoupled_ppo": LossRule(weighs_by_rho=True, has_clip_range=True, has_dual_clip=True, reads=_RANGE),
+    "gspo": LossRule(has_dual_clip=True, reads=_RANGE),
+    "gspo_token": LossRule(has_dual_clip=True, reads=_RANGE),
+    "rloo_product": LossRule(has_dual_clip=True, reads=_RANGE),
+    "gmpo": LossRule(reads=_RANGE),
+    "dppo_tv": LossRule(reads=(*_RANGE, "max_ratio")),
+    "dppo_kl": LossRule(reads=(*_RANGE, "max_ratio")),
+    "cispo": LossRule(reads=("max_ratio",)),
+    "sapo": LossRule(reads=("tau_positive", "tau_negative")),
     "reinforce": LossRule(uses_proximal=False),
     "dro": LossRule(uses_proximal=False, needs_log_ratio_penalty=True),
     "importance_sampling": LossRule(own_importance_weight=True, uses_proximal=False),
-    "aipo": LossRule(own_importance_weight=True, uses_proximal=False),
+    "aipo": LossRule(own_importance_weight=True, uses_proximal=False, reads=("max_ratio",)),
     "topr": LossRule(own_importance_weight=True, weighs_sequences=True, uses_proximal=False),
-    "vespo": LossRule(own_importance_weight=True, weighs_sequences=True, uses_proximal=False),
+    "vespo": LossRule(
+        own_importance_weight=True, weighs_sequences=True, uses_proximal=False, reads=("vespo_positive", "vespo_negative")
+    ),
 }
+OF_SOME_LOSSES = tuple(dict.fromkeys(field for rule in LOSS_RULES.values() for field in rule.reads))
+"""Fields that a loss reads only if its rule names them."""
 
 UNUSED_BY_DPO = (
     "advantage", "whiten", "dynamic_sampling", "loss", "dual_clip", "log_ratio_penalty", "proximal", "corrections", "aggregation",
@@ -117,7 +124,15 @@ def doubts_about_algorithm(
         f"{getattr(default, field)!r}; drop it"
         for field in fields
     ]
-    rule = LOSS_RULES.get(algorithm.loss, LossRule(weighs_by_rho=True))
+    rule = LOSS_RULES.get(algorithm.loss, LossRule(weighs_by_rho=True, reads=OF_SOME_LOSSES))
+    is_dpo = algorithm.kind == "dpo"
+    loss = "algorithm.kind = 'dpo'" if is_dpo else f"algorithm.loss = {algorithm.loss!r}"
+    for field in _set_fields(algorithm, OF_SOME_LOSSES):
+        if is_dpo or field not in rule.reads:
+            readers = ", ".join(name for name, one in LOSS_RULES.items() if field in one.reads)
+            doubts.append(
+                f"algorithm.{field} = {getattr(algorithm, field)!r} is not read with {loss}, only with {readers}; drop it"
+            )
     sees_age = rule.weighs_by_rho or rule.own_importance_weight or rule.needs_log_ratio_penalty or bool(algorithm.corrections)
     if algorithm.kind == "policy" and algorithm.proximal == "recompute" and not sees_age and max_staleness > 1:
         doubts.append(

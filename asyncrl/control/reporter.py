@@ -72,7 +72,7 @@ class Reporter:
         self.num_rows = 0
         """Number of steps and events written by this controller; readers of the files read again when it grows."""
         self._events_file: st.JsonLines[st.RunEvent] = st.JsonLines(run_folder / st.EVENTS_FILE)
-        self.alarms = Alarms(config.algorithm.groups_per_step)
+        self.alarms = Alarms(config.algorithm.groups_per_step, is_resumed=self.newest is not None)
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
         self.follow(config)
         self.spans: st.JsonLines[sp.Span] = st.JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
@@ -177,7 +177,10 @@ class Reporter:
     def follow(self, config: RunConfig) -> None:
         """Apply a config that was changed during the run."""
         self._config = config
-        self.alarms.switch_off(name for name, what in config.observe.alarms.items() if what == "off")
+        actions = config.observe.alarms
+        if config.algorithm.kind == "dpo":  # pairs are no samples of the policy, so the rule's metric is not its divergence
+            actions = {"kl.reference": "off", **actions}
+        self.alarms.switch_off(name for name, what in actions.items() if what == "off")
 
     def forget(self, name: str) -> None:
         """Forget the counters of a process that has ended."""

@@ -199,9 +199,12 @@ class Alarms:
 
     Args:
         groups_per_step: `algorithm.groups_per_step` of the run.
+        is_resumed: The run has trained steps before. Their rewards are not known here, so equal rewards from the first step on
+            may mean that the task is solved.
     """
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, *, is_resumed: bool = False) -> None:
+        self._is_whole = not is_resumed
         self.standing: dict[str, Alarm] = {}
         self._off: frozenset[str] = frozenset()
         self._groups_per_step = groups_per_step
@@ -322,7 +325,8 @@ class Alarms:
 
     def _of_reward(self, last: StepReport) -> dict[str, float]:
         now, span, reward, found = last.metrics, self._most - self._least, self._reward(), dict[str, float]()
-        if "reward/min" in now and (now["reward/min"] < self._most - 0.1 * span or (span == 0 and len(self._steps) >= 3)):
+        were_equal = span == 0 and self._is_whole and len(self._steps) >= 3
+        if "reward/min" in now and (now["reward/min"] < self._most - 0.1 * span or were_equal):
             found["spread below best"] = now.get("reward/max", math.inf) - now["reward/min"]
         if last.reward_mean < (self._least + self._most) / 2 and "reward/zero_spread_fraction" in now:
             found["spreadless below middle"] = now["reward/zero_spread_fraction"]

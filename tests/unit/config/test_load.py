@@ -172,6 +172,17 @@ def test_a_loss_that_does_not_see_how_old_data_is_is_warned_of_where_it_may_be_o
     assert doubts_about_algorithm(msgspec.structs.replace(algorithm, proximal="behaviour"), max_staleness=2) == []
 
 
+@pytest.mark.parametrize(("set_to", "is_read"), [
+    ({"loss": "reinforce", "clip_low": 0.1}, False), ({"loss": "gspo", "clip_low": 0.1}, True), ({"clip_high": 0.3}, True),
+    ({"loss": "cispo", "clip_high": 0.3}, False), ({"loss": "cispo", "max_ratio": 3.0}, True), ({"max_ratio": 3.0}, False),
+    ({"loss": "my.py:f", "tau_positive": 2.0}, True), ({"kind": "dpo", "clip_low": 0.1}, False),
+])  # fmt: skip
+def test_a_bound_that_the_loss_does_not_read_is_warned_of(set_to, is_read):
+    (field,) = set_to.keys() - {"loss", "kind"}
+    doubts = doubts_about_algorithm(AlgorithmConfig(**{"kind": "policy", **set_to}))
+    assert [f"algorithm.{field} = {set_to[field]} is not read" in doubt for doubt in doubts] == [True] * (not is_read)
+
+
 def test_the_kind_of_algorithm_that_is_left_out_is_policy_where_one_of_its_parts_is_named():
     assert resolve_config({}).algorithm.kind == resolve_config({"algorithm": {"clip_low": 0.1}}).algorithm.kind == "auto"
     for part in ({"loss": "decoupled_ppo"}, {"corrections": [{"kind": "tis_token"}]}, {"proximal": "behaviour"}):

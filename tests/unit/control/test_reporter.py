@@ -5,7 +5,8 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.config.run import RunConfig
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.run import ObserveConfig, RunConfig
 from asyncrl.control.lifecycle.failure_watch import Wait
 from asyncrl.control.reporter import MOST_SPANS_BYTES, Reporter
 from asyncrl.observe.sinks import MetricSinks
@@ -41,6 +42,19 @@ async def test_a_long_run_is_resumed_from_the_ends_of_its_files(tmp_path):
     reporter.note_event("phase", "running")
     await reporter.close()
     assert [event.seq for event in read_events(tmp_path, after=1199)] == [1200, 1201]
+
+
+@pytest.mark.parametrize(("config", "is_checked"), [
+    (RunConfig(), True), (RunConfig(algorithm=AlgorithmConfig(kind="dpo")), False),
+    (RunConfig(algorithm=AlgorithmConfig(kind="dpo"), observe=ObserveConfig(alarms={"kl.reference": "warn"})), True),
+])  # fmt: skip
+async def test_the_distance_from_the_reference_is_not_judged_on_pairs(tmp_path, config, is_checked):
+    reporter = Reporter(config, tmp_path, MetricSinks(tmp_path), VirtualClock())
+    metrics = {"kl/reference_mean": 9.0, "data/response_tokens_mean": 4.0}
+    steps = [StepReport(step=step, version=step + 1, time_s=step, reward_mean=0.5, metrics=metrics) for step in range(6)]
+    told = [alarm.rule for step in steps for alarm in reporter.alarms.take(step)]
+    await reporter.close()
+    assert told == ["kl.reference"] * is_checked
 
 
 async def test_spans_on_disk_are_bounded_and_the_newest_are_kept(tmp_path):

@@ -39,6 +39,14 @@ def raised(reports, switched_off=()):
     return [alarm for one in reports for alarm in alarms.take(one)]
 
 
+def test_equal_rewards_of_a_resumed_run_may_be_those_of_a_solved_task():
+    solved = [report(step, 1.0, **{"reward/min": 1.0, "reward/max": 1.0}) for step in range(8)]
+    for is_resumed in (False, True):
+        alarms = Alarms(groups_per_step=8, is_resumed=is_resumed)
+        told = [alarm.rule for one in solved for alarm in alarms.take(one)]
+        assert told == ([] if is_resumed else ["reward.equal"])
+
+
 def healthy(steps=60):
     """A run that learns: reward goes up, entropy comes down as it is nearly right."""
     return [report(step, 0.1 + 0.85 * step / steps, **{"policy/entropy": 1.0 - 0.95 * step / steps}) for step in range(steps)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # `as`: exported
+    from asyncrl import configs as configs
     from asyncrl.algorithms.types import LossConfig as LossConfig
     from asyncrl.algorithms.types import LossInputs as LossInputs
     from asyncrl.algorithms.types import LossOutputs as LossOutputs
@@ -92,9 +93,11 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and no other nam
 
     def __getattr__(name: str) -> object:
         """Import an exported name from where it lives, the first time it is asked for."""
+        if name == "configs":
+            return importlib.import_module("asyncrl.configs")
         if name not in _HOME_OF:
             raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
         return getattr(importlib.import_module(_HOME_OF[name]), "Publisher" if name == "WeightPublisher" else name)
 
     def __dir__() -> list[str]:
-        return sorted({*__all__, "__version__"})
+        return sorted({*__all__, "__version__", "configs"})

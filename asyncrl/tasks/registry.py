@@ -117,7 +117,8 @@ def _prompt(config: ReasoningGymTask, opening: tuple[ChatMessage, ...], entry: d
 def build_python(config: PythonTask, seed: int) -> TaskData:
     """Call the user's function with the run's seed.
 
-    The prompts of a list or tuple are checked now. The prompts of another sequence are checked when they are read.
+    The prompts of a list or tuple are checked now, and the task's alphabet gets their characters. The prompts of another sequence
+    are checked when they are read.
 
     Raises:
         ConfigError: The path names no function, the function raised or returned no usable TaskData, or a field of a prompt has
@@ -138,7 +139,9 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
         as_read = ComputedSequence[Prompt](len(prompts), lambda index: _as_it_travels(prompts[index], where))
         return list(as_read) if isinstance(prompts, list | tuple) else as_read
 
-    return replace(task, train=checked(task.train), held_out=checked(task.held_out))
+    train, held_out = checked(task.train), checked(task.held_out)
+    listed = (prompt for prompts in (train, held_out) if isinstance(prompts, list) for prompt in prompts)
+    return replace(task, train=train, held_out=held_out, alphabet="".join(sorted({*task.alphabet, *alphabet_of(listed)})))
 
 
 def _as_it_travels(prompt: object, where: str) -> Prompt:

@@ -34,7 +34,8 @@ class TaskData:
     held_out: Sequence[Prompt]
     """Problems for evaluation only; may be empty."""
     alphabet: str = ""
-    """Every character that prompts and answers use, sorted; the vocabulary of a scratch model's tokenizer."""
+    """Every character that prompts and answers use; the vocabulary of a scratch model's tokenizer. In a task of `kind = "python"`
+    the characters of prompts that are in a list are added."""
     worked_examples: Sequence[tuple[str, str]] = ()
     """Prompt text and full correct completion, without an end token, from the train split only; for a warm start."""
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from asyncrl.config.algorithm import PythonCorrection
 from asyncrl.config.algorithm_table import doubts_about_algorithm
 from asyncrl.config.broadcast import FilesMedium
 from asyncrl.config.generate import ReplayEngineConfig, TransformersEngineConfig, gpu_of
-from asyncrl.config.learner import PretrainedModel
+from asyncrl.config.learner import PretrainedModel, ScratchModel
 from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import with_chosen_medium, with_launch_choices
 from asyncrl.config.reward import PythonReward
@@ -39,7 +39,9 @@ from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
 from asyncrl.models.number_format import ask_driver, hardware_format
 from asyncrl.reward.sandbox.code_exec import check_tests
+from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
+from asyncrl.tasks.task import TaskData, alphabet_of
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
 
 MIB = 1 << 20
@@ -366,6 +368,8 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
         codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
         lengths = [len(codec.encode(prompt)) for prompt in first]
     else:  # a scratch model has a token for each character
+        if isinstance(config.model, ScratchModel) and config.learner.kind == "builtin":
+            findings.faults += _scratch_faults(config.model, task, first)
         lengths = [
             len(prompt.token_ids) // 4 or len(prompt.text or "".join(turn.content for turn in prompt.messages))
             for prompt in first
@@ -378,6 +382,15 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
             "generate.engine.max_sequence_tokens leaves beside generate.sampling.max_new_tokens: they will fail; raise the "
             "first or lower the second"
         )
+
+
+def _scratch_faults(model: ScratchModel, task: TaskData, first: Sequence[Prompt]) -> Iterator[str]:
+    if model.warm_start is not None and not task.worked_examples:
+        instead = "remove it ([model] with its kind, in a preset, replaces the table), or give TaskData.worked_examples"
+        yield f"model.warm_start: this task has no worked examples; {instead}"
+    if absent := "".join(sorted({*alphabet_of(first)} - {*task.alphabet})):
+        what = f"a scratch model has a token for each character of TaskData.alphabet, and {absent!r} are not in it"
+        yield f"model.kind = 'scratch': {what}; prompts and answers have them"
 
 
 if __name__ == "__main__":

@@ -78,10 +78,10 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     A character outside the alphabet raises: a task whose prompts do not fit its own alphabet is a bug, not an unknown token.
 
     Raises:
-        ValueError: The alphabet is empty.
+        ConfigError: The alphabet is empty.
     """
     if not alphabet:
-        raise ValueError("a character tokenizer needs at least one character, got an empty alphabet")
+        raise ConfigError("a scratch model has a token for each character of TaskData.alphabet, and the task gave an empty one")
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(set(alphabet))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

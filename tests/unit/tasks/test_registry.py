@@ -54,6 +54,11 @@ def test_a_function_of_the_working_directory_is_called_with_the_seed(module):
     assert build_task(PythonTask(path="my_colours:colours"), 7).train[0].prompt_id == "c7"
 
 
+def test_the_alphabet_has_the_characters_of_listed_prompts(module):
+    assert build_task(PythonTask(path="my_colours:colours"), 7).alphabet == "deort"
+    assert build_task(PythonTask(path="my_colours:lazy"), 0).alphabet == ""
+
+
 def test_prompts_of_a_users_function_are_as_other_processes_read_them(module):
     assert build_task(PythonTask(path="my_colours:turns"), 0).train[1].messages == (ChatMessage("user", "red"),)
     train = build_task(PythonTask(path="my_colours:lazy"), 0).train

@@ -131,6 +131,17 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
 
 
+def test_a_dry_run_names_what_a_scratch_model_lacks_of_its_task(tmp_path):
+    text = "prompts = ComputedSequence(9, lambda index: Prompt(str(index), text=f'{index}+', answer='z'))"
+    text = f"from asyncrl.schema.samples import Prompt\nfrom asyncrl.tasks.task import ComputedSequence, TaskData\n{text}\n"
+    path = written(tmp_path, text + "def task(seed): return TaskData(train=prompts, held_out=[], alphabet='01234567')\n")
+    config = {"task": {"kind": "python", "path": f"{path}:task"}, "model": {"kind": "scratch", "warm_start": {"steps": 1}}}
+    examples, tokens = describe(parse_config(config))[1]
+    assert examples.startswith("model.warm_start: this task has no worked examples")
+    assert "a token for each character of TaskData.alphabet, and '+8z' are not in it" in tokens
+    assert describe(parse_config({**config, "learner": {"kind": "external"}}))[1] == []
+
+
 @pytest.mark.parametrize(("files", "said"), [
     ([], "model.path: there is no folder"), (["config.json"], "has no tokenizer"), (["tokenizer.json"], "has no config.json"),
 ])  # fmt: skip

@@ -207,8 +207,7 @@ def _hold_to_share(config: RunConfig, device: str, *, of_learner: bool) -> None:
     from asyncrl.control.placement.memory import memory_bounds
     from asyncrl.residency.device import hold_to_share
 
-    in_process = of_learner or config.generate.engine.adopts
-    if shares_device(config) and in_process:
+    if shares_device(config) and (of_learner or config.generate.engine.adopts):
         generator_share, learner_share, budget_bytes = memory_bounds(config)
         hold_to_share(device, learner_share if of_learner else generator_share, budget_bytes)
 

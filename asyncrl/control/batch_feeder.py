@@ -292,6 +292,18 @@ class RecordedStep(msgspec.Struct, frozen=True):
             log.error("step %d is not recorded, but the run continues: %s", self.step, error)  # noqa: TRY400
 
 
+def keep_set_aside(run_folder: Path, taken: TakenStep) -> tuple[str, str]:
+    """Write the groups of a step that is given up; return the file's path in the run folder, and in words where they are now."""
+    file = f"set_aside/step-{taken.step}-group-{taken.groups[0].group_id}.msgpack"
+    path = run_folder / file
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, msgspec.msgpack.encode(taken.groups))
+    except OSError as error:
+        return file, f"without a copy ({path} cannot be written: {error})"
+    return file, f"in {path}"
+
+
 @dataclass(eq=False)
 class Checkpoints:
     """The newest checkpoint, and the calls that wait for the next one."""
@@ -302,6 +314,8 @@ class Checkpoints:
     version: int = -1
     due: int = -1
     """Version of the checkpoint that was requested, or that the learner saves by itself, and is not complete yet; -1: none."""
+    deaths: Counter[int] = field(default_factory=Counter)
+    """Number of learner deaths while a checkpoint was due, by the learner's version at its death."""
     _waiters: list[asyncio.Future[str]] = field(default_factory=list)
     _asked: tuple[Connection, int] | None = None
     """The last request: to which learner, and for which version."""

@@ -21,14 +21,11 @@ import contextlib
 import itertools
 import logging
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from asyncrl.buffer import events as buffer_events
 from asyncrl.buffer.buffer import Buffer, TakenStep
@@ -38,7 +35,7 @@ from asyncrl.config.load import dump_config, parse_config
 from asyncrl.config.places import inference_takes_turns
 from asyncrl.config.run import RunConfig
 from asyncrl.control.autoscaler import Autoscaler
-from asyncrl.control.batch_feeder import MOST_DEATHS, BatchFeeder, Checkpoints, RecordedStep
+from asyncrl.control.batch_feeder import MOST_DEATHS, BatchFeeder, Checkpoints, RecordedStep, keep_set_aside
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.edge import Edge
 from asyncrl.control.evaluation import Evaluation
@@ -46,7 +43,7 @@ from asyncrl.control.join import Membership
 from asyncrl.control.launch.process_main import Ownership
 from asyncrl.control.launch.processes import Launcher, plan_processes, spec_of
 from asyncrl.control.lifecycle import events as ev
-from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS, SLOW_SCORE_S, StallDetector, Wait, wait_chain
+from asyncrl.control.lifecycle.failure_watch import CALLER_HOLDS, StallDetector, Wait, wait_chain
 from asyncrl.control.lifecycle.state import Lifecycle
 from asyncrl.control.lifecycle.supervisor import Supervisor
 from asyncrl.control.peers import Peer, Peers
@@ -55,7 +52,6 @@ from asyncrl.control.placement.switching import Switching
 from asyncrl.control.reporter import Reporter
 from asyncrl.control.scoring import JUDGES, Caller
 from asyncrl.errors import AsyncRLError, ConfigError, ConnectionClosed, LedgerError, RunError, shown
-from asyncrl.folders import write_whole
 from asyncrl.observe.decisions import Beginning, Recorder
 from asyncrl.observe.sinks import open_sinks, without_secrets
 from asyncrl.observe.spans import IDLE, span, spans_of
@@ -101,8 +97,6 @@ class Controller:
         self.dispatcher = Dispatcher(config, self.buffer, PromptSequence(self.task.train, config.seed), self.peers, clock)
         self.feeder = BatchFeeder(config, self.dispatcher, clock)
         self.checkpoints = Checkpoints(self.peers)
-        self._deaths_over_checkpoint: Counter[int] = Counter()
-        """Number of learner deaths, by the learner's version at its death."""
         self.reporter = Reporter(config, self.run_folder, open_sinks(config, self.run_folder), clock)
         self._judged_before = len(self.reporter.evaluations)
         self.caller = Caller(config.supervision.heartbeat_timeout_s / 2, self.started_s) if config.reward.is_caller else None
@@ -273,16 +267,9 @@ class Controller:
             try:
                 # A control message may depend on the one before it; samples and scores do not.
                 arrival = await (peer.connection.receive_all() if lane is Lane.DATA else peer.connection.receive(lane))
-                messages = arrival.messages
             except ConnectionClosed:
                 return
-            reason, refusals = "", self.edge.refusals(peer, messages)
-            if any(refusals):
-                for message, refusal in zip(messages, refusals, strict=True):
-                    if refusal:
-                        log.debug("refused a %s of %s: %s", type(message).__name__, peer.name, refusal)
-                        reason = reason or self.edge.count(peer, message, refusal, self.clock.now())
-                messages = [message for message, refusal in zip(messages, refusals, strict=True) if not refusal]
+            messages, reason = self.edge.let_in(peer, arrival.messages, self.clock.now())
             for kind, alike in itertools.groupby(messages, type):
                 self.handle(peer, kind, list(alike))
             if lane is Lane.DATA:
@@ -360,8 +347,7 @@ class Controller:
                 if (silent := self.peers.get(name)) is not None:
                     log.warning("%s: its connection is closed", reason)
                     await silent.connection.close()
-            learner_is_there = self.config.learner.kind != "builtin" or bool(self.peers.of("learner"))
-            learner_idle = self.feeder.idle and learner_is_there
+            learner_idle = self.feeder.idle and (self.config.learner.kind != "builtin" or bool(self.peers.of("learner")))
             self.autoscaler.tick(now, running=running, learner_idle=learner_idle)
             self.reporter.note_second(self.dispatcher, self.peers, learner_idle=learner_idle)
             waits = self.waits(now)
@@ -379,9 +365,8 @@ class Controller:
                 **{f"of {kind} workers": len(scores.open[kind]) for kind in JUDGES},
             }  # fmt: skip
             if running and self.config.learner.kind == "builtin":  # else its caller says when the next step is
-                for alarm in self.reporter.tell(
-                    self.reporter.alarms.take_open_step(now - self._step_open_s, self.feeder.version, wait_chain(waits, now))
-                ):
+                open_s = now - self._step_open_s
+                for alarm in self.reporter.note_open_step(open_s, self.feeder.version, wait_chain(waits, now)):
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
             stall = self.stall_detector.check(now, waits, queues, working, is_warming=self.lifecycle.phase == "warming")
@@ -689,7 +674,7 @@ class Controller:
 
     def waits(self, now: float) -> list[Wait]:
         """Return which process waits for what, including the controller's own waits: a full step, a phase switch, scores."""
-        switching, scores = self.switching, self.dispatcher.scores
+        switching = self.switching
         waits = [Wait(beat.name, beat.waiting_for, beat.waiting_since_s) for beat in self.heartbeats() if beat.waiting_for]
         own = (self.feeder.waiting, self.dispatcher.fruitless)
         waits += [Wait("controller", what, self.feeder.waiting_since_s or now) for what in own if what]
@@ -705,14 +690,9 @@ class Controller:
             waits.append(Wait("admission", held, now))
         if self.caller is not None and self.caller.is_lost(now):
             waits.append(Wait("controller", "a program that judges (Run(reward=f), or `score` of a client)", self.caller.heard_s))
-        for kind in JUDGES if switching is None or switching.may_judge else JUDGES[:1]:
-            since_s = next((asked.asked_s for asked in scores.open[kind].values()), now)
-            if now - since_s > SLOW_SCORE_S:
-                names = ", ".join(peer.name for peer in self.peers.of(kind)) or f"{kind} workers, but none is connected"
-                if kind == "reward" and self.caller is not None:
-                    names = "its caller's reward function"
-                waits.append(Wait("controller", f"{len(scores.open[kind])} answers of {names}", since_s))
-        return waits
+        judges = JUDGES if switching is None or switching.may_judge else JUDGES[:1]
+        caller = "" if self.caller is None else "its caller's reward function"
+        return waits + self.dispatcher.scores.waits(judges, self.peers, caller, now)
 
     def _caller_holds_all(self) -> bool:
         """Return whether the caller of a driven run holds all places: nothing is generated until it trains or releases groups."""
@@ -749,25 +729,18 @@ class Controller:
             self._set_aside(taken)
         self.checkpoints.fail("the learner died")
         if over_checkpoint:
-            self._deaths_over_checkpoint[version] += 1
-            deaths = self._deaths_over_checkpoint[version]
-            log.error("the learner died while a checkpoint of version %d was due", version)
-            if deaths > self.config.supervision.max_deaths:  # however far apart: each time it repeats the steps before
-                logs = self.lifecycle.logs_folder
-                reason = f"it died {deaths} times while a checkpoint of version {version} was due; see {logs}/learner.log"
+            self.checkpoints.deaths[version] += 1
+            reason = f"it died {self.checkpoints.deaths[version]} times while a checkpoint of version {version} was due"
+            log.error("the learner: %s", reason)
+            # However far apart the deaths are: each time it repeats the steps before.
+            if self.checkpoints.deaths[version] > self.config.supervision.max_deaths:
+                reason = f"{reason}; see {self.lifecycle.logs_folder}/learner.log"
                 self.post(ev.ProcessFault("learner", reason, fatal=True))
 
     def _set_aside(self, taken: TakenStep) -> None:
         """Write the groups of a step to a file, then drop them."""
         step, named = taken.step, ", ".join(str(group.group_id) for group in taken.groups)
-        file = f"set_aside/step-{step}-group-{taken.groups[0].group_id}.msgpack"
-        path = self.run_folder / file
-        where = f"in {path}"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, msgspec.msgpack.encode(taken.groups))
-        except OSError as error:
-            where = f"without a copy ({path} cannot be written: {error})"
+        file, where = keep_set_aside(self.run_folder, taken)
         self.buffer.set_aside(step, f"the learner died over it {MOST_DEATHS} times", self.clock.now())
         self.reporter.note_event("set_aside", file, f"the learner died twice on groups {named}", step)
         log.error("the learner died twice on step %d: groups %s are set aside %s, not trained", step, named, where)

@@ -11,8 +11,9 @@ buffer/validate.py checks what the buffer stores (arrays of samples, parts of sc
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,8 @@ from asyncrl.schema import control as msg
 from asyncrl.schema.codec import Message
 from asyncrl.schema.samples import InferResult, Progress, SampleFailure, Samples, Scores, StepDone
 from asyncrl.schema.weights import VersionLive, WeightsAvailable
+
+log = logging.getLogger(__name__)
 
 EVERYBODY: frozenset[type] = frozenset({msg.Heartbeat, msg.Fault})
 MAY_SEND: dict[msg.ProcessKind, frozenset[type]] = {
@@ -65,7 +68,18 @@ class Edge:
         self._prompts: dict[int, bytes] = {}
         """By group, the prompt ids of its first sample, for groups whose first samples are among these messages."""
 
-    def count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
+    def let_in(self, peer: Peer, messages: Sequence[Message], now: float) -> tuple[Sequence[Message], str]:
+        """Return the messages that are not refused, and why the connection must be ended, or nothing."""
+        refusals, reason = self._refusals(peer, messages), ""
+        if not any(refusals):
+            return messages, ""
+        for message, refusal in zip(messages, refusals, strict=True):
+            if refusal:
+                log.debug("refused a %s of %s: %s", type(message).__name__, peer.name, refusal)
+                reason = reason or self._count(peer, message, refusal, now)
+        return [message for message, refusal in zip(messages, refusals, strict=True) if not refusal], reason
+
+    def _count(self, peer: Peer, message: Message, refusal: str, now: float) -> str:
         """Count a refusal; return why the connection must be ended if there were too many, else nothing."""
         self.refused[peer.name, type(message).__name__] += 1
         peer.refused_s = [*peer.refused_s, now][-MOST_REFUSALS:]
@@ -73,7 +87,7 @@ class Edge:
             return ""
         return f"its messages were refused, the last, a {type(message).__name__}: {refusal}"
 
-    def refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
+    def _refusals(self, peer: Peer, messages: Iterable[Message]) -> list[str]:
         """Return, for each of these messages, why it is refused, or nothing."""
         self._prompts.clear()
         refusals, may_send = list[str](), MAY_SEND.get(peer.kind, frozenset())

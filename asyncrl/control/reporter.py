@@ -238,13 +238,17 @@ class Reporter:
         if self.newest is None or report.step > self.newest.step:  # else a learner back from a checkpoint has repeated it
             self.newest, self.num_rows = report, self.num_rows + 1
             self._steps_file.write(report)
-            raised = self.tell(self.alarms.take(report))
+            raised = self._tell(self.alarms.take(report))
         self.spans.write(*sp.spans_of(done))
         self.sinks.write(done.version, now, metrics)
         log.info("%s", st.step_line(report, self._config.num_steps))
         return raised
 
-    def tell(self, alarms: list[Alarm]) -> list[Alarm]:
+    def note_open_step(self, open_s: float, version: int, waiting: str) -> list[Alarm]:
+        """Check a step that is not done yet; arguments and answer as `Alarms.take_open_step`."""
+        return self._tell(self.alarms.take_open_step(open_s, version, waiting))
+
+    def _tell(self, alarms: list[Alarm]) -> list[Alarm]:
         """Report alarms to log, events and webhook; return those that are not over."""
         for alarm in alarms:
             self.note_event("alarm", alarm.rule, alarm.text, alarm.version)

@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.control.lifecycle.failure_watch import SLOW_SCORE_S, Wait
 from asyncrl.control.peers import Peers
 from asyncrl.errors import RunError
 from asyncrl.schema.samples import InferRequest, InferResult, Member, Score, ScoreRequest, Scores
@@ -123,6 +124,24 @@ class ScoreDispatcher:
                 asked.worker = caller
                 given.append(asked.request)
         return given
+
+    def waits(self, kinds: Sequence[JudgeKind], peers: Peers, caller: str, now: float) -> list[Wait]:
+        """Return the controller's wait for each kind of worker whose oldest answer is slow to come.
+
+        Args:
+            kinds: Kinds that may work now.
+            peers: The connected processes; the waits name the workers among them.
+            caller: Name of the program that scores instead of reward workers; empty: there is none.
+            now: The time.
+        """
+        waits = []
+        for kind in kinds:
+            since_s = next((asked.asked_s for asked in self.open[kind].values()), now)
+            if now - since_s > SLOW_SCORE_S:
+                names = ", ".join(peer.name for peer in peers.of(kind)) or f"{kind} workers, but none is connected"
+                names = caller if kind == "reward" and caller else names
+                waits.append(Wait("controller", f"{len(self.open[kind])} answers of {names}", since_s))
+        return waits
 
     def refusal(self, answer: Scores | InferResult, worker: str) -> str:
         """Return why this worker's answer is refused, or nothing; a repeated answer is accepted and changes nothing."""

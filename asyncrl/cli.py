@@ -160,8 +160,7 @@ def resume(
     detach: DetachOption = False,
 ) -> None:
     """Continue a paused run, or a stopped run from where it stopped (`--set num_steps=...` trains more steps)."""
-    from asyncrl.client import CONTROLLER_END_S, Run, has_done, newest_saved
-    from asyncrl.config.load import load_config
+    from asyncrl.client import CONTROLLER_END_S, Run, given_config, has_done, newest_saved
     from asyncrl.control.launch.processes import is_live, until_gone
     from asyncrl.observe.steps import STEPS_FILE, StepReport, newest_row, read_events
 
@@ -176,14 +175,11 @@ def resume(
         print(f"{folder} is ending: waiting for its controller", file=sys.stderr)
         if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
-    config, newest = load_config(folder / "config.toml", overrides), newest_row(folder / STEPS_FILE, StepReport)
+    config, newest = given_config(None, folder, overrides), newest_row(folder / STEPS_FILE, StepReport)
     done = 0 if newest is None else newest.version
     *_, reason = "", *(event.text for event in read_events(folder) if event.kind == "phase")
     if min(done, newest_saved(folder)) >= config.num_steps and has_done(folder, config.num_steps, reason):
-        raise ConfigError(
-            f"{folder} has done its {config.num_steps} steps; `asyncrl resume {folder} --set num_steps={2 * config.num_steps}` "
-            "trains more"
-        )
+        raise ConfigError(f"{folder} has done its {done} steps; `asyncrl resume {folder} --set num_steps={2 * done}` trains more")
     _carry_out(Run(config, resume=folder, detached=detach), detach=detach, plain=plain, first=done)
 
 
@@ -281,8 +277,8 @@ def report(folder: RunArgument = None) -> None:
     """Draw reward.png and timeline.png of a run (a run does this itself when it ends)."""
     from asyncrl.observe.report import write_report
 
-    for path in write_report(_newest(folder)).values():
-        print(path)
+    folder = _newest(folder)
+    print(*write_report(folder).values() or [f"{folder} has no steps yet: there is nothing to draw"], sep="\n")
 
 
 @app.command()
@@ -479,7 +475,7 @@ def simulate_run(
         list[str],
         typer.Option("--set", metavar="FIELD=VALUE", help="num_workers=64, lengths=lognormal:512:1:8192, step_s=2.5, ..."),
     ] = [],  # noqa: B006 - typer copies it
-    over: Annotated[str, typer.Option("--sweep", metavar="FIELD=A,B,C", help="Simulate each value.")] = "",
+    sweeps: Annotated[list[str], typer.Option("--sweep", metavar="FIELD=A,B,C", help="Simulate each value of one field.")] = [],  # noqa: B006 - typer copies it
     from_run: Annotated[Path | None, typer.Option(help="Run folder: start from its measured values.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the sweep into this PNG.")] = None,
     validate: Annotated[bool, typer.Option("--validate", help="Do two real runs and simulate them.")] = False,
@@ -498,6 +494,9 @@ def simulate_run(
     from asyncrl.plan.simulator.measured import scenario_of_run
     from asyncrl.plan.simulator.scenario import Scenario, scenario_of
 
+    if len(sweeps) > 1:
+        raise ConfigError(f"--sweep takes one field, got {', '.join(sweeps)}: simulate the values of the others with --set")
+    over = "".join(sweeps)
     scenario = scenario_of(scenario_of_run(_newest(from_run)) if from_run else Scenario(), overrides)
 
     def show(value: str, step: int, num_steps: int) -> None:
@@ -624,6 +623,8 @@ def _print_status(status: RunStatus, *, as_json: bool) -> None:
 def _carry_out(run: Run, *, detach: bool, plain: bool, first: int = 0) -> None:
     """Start a run and show its steps from `first` until it ends, then exit with its status; detached, only start it."""
     from asyncrl.observe.display import follow_run
+
+    print(*run.choices, sep="\n", end="\n" if run.choices else "", file=sys.stderr)
 
     async def follow() -> RunStatus | None:
         async with run:

@@ -24,8 +24,9 @@ import aiohttp
 import msgspec
 
 from asyncrl.buffer.ledger.reader import LedgerReader
+from asyncrl.config.algorithm_table import doubts_about_algorithm
 from asyncrl.config.live import ChangeResult
-from asyncrl.config.load import ConfigLike, Overrides, dump_config, read_toml, resolve_config
+from asyncrl.config.load import ConfigLike, Overrides, dump_config, pairs_of, read_toml, resolve_config
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.launch.process_main import take_lease
 from asyncrl.control.launch.processes import (
@@ -108,7 +109,7 @@ class RunClient:
             status = await self.status()
         except BaseException as error:
             await self._close()
-            if not isinstance(error, RunError):
+            if not isinstance(error, RunError) or (isinstance(error, RunLostError) and not self._url):
                 raise
             what = "does not answer" if isinstance(error, RunLostError) else "refuses"
             raise LaunchError(f"the run in {self._url or self.run_folder} {what} ({error})") from error
@@ -305,12 +306,13 @@ class RunClient:
             return RunLostError(f"the run in {folder} does not answer; its controller is alive: see {folder}/logs")
         if not folder.exists():
             return RunLostError(f"{folder} was moved or removed while the run was live, and its controller has ended")
-        reason = _full_disk(folder) or f"{_last_words(folder)[0]}; `asyncrl resume {folder}` goes on with it"
+        lost = f"the run in {folder} is lost, its controller has ended"
         if machine := _elsewhere(folder):
-            return RunLostError(
-                f"the run in {folder} is on {machine} and answers there only; where that machine is gone: {reason}"
-            )
-        return RunLostError(f"the run in {folder} is lost, its controller has ended: {reason}")
+            lost = f"the run in {folder} is on {machine} and answers there only; where that machine is gone"
+        if full := _full_disk(folder):
+            return RunLostError(f"{lost}: {full}")
+        reason, end_of_log = _last_words(folder)
+        return RunLostError(f"{end_of_log}{lost}: {f'{reason}; ' if reason else ''}`asyncrl resume {folder}` goes on with it")
 
     async def _close(self) -> None:
         if self._lease is not None:
@@ -363,16 +365,28 @@ def connect(run: str | Path, token: str = "") -> RunClient:
         token: The daemon's token, needed with a URL.
 
     Raises:
-        LaunchError: On entering, if no live run answers.
+        LaunchError: On entering, if there is no live run, or nothing answers at the URL.
+        RunLostError: On entering, if the run's controller is gone, or does not answer.
     """
     return RunClient(run, token)
 
 
 def given_config(config: ConfigLike | None, resume: str | Path | None, overrides: Overrides) -> RunConfig:
-    """Return the given config, or the config of the resumed run, with values replaced by `overrides`."""
+    """Return the given config, or the config of the resumed run, with values replaced by `overrides`.
+
+    Raises:
+        ConfigError: As in `load_config`, `resume` is no run folder, or `overrides` would give a resumed run another folder.
+    """
     if config is None and resume is None:
         raise ConfigError("give a config (RunConfig, dict or TOML path) or resume=RUN_FOLDER, got neither")
-    return resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
+    if resume is not None and not Path(resume, "config.toml").is_file():
+        raise ConfigError(f"{resume} is no run folder: it has no config.toml")
+    resolved = resolve_config(config if config is not None else Path(resume or "") / "config.toml", overrides)
+    moves = [given for key, _, given in pairs_of(overrides) if key in {"name", "folder"}]
+    if resume is not None and moves and Path(resolved.folder, resolved.name).resolve() != Path(resume).resolve():
+        instead = "move or copy the folder, and resume the run there (`name` is the folder's name)"
+        raise ConfigError(f"{', '.join(moves)}: a run that is resumed stays in {resume}; {instead}")
+    return resolved
 
 
 class Run(RunClient):
@@ -407,7 +421,12 @@ class Run(RunClient):
             resolved = resolve_config(resolved, {"reward.functions": [{"kind": "caller"}]})
         elif resolved.reward.is_caller and not detached:
             raise ConfigError("reward.functions says that the caller judges: give the function, as Run(config, reward=f)")
-        self.config, self._choices = with_choices(resolved)
+        if config is None and resolved.learner.kind == "driven":
+            raise ConfigError(f"a program trains the run in {resume}: continue it with asyncrl.Session(resume=...)")
+        self.config, self.choices = with_choices(resolved)
+        doubts = doubts_about_algorithm(resolved.algorithm, resolved.generate.sampling, resolved.buffer.max_staleness)
+        self.choices += [f"WARNING: {doubt}" for doubt in doubts]
+        """A line for each `auto`, with its value on this machine, and for each setting that is probably a mistake."""
         self._reward = reward
         self._scoring: asyncio.Task[None] | None = None
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
@@ -469,8 +488,10 @@ class Run(RunClient):
                 await self._controller.end()
                 self._restore_config()
                 # A controller that ended itself has said why; one that was killed may well start the next time.
-                words, are_its_own = _last_words(self.run_folder, said_before)
-                raise (LaunchError if are_its_own else RunLostError)(f"the run could not start: {words}")
+                reason, end_of_log = _last_words(self.run_folder, said_before)
+                if not reason:
+                    raise RunLostError(f"{end_of_log}the run could not start: its controller ended and gave no reason")
+                raise LaunchError(f"the run could not start: {reason}")
 
     def _restore_config(self) -> None:
         """Undo the change of the config: else the next resume would have the values of one that was refused."""
@@ -575,10 +596,10 @@ class Run(RunClient):
         try:
             self._config_before = config_file.read_text(encoding="utf-8") if self._resumed and config_file.exists() else ""
             # A run whose config is cut short cannot be resumed.
-            write_whole(config_file, "".join(f"# {choice}\n" for choice in self._choices) + dump_config(self.config))
+            write_whole(config_file, "".join(f"# {choice}\n" for choice in self.choices) + dump_config(self.config))
             (self.run_folder / "logs").mkdir(exist_ok=True)
             with (self.run_folder / CONTROLLER_LOG).open("a", encoding="utf-8") as log:
-                log.write("".join(f"{choice}\n" for choice in self._choices))
+                log.write("".join(f"{choice}\n" for choice in self.choices))
         except OSError as error:
             raise self._unwritable(config_file, error) from error
 
@@ -643,14 +664,11 @@ def _full_disk(run_folder: Path) -> str:
     return ""
 
 
-def _last_words(run_folder: Path, after: int = 0) -> tuple[str, bool]:
-    """Return the controller's last message after a byte position of its log, and whether that is its own one-line error.
-
-    If there is no such error, return the end of the log.
-    """
+def _last_words(run_folder: Path, after: int = 0) -> tuple[str, str]:
+    """Return the controller's own one-line error after a byte position of its log; or, without one, the log's last lines."""
     log = run_folder / CONTROLLER_LOG
     lines = log.read_bytes()[after:].decode(errors="replace").splitlines()[-200:] if log.exists() else []
     errors = [line for line in lines if line.startswith("asyncrl: ") or " CRITICAL " in line]
     if errors:
-        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2], True
-    return "\n".join([f"the end of {log} is", *lines[-12:]]), False
+        return errors[-1].removeprefix("asyncrl: ").rpartition(" | ")[2], ""
+    return "", "".join(f"{line}\n" for line in (f"the end of {log} is", *lines[-12:])) if lines else ""

@@ -27,6 +27,10 @@ class GenerationError(AsyncRLError):
     """An engine could not serve a request or take new weights."""
 
 
+class EngineConfigError(GenerationError, ConfigError):
+    """An engine cannot run this model with these settings, however often it is started."""
+
+
 class EngineDied(GenerationError):  # noqa: N818 - like ConnectionClosed
     """An engine cannot work any more: its process ends too; its requests in flight do not fail but are handed out again."""
 

@@ -154,7 +154,10 @@ class GroupStream:
             status = await self._run.status()
             if CALLER_HOLDS in status.waiting and not status.groups["taken"]:
                 held = "are neither trained nor released, and hold every place under buffer.max_staleness"
-                log.warning("nothing is generated: %d groups %s; train some, or `release` them", status.groups["ready"], held)
+                ahead = "if another stream or `batches()` of this program generated them ahead, read and train that, or leave it"
+                log.warning(
+                    "nothing is generated: %d groups %s; train some, or `release` them; %s", status.groups["ready"], held, ahead
+                )
 
 
 async def batched(groups: AsyncIterable[T], n: int) -> AsyncIterator[list[T]]:

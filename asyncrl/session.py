@@ -269,6 +269,8 @@ class Session:
         for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number and at least 1, got {value!r}")
+        if (max_new_tokens or 0) > (most := self.config.generate.sampling.max_new_tokens):
+            raise ConfigError(f"max_new_tokens must be at most generate.sampling.max_new_tokens ({most}), got {max_new_tokens}")
         algorithm = self.config.algorithm
         if n is not None and n <= algorithm.group_size and algorithm.has_greedy_baseline:
             why = f"has a greedy sample as member {algorithm.group_size} of each group, and groups of n = {n} would lack it"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.errors import ConfigError, LearnerError, kind_of
 
 Inputs = TypeVar("Inputs")
 Config = TypeVar("Config")
@@ -86,7 +86,7 @@ def load_own(path: str, field: str, kind: type[T], fault_in: Callable[[Inputs, T
         except Exception as error:  # the boundary: whatever a user's function raises
             if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
                 raise
-            raise LearnerError(f"{field} {path!r} raised {type(error).__name__}: {error}") from error
+            raise LearnerError(f"{field} {path!r} raised {kind_of(error)}: {error}") from error
         return answer
 
     return checked(call, f"{field} {path!r}", kind, fault_in)

@@ -247,7 +247,10 @@ def _loss(algorithm: kinds.AlgorithmConfig) -> Iterator[str]:
         other = "the loss clips another ratio, which is 1 when the range is chosen: set algorithm.proximal = 'behaviour'"
         yield f"the correction 'm2po_clip' bounds current / behaviour, and with algorithm.proximal = 'recompute' {other}"
     if algorithm.dual_clip is not None and rule is not None and not rule.has_dual_clip:
-        instead = f"take one of {_names(LOSS_RULES, 'has_dual_clip')}, or drop algorithm.dual_clip"
+        instead = (
+            f"take one of {_names(LOSS_RULES, 'has_dual_clip')}, or drop algorithm.dual_clip: by a preset whose [algorithm] has "
+            f'`kind`, or --set \'algorithm={{kind="policy", loss="{algorithm.loss}"}}\', which replace all of [algorithm]'
+        )
         yield f"algorithm.dual_clip bounds a clipped loss, and {loss} does not clip: {instead}"
     if rule is not None and rule.needs_log_ratio_penalty and not algorithm.log_ratio_penalty:
         yield f"{loss} needs algorithm.log_ratio_penalty over 0: half the method's beta"

@@ -5,6 +5,7 @@ Every error is a `ConfigError` that names the field, the given value and what is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -48,7 +49,8 @@ def load_config(path: str | Path, overrides: Overrides = (), presets: Sequence[P
         path: The TOML file, or the name of a shipped config (`quickstart`).
         presets: TOML files applied one after the other: tables are merged, but a table with a
             `kind`, and every other value, is replaced (configs/algorithms/).
-        overrides: `a.b=value` each, with a TOML value (or else taken as a string); or a mapping of `a.b` to values.
+        overrides: `a.b=value` each, with a TOML value (or else taken as a string); or a mapping of `a.b` to values. Another
+            `kind` replaces the whole table if there are several kinds of table for that place.
 
     Returns:
         The checked config.
@@ -79,13 +81,19 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
         raise ConfigError(f"{source} must be a RunConfig, nested dicts, or the path of a TOML file, got {config!r}")
     raw = dict(msgspec.to_builtins(config))  # a copy of all of it
     pairs = pairs_of(overrides)
+    for key, value, _ in pairs:  # before all others, so that their order does not matter
+        *place, last = names_of(key)
+        with contextlib.suppress(KeyError, TypeError):  # there is no such table yet
+            if last == "kind" and value_in(raw, place)["kind"] != value and _has_kinds(place):
+                value_in(raw, place).clear()
     for key, value, given in pairs:
         set_value(raw, key, value, given)
     checked, wrong, gone = take_values(raw)
     said = []
     for fault in wrong:
         below = f"{fault.field}."
-        at_fault = [text for key, _, text in pairs if below.startswith(f"{key}.") or key.startswith(below)]
+        named = [(".".join(names_of(key)), text) for key, _, text in pairs]
+        at_fault = [text for key, text in named if below.startswith(f"{key}.") or key.startswith(below)]
         said.append(f"{at_fault[-1] if at_fault else source}: {fault.allowed}")
     if checked is not None:
         said += [fault.allowed for fault in faults_beside(checked, gone)]
@@ -185,7 +193,7 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
     pairs = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(key.strip().split(".")):
+        if not equals or not all(names_of(key.strip())):
             raise ConfigError(f"--set takes a.b=value, got {text!r}")
         try:
             parsed = tomllib.loads(f"value = {value}")["value"]
@@ -196,7 +204,14 @@ def pairs_of(overrides: Overrides) -> list[tuple[str, Any, str]]:
 
 
 def names_of(field: str) -> list[str]:
-    """Return the names that lead to a field; an alarm's name itself contains a dot."""
+    """Return the names that lead to a field. As in TOML, a name in quotes may contain dots; an alarm's name needs no quotes."""
+    if '"' in field or "'" in field:
+        with contextlib.suppress(ValueError):  # not TOML: the quotes are part of a name
+            names, below = [], tomllib.loads(f"{field} = 0")
+            while isinstance(below, dict):
+                ((name, below),) = below.items()
+                names.append(name)
+            return names
     return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
 
 
@@ -323,12 +338,27 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
 _MISSING_FIELD = re.compile(r"missing required field `(?P<field>[^`]*)`")
 
 
+def _members(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
+    """Return the alternatives of a field's type, or the type itself."""
+    kind = kind.type if isinstance(kind, msgspec.inspect.Metadata) else kind
+    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+
+
+def _has_kinds(place: Sequence[str]) -> bool:
+    """Return whether the table at this place is one of several structs, told apart by `kind`."""
+    members = _members(msgspec.inspect.type_info(RunConfig))
+    for name in place:
+        structs = (member for member in members if isinstance(member, msgspec.inspect.StructType))
+        fields = (field.type for struct in structs for field in struct.fields if field.encode_name == name)
+        members = [member for kind in fields for member in _members(kind)]
+    return any(isinstance(member, msgspec.inspect.StructType) and member.tag is not None for member in members)
+
+
 def _known(steps: Sequence[str | int], raw: Any, *, is_field: bool) -> list[str]:  # noqa: ANN401 - plain nested TOML values
     """Return the allowed fields, kinds or values if the error is about a name; else nothing."""
     place: msgspec.inspect.Type = msgspec.inspect.type_info(RunConfig)
     for step in (*steps, None):
-        place = place.type if isinstance(place, msgspec.inspect.Metadata) else place
-        members = place.types if isinstance(place, msgspec.inspect.UnionType) else (place,)
+        members = _members(place)
         structs = {member.tag: member for member in members if isinstance(member, msgspec.inspect.StructType)}
         named = structs.get(raw.get("kind") if isinstance(raw, dict) and None not in structs else None)
         fields = {item.encode_name: item.type for item in named.fields} if named else {}

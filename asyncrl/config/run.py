@@ -310,10 +310,10 @@ class OwnerConfig(_Stage, frozen=True):
 
 AlarmRule = Literal[
     "weights.mismatch", "weights.lag", "weights.wrong", "weights.blocked", "gradient.spike", "learning_rate.high",
-    "off_policy.ess", "off_policy.lost", "off_policy.ratio", "off_policy.drift", "kl.reference", "reward.equal", "reward.dead",
-    "reward.collapse", "reward.hollow", "entropy.collapse", "entropy.grows", "length.truncated", "length.grows", "groups.lost",
-    "bias", "generation.slow", "generation.starved", "generation.uneven", "score.slow", "stall.early", "disk.full",
-    "memory.full", "memory.device",
+    "off_policy.ess", "off_policy.lost", "off_policy.dropped", "off_policy.ratio", "off_policy.drift", "kl.reference",
+    "reward.equal", "reward.dead", "reward.collapse", "reward.hollow", "entropy.collapse", "entropy.grows",
+    "length.truncated", "length.grows", "groups.lost", "bias", "generation.slow", "generation.starved", "generation.uneven",
+    "score.slow", "stall.early", "disk.full", "memory.full", "memory.device",
 ]  # fmt: skip
 
 

@@ -369,6 +369,7 @@ class Controller:
                 for alarm in self.reporter.note_open_step(open_s, self.feeder.version, wait_chain(waits, now)):
                     self._act_on(alarm)
             working = [beat.name for beat in self.heartbeats() if not beat.waiting_for]
+            working += [one.name for one in self.lifecycle.processes.values() if one.is_coming]
             stall = self.stall_detector.check(now, waits, queues, working, is_warming=self.lifecycle.phase == "warming")
             holding = [name for name in self.membership.joined if not self.dispatcher.holds_nothing(name)] if stall else []
             for name in holding:  # it may be theirs, and a run does not end for that

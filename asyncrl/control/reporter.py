@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import shutil
@@ -22,6 +23,7 @@ import msgspec
 from asyncrl.buffer.bias import SelectionBias
 from asyncrl.buffer.buffer import TakenStep
 from asyncrl.clock import Clock
+from asyncrl.config.algorithm_table import ADVANTAGE_RULES, AdvantageRule
 from asyncrl.config.run import RunConfig
 from asyncrl.control.dispatcher import Dispatcher
 from asyncrl.control.lifecycle.failure_watch import Wait
@@ -30,7 +32,7 @@ from asyncrl.control.placement.limits import available_memory
 from asyncrl.errors import ConfigError
 from asyncrl.observe import spans as sp
 from asyncrl.observe import steps as st
-from asyncrl.observe.alarms import Alarms
+from asyncrl.observe.alarms import START, Alarms
 from asyncrl.observe.metrics import finite
 from asyncrl.observe.samples import rows_of
 from asyncrl.observe.sinks import MetricSinks, Webhook
@@ -72,7 +74,8 @@ class Reporter:
         self.num_rows = 0
         """Number of steps and events written by this controller; readers of the files read again when it grows."""
         self._events_file: st.JsonLines[st.RunEvent] = st.JsonLines(run_folder / st.EVENTS_FILE)
-        self.alarms = Alarms(config.algorithm.groups_per_step, is_resumed=self.newest is not None)
+        first = itertools.islice(st.read_lines(run_folder / st.STEPS_FILE, st.StepReport), START)
+        self.alarms = Alarms(config.algorithm.groups_per_step, list(first))
         self._webhook = Webhook(config.observe.webhook) if config.observe.webhook else None
         self.follow(config)
         self.spans: st.JsonLines[sp.Span] = st.JsonLines(run_folder / sp.SPANS_FILE, MOST_SPANS_BYTES, SPANS_BUFFER_BYTES)
@@ -178,8 +181,11 @@ class Reporter:
         """Apply a config that was changed during the run."""
         self._config = config
         actions = config.observe.alarms
+        advantage = ADVANTAGE_RULES.get(config.algorithm.advantage, AdvantageRule(needs_groups=True))
         if config.algorithm.kind == "dpo":  # pairs are no samples of the policy, so the rule's metric is not its divergence
             actions = {"kl.reference": "off", **actions}
+        elif not advantage.needs_groups:  # it learns from groups with equal rewards too
+            actions = {"reward.dead": "off", **actions}
         self.alarms.switch_off(name for name, what in actions.items() if what == "off")
 
     def forget(self, name: str) -> None:

@@ -97,6 +97,11 @@ class ModelShape:
         return 2 * self.active_parameters + 4 * self.layers * self.heads * self.head_size * context_tokens
 
 
+HIDDEN, LAYERS = "hidden_size n_embd d_model", "num_hidden_layers n_layer n_layers num_layers"
+HEADS, INTERMEDIATE = "num_attention_heads n_head n_heads", "intermediate_size n_inner ffn_dim ffn_hidden_size"
+"""Names of a field in the config.json of different families; a family without the last one has four times the hidden size."""
+
+
 def shape_of_json(content: dict[str, Any], name: str) -> ModelShape:
     """Return the shape that a config.json describes.
 
@@ -105,23 +110,28 @@ def shape_of_json(content: dict[str, Any], name: str) -> ModelShape:
     """
     raw = content.get("text_config", content)
     experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts") or 0
-    try:
-        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        return ModelShape(
-            hidden=hidden,
-            layers=raw["num_hidden_layers"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_size=raw.get("head_dim") or hidden // heads,
-            intermediate=(experts and raw.get("moe_intermediate_size")) or raw["intermediate_size"],
-            vocabulary=raw["vocab_size"],
-            is_tied=bool(content.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
-            num_experts=experts,
-            experts_per_token=raw.get("num_experts_per_tok") or 0,
-            name=name,
-        )
-    except KeyError as error:
-        raise ConfigError(f"{name} has no {error.args[0]!r}: is it the config.json of a causal language model?") from error
+
+    def field(names: str, default: int | None = None) -> int:
+        found = next((raw[each] for each in names.split() if raw.get(each) is not None), default)
+        if found is None:
+            raise ConfigError(f"{name} has no {names.split()[0]!r}: is it the config.json of a causal language model?")
+        return int(found)
+
+    hidden, heads = field(HIDDEN), field(HEADS)
+    intermediate = field(INTERMEDIATE, 4 * hidden)
+    return ModelShape(
+        hidden=hidden,
+        layers=field(LAYERS),
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_size=raw.get("head_dim") or hidden // heads,
+        intermediate=(experts and raw.get("moe_intermediate_size")) or intermediate,
+        vocabulary=field("vocab_size"),
+        is_tied=bool(content.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+        num_experts=experts,
+        experts_per_token=raw.get("num_experts_per_tok") or 0,
+        name=name,
+    )
 
 
 @dataclass(frozen=True, slots=True)

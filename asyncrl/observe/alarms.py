@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from statistics import median
@@ -55,6 +55,10 @@ class Rule:
     advice: str
 
 
+def _is_beyond(ratio: float, bound: float) -> bool:
+    return not 1 / bound <= ratio <= bound
+
+
 RULES: tuple[Rule, ...] = (
     Rule("weights.mismatch", "warning", 5, 10, "mismatch/kl_k3", gt, 0.01, "`mismatch/kl_k3` > 0.01",
          "Tinker's guide: training is stable below 0.01",
@@ -80,9 +84,13 @@ RULES: tuple[Rule, ...] = (
          "lower buffer.max_staleness, use fewer updates per step, or set algorithm.kind = \"auto\""),
     Rule("off_policy.lost", "error", 5, 10, "ratio/ess", lt, 0.1, "`ratio/ess` < 0.1", "verl, docs on rollout correction",
          "less than a tenth of the data is effective: lower buffer.max_staleness now, or go back to an earlier checkpoint"),
-    Rule("off_policy.ratio", "warning", 5, 10, "ratio off one", gt, 2, "`ratio/mean` is outside 0.5 to 2",
+    Rule("off_policy.dropped", "warning", 5, 10, "policy/kept_fraction", lt, 0.05, "`policy/kept_fraction` < 0.05",
+         "own: nothing is learned from tokens that the corrections drop",
+         "lower buffer.max_staleness, or loosen or remove the correction (algorithm.corrections)"),
+    Rule("off_policy.ratio", "warning", 5, 10, "ratio/mean", _is_beyond, 2, "`ratio/mean` is outside 0.5 to 2",
          "verl, docs on rollout correction",
-         "the samples are from another policy: lower buffer.max_staleness, add a rejection correction, check weights.mismatch"),
+         "the samples are from another policy: lower buffer.max_staleness, add a rejection correction, check weights.mismatch, "
+         "or set generate.sampling.top_p = 1 and top_k = 0"),
     Rule("off_policy.drift", "warning", 2, 5, "drift", gt, 1,
          "`kl/k1` is outside -0.1 to 0.1, `ratio/chi2_token` > 1, or `ratio/correction_std` > 1",
          "verl, docs on rollout correction",
@@ -199,22 +207,24 @@ class Alarms:
 
     Args:
         groups_per_step: `algorithm.groups_per_step` of the run.
-        is_resumed: The run has trained steps before. Their rewards are not known here, so equal rewards from the first step on
-            may mean that the task is solved.
+        first: Of a resumed run, the reports of its first START steps. The rewards of later steps are not known then, so equal
+            rewards from the resume on may mean that the task is solved.
     """
 
-    def __init__(self, groups_per_step: int, *, is_resumed: bool = False) -> None:
-        self._is_whole = not is_resumed
+    def __init__(self, groups_per_step: int, first: Sequence[StepReport] = ()) -> None:
+        self._is_whole = not first
         self.standing: dict[str, Alarm] = {}
         self._off: frozenset[str] = frozenset()
         self._groups_per_step = groups_per_step
         self._met: dict[str, deque[bool]] = {rule.name: deque(maxlen=rule.of) for rule in RULES}
         self._steps: deque[StepReport] = deque(maxlen=REMEMBERED)
-        self._entropies: list[float] = []
+        self._entropies = [report.metrics["policy/entropy"] for report in first if "policy/entropy" in report.metrics]
         self._best = float("-inf")
         """Highest median reward over ten steps so far."""
         self._least, self._most = float("inf"), float("-inf")
         self._probes: list[float] = []
+        self._shown: dict[str, str] = {}
+        """For a figure that is computed from several metrics: these metrics, as text."""
         self._looks: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=LOOKS))
         """Time and value of the last measurements, by metric."""
         self._best_accuracy, self._reward_then = 0.0, math.inf
@@ -278,7 +288,8 @@ class Alarms:
                 told.append(replace(standing, version=version, is_over=True, text=f"{rule.name}{OVER}"))
             elif standing is None and value is not None and met[-1] and sum(met) >= rule.needed:
                 how_often = f"{sum(met)} of {len(met)} steps"
-                text = f"{rule.meets} (is {value:.3g}, bound {rule.bound:.3g}, {how_often}): {rule.advice}{seen}"
+                shown = self._shown.get(rule.figure, f"is {value:.3g}, bound {rule.bound:.3g}")
+                text = f"{rule.meets} ({shown}, {how_often}): {rule.advice}{seen}"
                 self.standing[rule.name] = Alarm(rule.name, rule.level, version, value, rule.bound, text)
                 told.append(self.standing[rule.name])
         return told
@@ -312,8 +323,8 @@ class Alarms:
     def _of_policy(self, now: Mapping[str, float]) -> dict[str, float]:
         spread = max(now.get("ratio/chi2_token", 0.0), now.get("ratio/correction_std", 0.0))
         found = {"drift": max(abs(now.get("kl/k1", 0.0)) / 0.1, spread)}
-        if ratio := now.get("ratio/mean", 0.0):
-            found["ratio off one"] = max(ratio, 1 / ratio)
+        values = (f"{name} {now[name]:.3g}" for name in ("kl/k1", "ratio/chi2_token", "ratio/correction_std") if name in now)
+        self._shown["drift"] = ", ".join(values)
         if usual := self._usual("policy/grad_norm"):
             found["gradient over usual"] = now.get("policy/grad_norm", 0.0) / usual
         if "data/response_tokens_mean" in now:

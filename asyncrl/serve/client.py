@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
 import aiohttp
 import msgspec
@@ -101,27 +101,27 @@ class Server:
         return await self._ask("POST", "/v1/runs", RunRecord, asked, {"Idempotency-Key": key} if key else None)
 
     async def fork(
-        self, run: str, name: str, *, checkpoint: str = "", set: Mapping[str, Any] | None = None  # noqa: A002 - as above
+        self, run: RunRecord | str, name: str, *, checkpoint: str = "", set: Mapping[str, Any] | None = None  # noqa: A002 - as above
     ) -> RunRecord:  # fmt: skip
         """Queue a new run that starts from a checkpoint's weights of another run."""
-        return await self._ask("POST", f"/v1/runs/{run}/fork", RunRecord, Fork(name, checkpoint, dict(set or {})))
+        return await self._ask("POST", f"/v1/runs/{_id(run)}/fork", RunRecord, Fork(name, checkpoint, dict(set or {})))
 
     async def runs(self, **query: str) -> list[RunRecord]:
         """Return runs, newest first: all, or by `state`, `project`, `tag`; at most 1,000."""
         page = await self._ask("GET", "/v1/runs", dict[str, Any], query={"limit": "1000", **query})
         return msgspec.convert(page["runs"], list[RunRecord])
 
-    async def show(self, run: str) -> RunRecord:
+    async def show(self, run: RunRecord | str) -> RunRecord:
         """Return a run's record."""
-        return await self._ask("GET", f"/v1/runs/{run}", RunRecord)
+        return await self._ask("GET", f"/v1/runs/{_id(run)}", RunRecord)
 
-    async def cancel(self, run: str) -> RunRecord:
+    async def cancel(self, run: RunRecord | str) -> RunRecord:
         """Take a queued run out of the queue."""
-        return await self._ask("POST", f"/v1/runs/{run}/cancel", RunRecord)
+        return await self._ask("POST", f"/v1/runs/{_id(run)}/cancel", RunRecord)
 
     async def ended(self, runs: Iterable[RunRecord | str]) -> AsyncIterator[RunRecord]:
         """Yield runs as they end."""
-        waiting = {run if isinstance(run, str) else run.id for run in runs}
+        waiting = {_id(run) for run in runs}
         while waiting:
             for run in sorted(waiting):
                 record = await self.show(run)
@@ -131,11 +131,11 @@ class Server:
             if waiting:
                 await asyncio.sleep(LOOK_S)
 
-    async def download(self, run: str, into: str | Path, *, checkpoint: str = "newest") -> Path:
+    async def download(self, run: RunRecord | str, into: str | Path, *, checkpoint: str = "newest") -> Path:
         """Download a checkpoint; every file is checked against its SHA-256.
 
         Args:
-            run: The run's id.
+            run: The run, or its id.
             into: A folder; created if missing.
             checkpoint: Name of the folder under checkpoints/.
 
@@ -145,7 +145,7 @@ class Server:
         Raises:
             RunError: There is no such checkpoint, it arrived damaged, or `into` has it already.
         """
-        path, patience = f"/v1/runs/{run}/checkpoints/{checkpoint}", aiohttp.ClientTimeout(total=None, sock_read=READ_S)
+        path, patience = f"/v1/runs/{_id(run)}/checkpoints/{checkpoint}", aiohttp.ClientTimeout(total=None, sock_read=READ_S)
         with _place_in(Path(into)) as archive:
             try:
                 async with self._open().get(f"{self._url}{path}", timeout=patience) as response:
@@ -172,9 +172,11 @@ class Server:
 
         Raises:
             RunError: There is no such run.
-            ConfigError: The runs do not differ in `by`, or none that counts has the value `baseline`.
+            ConfigError: `metric` is unknown, the runs do not differ in `by`, or none that counts has the value `baseline`.
         """
-        names = ",".join(run if isinstance(run, str) else run.id for run in runs)
+        if metric not in get_args(ComparedValue):
+            raise ConfigError(f"metric must be one of {', '.join(get_args(ComparedValue))}, got {metric!r}")
+        names = ",".join(_id(run) for run in runs)
         page = await self._ask("GET", "/v1/compare", dict[str, list[dict[str, Any]]], query={"runs": names})
         arms: dict[str, dict[int, float]] = {}
         if not any(by in row["config"] for row in page["runs"]):  # which has only the fields that differ
@@ -186,9 +188,9 @@ class Server:
                 arm[row["config"].get("seed", 0)] = row[metric]
         return compare(arms, baseline)
 
-    def connect(self, run: str) -> RunClient:
+    def connect(self, run: RunRecord | str) -> RunClient:
         """Return a client of one run, for its status, steps and orders."""
-        return connect(f"{self._url}/v1/runs/{run}", token=self._token)
+        return connect(f"{self._url}/v1/runs/{_id(run)}", token=self._token)
 
     async def _ask(
         self, method: str, path: str, kind: type[T], body: Any = None, headers: Mapping[str, str] | None = None,  # noqa: ANN401
@@ -208,6 +210,10 @@ class Server:
         if self._http is None:
             raise RunError("this server is closed; use it inside `async with`")
         return self._http
+
+
+def _id(run: RunRecord | str) -> str:
+    return run if isinstance(run, str) else run.id
 
 
 @contextlib.contextmanager

@@ -121,8 +121,8 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
     are checked when they are read.
 
     Raises:
-        ConfigError: The path names no function, the function raised or returned no usable TaskData, or a field of a prompt has
-            a wrong type.
+        ConfigError: The path names no function, the function raised or returned no usable TaskData, a field of a prompt has a
+            wrong type, or a prompt is in both lists.
     """
     function = load_function(config.path, "task.path", TASK_ARGUMENTS)
     where = f"task.path {config.path!r}"
@@ -140,7 +140,13 @@ def build_python(config: PythonTask, seed: int) -> TaskData:
         return list(as_read) if isinstance(prompts, list | tuple) else as_read
 
     train, held_out = checked(task.train), checked(task.held_out)
-    listed = (prompt for prompts in (train, held_out) if isinstance(prompts, list) for prompt in prompts)
+    listed = [prompt for prompts in (train, held_out) if isinstance(prompts, list) for prompt in prompts]
+    if isinstance(held_out, list) and isinstance(train, list):
+        known = {(prompt.text, prompt.messages, prompt.token_ids) for prompt in held_out}
+        if both := [prompt.prompt_id for prompt in train if (prompt.text, prompt.messages, prompt.token_ids) in known]:
+            raise ConfigError(
+                f"{where}: {len(both)} prompts of train are in held_out too ({', '.join(both[:3])}): leave them out of one"
+            )
     return replace(task, train=train, held_out=held_out, alphabet="".join(sorted({*task.alphabet, *alphabet_of(listed)})))
 
 

@@ -63,7 +63,7 @@ class Stage:
         except BaseExceptionGroup as group:
             fault = first_fault(group)
             if fault is not None:
-                raise fault from None  # its own traceback stays; the groups around it repeat it
+                raise fault from fault.__cause__  # traceback and cause stay; the groups around it repeat it
             log.info("the connection to the controller is closed")
             return False
         return True

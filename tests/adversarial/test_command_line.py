@@ -27,7 +27,7 @@ from asyncrl.schema.status import RunStatus
 
 
 class Played:
-    run_folder, drained = Path("runs/r"), asyncio.Event()
+    run_folder, drained, choices = Path("runs/r"), asyncio.Event(), ()
 
     async def __aenter__(self):
         return self
@@ -117,6 +117,11 @@ def test_a_file_of_another_version_is_named_with_its_line(capsys, monkeypatch, f
     assert (status, "no run folder" in line) == (2, True)
     status, line = said(capsys, monkeypatch, "simulate", "--from-run", folder / "logs")
     assert (status, line) == (2, f"asyncrl: {folder / 'logs'} is no run folder: it has no config.toml\n")
+
+
+def test_a_second_sweep_of_a_simulation_is_refused(capsys, monkeypatch):
+    status, line = said(capsys, monkeypatch, "simulate", "--sweep", "max_staleness=0,1", "--sweep", "num_workers=1,2")
+    assert (status, "--sweep takes one field, got max_staleness=0,1, num_workers=1,2" in line) == (2, True)
 
 
 def test_a_working_directory_that_is_gone_is_said(tmp_path):

@@ -1,9 +1,51 @@
-"""The exit status of a run that ended, from its last status and its folder."""
+"""Exit statuses, and what is said of a run's folder when no run is started."""
 
+import platform
+import sys
+
+import msgspec
 import pytest
 
-from asyncrl.cli import _exit_by
-from asyncrl.schema.status import RunStatus
+from asyncrl.cli import _exit_by, main
+from asyncrl.observe.steps import STEPS_FILE, StepReport
+from asyncrl.schema.status import ApiEndpoint, RunStatus
+from tests.builders import write_rows
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch, capsys):
+    """Return a function that gives a command for `tmp_path` and returns its exit status, standard output and error."""
+    (tmp_path / "config.toml").write_text("num_steps = 60\n[eval]\nat_end = false\n")
+
+    def command(name, *options):
+        monkeypatch.setattr(sys, "argv", ["asyncrl", name, str(tmp_path), *options])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return exit_.value.code or 0, *capsys.readouterr()
+
+    return command
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "drain", "attach"])
+def test_a_lost_run_ends_a_command_with_one_and_the_last_line_says_what_to_do(tmp_path, ended, command):
+    (tmp_path / "api.json").write_bytes(msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, platform.node())))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "controller.log").write_text("12:00:00 INFO controller | step 7\n")
+    status, _, said = ended(command)
+    assert status == 1
+    assert said.splitlines()[-1].endswith(f"`asyncrl resume {tmp_path}` goes on with it")
+
+
+def test_a_run_that_has_done_more_steps_than_it_is_asked_for_says_how_many(tmp_path, ended):
+    (tmp_path / "checkpoints" / "step-000060").mkdir(parents=True)
+    write_rows(tmp_path / STEPS_FILE, StepReport(step=59, version=60, time_s=0.0, reward_mean=0.0))
+    status, _, said = ended("resume", "--set", "num_steps=40")
+    assert status == 2
+    assert f"has done its 60 steps; `asyncrl resume {tmp_path} --set num_steps=120` trains more" in said
+
+
+def test_a_report_of_a_run_without_steps_says_that_there_is_nothing_to_draw(tmp_path, ended):
+    assert ended("report") == (0, f"{tmp_path} has no steps yet: there is nothing to draw\n", "")
 
 
 @pytest.mark.parametrize(("version", "reason", "at_end", "missing"), [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.errors import ConfigError
-from asyncrl.user_code import load_function
+from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.user_code import load_function, load_own
 
 
 def test_a_module_and_a_file_both_work(tmp_path):
@@ -34,3 +34,12 @@ def test_what_a_decorator_takes_counts_and_not_what_it_wraps(tmp_path):
     assert load_function(f"{file}:fits", "reward path", ("prompt", "text"))("p", "t") == "t"
     with pytest.raises(ConfigError, match=r"is called with \(prompt, text\) and takes \(\)"):
         load_function(f"{file}:fits_not", "reward path", ("prompt", "text"))
+
+
+def test_an_error_in_a_function_of_a_users_own_is_told_with_its_line_and_keeps_its_traceback(tmp_path):
+    (tmp_path / "my_maths.py").write_text("def raises(inputs, config):\n    raise ValueError('my bug')\n")
+    path = f"{tmp_path}/my_maths.py:raises"
+    with pytest.raises(LearnerError) as failed:
+        load_own(path, "algorithm.loss", float, lambda *_: "")(None, None)
+    assert str(failed.value) == f"algorithm.loss {path!r} raised ValueError at my_maths.py:2: my bug"
+    assert isinstance(failed.value.__cause__, ValueError)

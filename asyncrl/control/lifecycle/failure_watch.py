@@ -233,7 +233,7 @@ class StallDetector:
             now: Clock seconds.
             waits: The waits of all processes, including the controller.
             queues: Depth of queues by name: `ready`, `running`, `scoring`.
-            working: Names of processes that wait for nothing.
+            working: Names of processes that wait for nothing, or are being started again.
             is_warming: Whether models are being loaded.
         """
         stalled_s = now - self._since_s
@@ -244,7 +244,7 @@ class StallDetector:
         moves = sorted(self._moved_s.items(), key=lambda item: item[1])
         last = ", ".join(f"{what} {now - at_s:.0f} s ago" for what, at_s in moves) or "nothing at all"
         chain = wait_chain(waits, now) or f"nobody says what it waits for; last seen: {last}"
-        chain += f"; at work, as they say: {', '.join(working)}" if working else ""
+        chain += f"; at work or starting: {', '.join(working)}" if working else ""
         depths = ", ".join(f"{count} {name}" for name, count in queues.items()) or "none"
         what = "nothing was trained" if self.in_vain else "nothing moved"
         return f"{what} for {stalled_s:.0f} s (supervision.stall_timeout_s): {chain}; queues: {depths}"

@@ -64,6 +64,11 @@ class ProcessRecord:
     returns: bool = False
     """Whether it is leaving and is needed again, so that it must be started afterwards."""
 
+    @property
+    def is_coming(self) -> bool:
+        """Return whether it is being started, for the first time or after its death."""
+        return self.state in {"dying", "restarting", "starting", "up"}
+
 
 @dataclass(eq=False)
 class Heartbeats:

@@ -38,6 +38,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
 from asyncrl.models.number_format import ask_driver, hardware_format
+from asyncrl.reward.registry import build_rewards
 from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
@@ -339,13 +340,46 @@ def main() -> int:
                 torch.empty(1, device=device)
             except Exception as error:  # noqa: BLE001 - the boundary: torch raises what it likes
                 findings.faults.append(f"{field} {device!r} cannot be used here: {first_line(error)}")
-        try:
-            _look_at_prompts(config, findings)
-        except AsyncRLError as error:
-            findings.faults.append(str(error))
+        for look in (_look_at_rewards, _look_at_model, _look_at_prompts):
+            try:
+                look(config, findings)
+            except AsyncRLError as error:
+                findings.faults.append(str(error))
     sys.stderr.flush()
     print("\n" + msgspec.json.encode(findings).decode())  # noqa: T201 - its parent reads it
     return 0
+
+
+def _look_at_rewards(config: RunConfig, _: Findings) -> None:
+    build_rewards(config.reward)
+
+
+def _look_at_model(config: RunConfig, findings: Findings) -> None:
+    """Look for what a pretrained model lacks for this config; only its config and the headers of its weights are read."""
+    model, engine, lora = config.model, config.generate.engine, config.learner.lora
+    if not isinstance(model, PretrainedModel):
+        return
+    transformers, causal = importlib.import_module("transformers"), importlib.import_module("asyncrl.models.causal")
+    causal.refuse_adapters(Path(model.path))
+    memory.stored_elements(model.path, "model.path")
+    try:
+        described = transformers.AutoConfig.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
+        positions = causal.most_positions(described)
+        if lora is not None and config.learner.kind == "builtin":
+            with importlib.import_module("torch").device("meta"):
+                made = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
+            importlib.import_module("asyncrl.models.adapters").add_adapters(made, lora, config.seed)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: {model.path} cannot be opened: {first_line(error)}") from error
+    if isinstance(engine, TransformersEngineConfig) and 0 < positions < engine.max_sequence_tokens:
+        findings.faults.append(
+            f"generate.engine.max_sequence_tokens is {engine.max_sequence_tokens}; the model was made for {positions} positions: "
+            "set it to at most that"
+        )
 
 
 def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
@@ -366,7 +400,13 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
     first = [task.train[index] for index in range(min(len(task.train), MOST_PROMPTS))]
     if isinstance(config.model, PretrainedModel):
         codec = TokenizerCodec(Path(config.model.path), trust_remote_code=config.model.trust_remote_code)
-        lengths = [len(codec.encode(prompt)) for prompt in first]
+        encoded = [codec.encode(prompt) for prompt in first]
+        lengths, highest = [len(ids) for ids in encoded], max(map(max, filter(len, encoded)), default=0)
+        if (size := memory.number_of_model(config.model.path, "vocab_size")) and highest >= size:
+            findings.faults.append(
+                f"model.path: its tokenizer gives the token id {highest}, and the model's vocabulary has {size} tokens: the "
+                "tokenizer is of another model"
+            )
     else:  # a scratch model has a token for each character
         if isinstance(config.model, ScratchModel) and config.learner.kind == "builtin":
             findings.faults += _scratch_faults(config.model, task, first)

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.generate import TransformersEngineConfig
 from asyncrl.config.learner import LoRAConfig
-from asyncrl.errors import ConfigError, GenerationError, first_line
+from asyncrl.errors import ConfigError, EngineConfigError, GenerationError, first_line
 from asyncrl.generate.transformers.kv_cache import (
     AttentionPlan,
     CacheFilledError,
@@ -71,15 +71,15 @@ def _slot_attention(
     """Run the plan's attention; the signature is transformers' attention interface."""
     del attention_mask
     if slot_plan is None:
-        raise GenerationError(
+        raise EngineConfigError(
             f"{type(module).__name__} does not pass attention arguments on, so the transformers engine cannot run this model"
         )
     for name in ("softcap", "position_bias", "s_aux"):
         if kwargs.get(name) is not None:
-            raise GenerationError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
+            raise EngineConfigError(f"{type(module).__name__} attends with {name}, which the transformers engine cannot do")
     window, cache = kwargs.get("sliding_window"), slot_plan.cache
     if isinstance(window, int) and cache is not None and window < cache.max_tokens:
-        raise GenerationError(
+        raise EngineConfigError(
             f"the model attends within a sliding window of {window} tokens and generate.engine.max_sequence_tokens is "
             f"{cache.max_tokens}: set it to at most {window}"
         )
@@ -134,7 +134,7 @@ class SlotModel:
 
         Raises:
             ConfigError: The weights are damaged, or the adapters or the output layer do not fit the model.
-            GenerationError: The folder cannot be opened, the model has too few positions, or its attention cannot be replaced.
+            EngineConfigError: The folder cannot be opened, the model has too few positions, or its attention cannot be replaced.
         """
         AttentionInterface.register(_ATTENTION, _slot_attention)
         transformers_logging.disable_progress_bar()
@@ -149,15 +149,15 @@ class SlotModel:
         except SafetensorError as error:
             raise ConfigError(f"cannot open the model in {folder}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
-            raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
+            raise EngineConfigError(f"cannot open the model folder {folder}: {error}") from error
         positions = most_positions(model.config)
         if positions and config.max_sequence_tokens > positions:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"generate.engine.max_sequence_tokens is {config.max_sequence_tokens}; the model was made for {positions} "
                 "positions: set it to at most that"
             )
         if kinds := set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-            raise GenerationError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
+            raise EngineConfigError(f"the transformers engine runs attention layers only; this model also has {sorted(kinds)}")
         if fp32_head:
             use_float32_head(model)
         if lora is not None:
@@ -168,7 +168,7 @@ class SlotModel:
         # The first decode allocates the cache, and raises every error about the model before any request.
         made.row_counts = made._same_bits()
         if not made.cache.num_bytes:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"{type(model).__name__} never called the replaced attention: the transformers engine cannot run it"
             )
         return made

@@ -26,7 +26,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineConfigError
 from asyncrl.models.causal import rope_positions
 
 HEAD = "lm_head.weight"
@@ -90,7 +90,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     """Read a folder's config and headers.
 
     Raises:
-        GenerationError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
+        EngineConfigError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
     """
     headers: Shapes = {}
     dtypes: dict[str, str] = {}
@@ -105,11 +105,11 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         if (path / "generation_config.json").is_file():
             end = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise GenerationError(f"cannot open the model folder {path}: {error}") from error
+        raise EngineConfigError(f"cannot open the model folder {path}: {error}") from error
     if not headers:
-        raise GenerationError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
+        raise EngineConfigError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
     if getattr(config, "quantization_config", None):
-        raise GenerationError(
+        raise EngineConfigError(
             f"the model in {path} is quantized (quantization_config in its config.json); training changes what it was made "
             "of: take the unquantized model"
         )
@@ -146,7 +146,7 @@ def _fixed(path: Path, names: frozenset[str]) -> dict[str, FixedTensor]:
                 data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
                 found[name] = FixedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
     if (num_bytes := sum(len(tensor.data) for tensor in found.values())) > _MOST_FIXED_BYTES:
-        raise GenerationError(
+        raise EngineConfigError(
             f"the model folder {path} has {num_bytes} bytes of buffers beside its parameters ({min(found)}, ...); "
             f"vLLM is given at most {_MOST_FIXED_BYTES} with each update: use generate.engine.kind = 'transformers'"
         )
@@ -178,7 +178,7 @@ def find_tensors(
         checkpoint's own tensors.
 
     Raises:
-        GenerationError: transformers cannot build the model, or one of its tensors is not a rearrangement of this checkpoint's.
+        EngineConfigError: transformers cannot build the model, or one of its tensors is not a rearrangement of this checkpoint's.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
         return shapes, {}, frozenset()
@@ -186,7 +186,7 @@ def find_tensors(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise GenerationError(f"transformers cannot build the model in {path}: {type(error).__name__}: {error}") from error
+        raise EngineConfigError(f"transformers cannot build the model in {path}: {type(error).__name__}: {error}") from error
     model.tie_weights()
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     differing = {name: shape for name, shape in parameters.items() if name not in shapes}
@@ -195,7 +195,7 @@ def find_tensors(
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # noqa: SLF001 - as from_pretrained does
         parts = {name: _parts_of(model, name, shape) for name, shape in differing.items()}
     for name, missing in _missing(parts, shapes).items():
-        raise GenerationError(
+        raise EngineConfigError(
             f"the checkpoint in {path} lacks {name}, by this name and as transformers would write it ({missing}): load the "
             "model with transformers and save it again, or use generate.engine.kind = 'transformers'"
         )
@@ -217,9 +217,9 @@ def _parts_of(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> tupl
         with torch.no_grad(), _ViewsOnly():  # type: ignore[no-untyped-call]
             written = revert_weight_conversion(model, {name: whole})
     except (RuntimeError, ValueError, TypeError) as error:
-        raise GenerationError(f"vLLM cannot be given new values of {name}: {error}") from error
+        raise EngineConfigError(f"vLLM cannot be given new values of {name}: {error}") from error
     if any(tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata for tensor in written.values()):  # noqa: SLF001
-        raise GenerationError(
+        raise EngineConfigError(
             f"vLLM cannot be given new values of {name}: its checkpoint has other numbers, not just another order; "
             f"generate.engine.kind = 'transformers' can"
         )

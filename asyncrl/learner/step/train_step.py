@@ -161,7 +161,8 @@ class OpenStep:
     def update(self) -> None:
         """Apply the gradients of `backward` to the weights: to all of them, or to none if a loss or gradient is not finite.
 
-        If float16 gradients overflowed, no weights change, the loss scale is halved and the reported learning rate is 0.
+        If float16 gradients overflowed, no weights change, the loss scale is halved and the reported learning rate is 0. The same
+        weights and rate are left by gradients that are all 0, as where the corrections drop every token.
 
         Raises:
             LearnerError: A loss or gradient is not finite: gradients are dropped and the batch is saved. Or the device is out of
@@ -190,7 +191,9 @@ class OpenStep:
             critic, rates = plan.algorithm.critic, [0.0]
             if is_finite:
                 first_step = 0 if critic is None else critic.warmup_steps  # of the policy; the critic's is the run's
-                rates = [own.step(plan.batch.step, first_step if own is policy else 0) for own in norms]
+                rates = [
+                    own.step(plan.batch.step, first_step if own is policy else 0) if norms[own] else own.skip() for own in norms
+                ]
         told: dict[str, float] = {}
         if plan.trains_policy:
             told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}

@@ -311,6 +311,7 @@ PROMPT_MISTAKES = {
     "generate takes a list": lambda session: session.generate(iter(SUMS[:1])),
     "a prompt must have a text `prompt`": lambda session: session.generate([{"question": "1+1="}]),
     "n must be a whole number": lambda session: session.generate(SUMS[:1], n=1.5),
+    "max_new_tokens must be at most .*, got 999": lambda session: session.generate(SUMS[:1], max_new_tokens=999),
     r"no group of prompt 0: failed: .* 46, over generate\.engine\.max_sequence_tokens \(16\)": lambda session: session.generate([
         "1" * 40
     ]),

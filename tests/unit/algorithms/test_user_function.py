@@ -62,7 +62,7 @@ WRONG = {
     load_loss: [
         ("pass", r"algorithm\.loss .*mine.* must return asyncrl\.algorithms\.types\.LossOutputs, got NoneType"),
         ("return reinforce(inputs, config, loss=inputs.logprobs.detach().sum())", "loss has no gradient"),
-        ("raise ValueError('my own trouble')", "raised ValueError: my own trouble"),
+        ("raise ValueError('my own trouble')", r"raised ValueError at mine\.py:\d+: my own trouble"),
     ],
     load_advantage: [
         ("return AdvantageOutputs(inputs.rewards)", r"advantages must have shape \[S, T\] = \[2, 3\], got \[2\]"),

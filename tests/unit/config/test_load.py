@@ -126,6 +126,50 @@ def test_overrides_go_over_every_form_of_config_and_one_built_in_python_is_check
         resolve_config(RunConfig(num_steps=0))
 
 
+KIND_CHANGES = [
+    ({"generate": {"engine": {"kind": "transformers", "num_threads": 2}}}, "generate.engine", "fake", {"num_slots": 3}),
+    ({"broadcast": {"medium": {"kind": "files", "folder": "weights"}}}, "broadcast.medium", "auto", {}),
+    ({"task": {"kind": "addition", "digits": 3}}, "task", "jsonl", {"path": "a.jsonl"}),
+    ({"model": {"kind": "scratch", "hidden_size": 64}}, "model", "pretrained", {"path": "m"}),
+    ({"launch": {"kind": "local", "elastic": {}}}, "launch", "ray", {"strategy": "SPREAD"}),
+]
+
+
+@pytest.mark.parametrize(("raw", "place", "kind", "more"), KIND_CHANGES)
+def test_another_kind_replaces_a_table_of_which_there_are_several_kinds_whatever_the_order_of_the_overrides(
+    raw, place, kind, more
+):
+    overrides = [f"{place}.{field}={value}" for field, value in {**more, "kind": kind}.items()]
+    expected = {"kind": kind, **more}
+    for part in reversed(place.split(".")):
+        expected = {part: expected}
+    for ordered in (overrides, overrides[::-1]):
+        assert resolve_config(raw, ordered) == parse_config(expected)
+    assert resolve_config(parse_config(raw), {f"{place}.{field}": value for field, value in {"kind": kind, **more}.items()}) == (
+        parse_config(expected)
+    )
+
+
+def test_the_same_kind_and_a_kind_of_one_struct_keep_the_table():
+    raw = {"generate": {"engine": {"kind": "transformers", "num_threads": 2}}, "algorithm": {"kind": "auto", "clip_low": 0.1}}
+    kept = resolve_config(raw, ["generate.engine.kind=transformers", "algorithm.kind=policy"])
+    assert (kept.generate.engine.num_threads, kept.algorithm.clip_low) == (2, 0.1)
+
+
+@pytest.mark.parametrize("name", ["reward.equal", '"reward.equal"', "'reward.equal'"])
+def test_the_name_of_an_alarm_may_be_in_quotes_as_in_toml(name):
+    assert resolve_config({}, [f"observe.alarms.{name}=off"]).observe.alarms == {"reward.equal": "off"}
+    with pytest.raises(ConfigError, match=f"^--set observe.alarms.{name}=of: Invalid enum value 'of'"):
+        resolve_config({}, [f"observe.alarms.{name}=of"])
+
+
+def test_what_drops_the_quickstart_s_dual_clip_is_said_and_works():
+    with pytest.raises(ConfigError, match=r"a preset whose \[algorithm\] has `kind`, or --set '(algorithm=\{.*\})'") as refused:
+        load_config("quickstart", ["algorithm.loss=gmpo"])
+    override = str(refused.value).split("'")[-2]
+    assert load_config("quickstart", [override]).algorithm == AlgorithmConfig(kind="policy", loss="gmpo")
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path):
     (tmp_path / "broken.toml").write_text("a = = 1")
     (tmp_path / "latin.toml").write_bytes('name = "caf\xe9"'.encode("latin-1"))

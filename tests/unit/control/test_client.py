@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from asyncrl.client import Run, connect
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
-from asyncrl.errors import AlreadyRunsError, ConfigError, LaunchError
+from asyncrl.errors import AlreadyRunsError, ConfigError, RunLostError
 from asyncrl.observe.steps import EVAL_FILE, EVENTS_FILE, STEPS_FILE, EvalReport, RunEvent, StepReport
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 from tests.builders import until, write_rows
@@ -135,7 +136,7 @@ async def test_a_run_that_another_machine_has_open_is_neither_called_lost_nor_to
     endpoint = msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, "there"))
     (folder / "api.json").write_bytes(endpoint)
     before = (folder / "config.toml").read_bytes()
-    with pytest.raises(LaunchError, match=f"the run in {folder} is on there and answers there only; where that machine is gone"):
+    with pytest.raises(RunLostError, match=f"the run in {folder} is on there and answers there only; where that machine is gone"):
         await connect(folder).__aenter__()
     ledger = SqliteLedger(folder / "ledger.sqlite")
     with pytest.raises(AlreadyRunsError, match=f"already runs on there; `asyncrl stop {folder}` on there first"):
@@ -169,3 +170,38 @@ def test_the_model_of_a_run_cannot_change_as_it_is_resumed(tmp_path, config):
         Run(config, resume=folder)._prepared_folder().__enter__()
     with Run(resume=folder, overrides={"num_steps": 7})._prepared_folder():
         assert load_config(folder / "config.toml").model.hidden_size == 64
+
+
+async def test_a_run_whose_controller_was_killed_is_lost_and_what_to_do_is_the_last_line(tmp_path, config):
+    folder = tmp_path / "r"
+    (folder / "api.json").write_bytes(msgspec.json.encode(ApiEndpoint("http://127.0.0.1:1", "token", 1, platform.node())))
+    (folder / "logs" / "controller.log").write_text("12:00:00 INFO controller | step 7\n")
+    with pytest.raises(RunLostError) as lost:
+        await connect(folder).__aenter__()
+    assert str(lost.value).splitlines() == [
+        f"the end of {folder}/logs/controller.log is",
+        "12:00:00 INFO controller | step 7",
+        f"the run in {folder} is lost, its controller has ended: `asyncrl resume {folder}` goes on with it",
+    ]
+
+
+def test_what_is_resumed_is_a_run_that_no_program_trains(tmp_path, config):
+    for given in (None, config):
+        with pytest.raises(ConfigError, match=r"typo is no run folder: it has no config\.toml"):
+            Run(given, resume=tmp_path / "typo")
+    with pytest.raises(ConfigError, match=r"r: continue it with asyncrl\.Session\(resume=\.\.\.\)"):
+        Run(resume=tmp_path / "r", overrides={"learner.kind": "driven"})
+
+
+def test_a_run_names_settings_that_are_probably_mistakes():
+    *_, warning = Run(parse_config({"generate": {"sampling": {"top_p": 0.9}}})).choices
+    assert warning.startswith("WARNING: generate.sampling.top_p = 0.9 and top_k = 0 leave tokens out")
+
+
+def test_a_run_that_is_resumed_is_not_moved_by_its_name_or_folder(tmp_path, config):
+    folder = tmp_path / "r"
+    for overrides in ({"name": "other"}, ["folder=elsewhere"]):
+        with pytest.raises(ConfigError, match=f"is resumed stays in {folder}; move or copy the folder"):
+            Run(resume=folder, overrides=overrides)
+    moved = folder.rename(tmp_path / "moved")
+    assert Run(resume=moved, overrides={"name": "moved"}).config.name == "moved"

@@ -349,6 +349,14 @@ async def test_a_model_that_is_never_loaded_ends_the_run(tmp_path):
         assert "nothing moved for" in world.controller.lifecycle.reason
 
 
+async def test_a_process_that_is_started_again_has_time_for_it(tmp_path):
+    async with running(tmp_path, supervision={"stall_timeout_s": 2.0, "backoff_s": 3.0}) as world:
+        await world.start()
+        (await world.launcher.started("learner")).exit(-9)
+        await asyncio.wait_for(world.launcher.started("learner", 2), 30)
+        assert world.controller.lifecycle.phase == "running"
+
+
 async def test_who_changes_a_config_is_one_line_in_its_file(tmp_path):
     async with running(tmp_path) as world:
         (tmp_path / "config.toml").write_text(dump_config(world.config), encoding="utf-8")

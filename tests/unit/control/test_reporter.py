@@ -44,6 +44,17 @@ async def test_a_long_run_is_resumed_from_the_ends_of_its_files(tmp_path):
     assert [event.seq for event in read_events(tmp_path, after=1199)] == [1200, 1201]
 
 
+@pytest.mark.parametrize(("advantage", "is_checked"), [("grpo", True), ("gae", False), ("mine.py:f", True)])
+async def test_equal_rewards_are_no_dead_policy_where_groups_are_not_compared(tmp_path, advantage, is_checked):
+    config = RunConfig(algorithm=AlgorithmConfig(kind="policy", advantage=advantage))
+    reporter = Reporter(config, tmp_path, MetricSinks(tmp_path), VirtualClock())
+    rewards = {"reward/zero_spread_fraction": 1.0, "reward/min": 0.0, "reward/max": 1.0}
+    steps = [StepReport(step=step, version=step + 1, time_s=step, reward_mean=0.2, metrics=rewards) for step in range(12)]
+    told = [alarm.rule for step in steps for alarm in reporter.alarms.take(step)]
+    await reporter.close()
+    assert told == ["reward.dead"] * is_checked
+
+
 @pytest.mark.parametrize(("config", "is_checked"), [
     (RunConfig(), True), (RunConfig(algorithm=AlgorithmConfig(kind="dpo")), False),
     (RunConfig(algorithm=AlgorithmConfig(kind="dpo"), observe=ObserveConfig(alarms={"kl.reference": "warn"})), True),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE, QUICKSTART = ROOT / "docs" / "observability.md", ROOT / "tests" / "golden" / "numbers" / "quickstart_steps.jsonl.gz"
 HEALTHY = {
     "mismatch/kl_k3": 1e-4, "weights/sync_ms": 20.0, "time/step_s": 0.2, "policy/grad_norm": 1.0,
-    "policy/relative_update": 0.01, "ratio/ess": 0.95, "ratio/mean": 1.0,
+    "policy/relative_update": 0.01, "policy/kept_fraction": 1.0, "ratio/ess": 0.95, "ratio/mean": 1.0,
     "kl/reference_mean": 0.01, "data/response_tokens_mean": 4.0, "reward/min": 0.0, "reward/max": 1.0, "policy/entropy": 1.0,
     "reward/zero_spread_fraction": 0.2, "data/truncated_fraction": 0.01, "idle/learner": 0.1,
     "weights/probe_error": 1e-5, "weights/blocked_ms": 2.0, "kl/k1": 0.01, "ratio/chi2_token": 0.05, "ratio/correction_std": 0.1,
@@ -42,9 +42,23 @@ def raised(reports, switched_off=()):
 def test_equal_rewards_of_a_resumed_run_may_be_those_of_a_solved_task():
     solved = [report(step, 1.0, **{"reward/min": 1.0, "reward/max": 1.0}) for step in range(8)]
     for is_resumed in (False, True):
-        alarms = Alarms(groups_per_step=8, is_resumed=is_resumed)
+        alarms = Alarms(8, [report(step) for step in range(10)] if is_resumed else ())
         told = [alarm.rule for one in solved for alarm in alarms.take(one)]
         assert told == ([] if is_resumed else ["reward.equal"])
+
+
+def test_an_alarm_shows_the_metrics_that_its_text_names():
+    off = {"ratio/mean": 0.006, "kl/k1": 5.13}
+    told = {alarm.rule: alarm.text for alarm in raised([report(step, **off) for step in range(6)])}
+    assert "(is 0.006, bound 2, 5 of 5 steps)" in told["off_policy.ratio"]
+    assert "(kl/k1 5.13, ratio/chi2_token 0.05, ratio/correction_std 0.1, 2 of 2 steps)" in told["off_policy.drift"]
+
+
+def test_a_resumed_run_keeps_the_initial_entropy_of_the_whole_run():
+    fallen = [report(200 + step, 0.5, **{"policy/entropy": 0.35}) for step in range(30)]
+    alarms = Alarms(8, [report(step, **{"policy/entropy": 0.3}) for step in range(10)])
+    assert "entropy.grows" in {alarm.rule for one in fallen for alarm in alarms.take(one)}
+    assert not raised(fallen)
 
 
 def healthy(steps=60):
@@ -73,6 +87,7 @@ BY_METRICS = {
     "weights.wrong": {"weights/probe_error": 0.5}, "weights.blocked": {"weights/blocked_ms": 50.0},
     "weights.mismatch": {"mismatch/kl_k3": 0.02}, "weights.lag": {"weights/sync_ms": 1500.0},
     "off_policy.drift": {"kl/k1": -0.2}, "off_policy.ess": {"ratio/ess": 0.2}, "off_policy.lost": {"ratio/ess": 0.05},
+    "off_policy.dropped": {"policy/kept_fraction": 0.01},
     "off_policy.ratio": {"ratio/mean": 3.0}, "kl.reference": {"kl/reference_mean": 4.0},
     "gradient.spike": {"policy/grad_norm": 50.0}, "learning_rate.high": {"policy/relative_update": 0.2},
     "entropy.collapse": {"reward": 0.4, "policy/entropy": 0.01}, "entropy.grows": {"reward": 0.4, "policy/entropy": 1.5},

@@ -39,6 +39,12 @@ def test_named_models_have_their_published_sizes(name, billions, active):
     assert NAMED[name].active_parameters / 1e9 == pytest.approx(active, abs=0.06)
 
 
+def test_the_shape_of_a_gpt_2_is_read_by_its_own_names():
+    given = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": None, "vocab_size": 99, "tie_word_embeddings": True}
+    shape = shape_of_json(given, "gpt2")
+    assert (shape.hidden, shape.layers, shape.heads, shape.intermediate, shape.vocabulary) == (48, 2, 4, 192, 99)
+
+
 def test_what_is_no_model_is_answered_with_what_is(tmp_path):
     with pytest.raises(ConfigError, match=r"llama-3-70b.*7B.*config.json"):
         find_model("gpt-5")

@@ -687,6 +687,9 @@ async def test_arms_are_compared_over_runs_that_have_ended_and_by_what_differs(s
         for metric, nums in (("accuracy_after", [1, 2]), ("reward", [3, 2])):
             told = await server.compare(runs, by="buffer.max_staleness", metric=metric)
             assert [(each.arm, each.num) for each in told] == [("0", nums[0]), ("1", nums[1])]
+        assert (await server.show(await server.show(runs[0]))).id == runs[0]
+        with pytest.raises(ConfigError, match=r"metric must be one of accuracy_before, .*, got 'nope'"):
+            await server.compare(runs, by="seed", metric="nope")
         with pytest.raises(ConfigError, match=r"these runs do not differ in 'buffer\.max_stale'"):
             await server.compare(runs, by="buffer.max_stale", metric="reward")
 

@@ -34,6 +34,7 @@ nothing, wrong, number = lambda seed: TaskData(train=[], held_out=[]), lambda se
 answer, columns, text = of(Prompt("c1", answer=46)), of(Prompt("c1", reference_json={"tests": []})), of("red")
 role, ids = of(Prompt("c1", messages=[ChatMessage("bot", "a")])), of(Prompt("c1", token_ids={1: object()}))
 held_out = lambda seed: TaskData(train=[Prompt("c0")], held_out=(Prompt("c1", text="\\ud800"),))
+both = lambda seed: TaskData(train=[Prompt("c0", text="red"), Prompt("c1", text="blue")], held_out=[Prompt("c2", text="blue")])
 turns = of(Prompt("c1", messages=[{"role": "user", "content": "red"}]))
 
 def lazy(seed):
@@ -77,6 +78,7 @@ def test_prompts_of_a_users_function_are_as_other_processes_read_them(module):
     (PythonTask(path="my_colours:role"), r"'c1'.*at `\$.messages\[0\].role`"),
     (PythonTask(path="my_colours:ids"), "'c1' cannot be used"), (PythonTask(path="my_colours:held_out"), "'c1' cannot be used"),
     (PythonTask(path="my_colours:text"), "Prompt, got str"),
+    (PythonTask(path="my_colours:both"), r"1 prompts of train are in held_out too \(c1\)"),
 ])  # fmt: skip
 def test_what_is_not_a_task_or_holds_everything_out_is_refused(module, task, message):
     with pytest.raises(ConfigError, match=message):

@@ -8,7 +8,7 @@ import torch
 
 from asyncrl.config.learner import LearnerConfig
 from asyncrl.control.launch.process_main import EXIT_FAULT, run_to_exit_code
-from asyncrl.errors import ConfigError, LearnerError, ResidencyError
+from asyncrl.errors import ConfigError, EngineConfigError, GenerationError, LearnerError, ResidencyError
 from asyncrl.learner.optim.optimizer import build_lowbit
 from asyncrl.schema.control import Fault
 from tests.builders import channel_of, receive
@@ -24,6 +24,7 @@ def a_missing_package() -> None:
 
 @pytest.mark.parametrize(("error", "is_fatal", "said"), [
     (ConfigError("no such file"), True, "no such file"), (LearnerError("the loss is not finite"), True, "not finite"),
+    (EngineConfigError("too many positions"), True, "positions"), (GenerationError("no answer"), False, "no answer"),
     (ResidencyError("no room"), False, "no room"), (no_such_device, True, "CUDA"), (a_missing_package, True, "pip install"),
     (ExceptionGroup("tasks", [ExceptionGroup("more", [ResidencyError("no room"), ConfigError("no such file")])]), True, "; "),
 ])  # fmt: skip

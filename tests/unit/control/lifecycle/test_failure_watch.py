@@ -96,7 +96,7 @@ def test_samples_that_come_to_nothing_are_no_progress_and_the_report_says_what_i
 def test_process_that_says_it_works_is_given_longer_but_not_for_ever_and_a_pause_counts_for_nothing() -> None:
     detector, waits = StallDetector(stall_timeout_s=10.0, now=0.0), [Wait("generator-0", "work", 3.0)]
     assert detector.check(60.0, waits, {}, ["learner"]) == ""
-    assert "generator-0 waits for work since 58 s; at work, as they say: learner" in detector.check(61.0, waits, {}, ["learner"])
+    assert "generator-0 waits for work since 58 s; at work or starting: learner" in detector.check(61.0, waits, {}, ["learner"])
     detector.hold(61.0, held=True)
     assert detector.check(500.0, [], {}) == ""
     detector.hold(500.0, held=False)

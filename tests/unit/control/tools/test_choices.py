@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl import Run
 from asyncrl.config.load import parse_config
@@ -10,6 +11,7 @@ from asyncrl.control.placement.limits import total_memory
 from asyncrl.control.placement.memory import generator_parts
 from asyncrl.control.tools.choices import KV_CACHE_SHARE, describe, start_faults, with_choices
 from asyncrl.errors import ConfigError
+from asyncrl.learner.model.policy import character_tokenizer
 from asyncrl.models.number_format import hardware_format
 from tests.builders import write_jsonl
 
@@ -129,6 +131,24 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     generate = {"engine": {"kind": "transformers", "max_sequence_tokens": 32}, "sampling": {"max_new_tokens": 16}}
     (fault,) = describe(parse_config({"task": task, "generate": generate}))[1]
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
+
+
+def test_a_dry_run_names_what_a_pretrained_model_lacks_for_the_config(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 12}
+    model = tmp_path / "model"
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8)).save_pretrained(model)
+    character_tokenizer("0123456789+=").save_pretrained(model)
+    pattern = {"functions": [{"kind": "answer_match", "extract": "("}]}
+    config = {"model": {"kind": "pretrained", "path": str(model)}, "reward": pattern, "learner": {"device": "cpu"}}
+    said = "\n".join(describe(parse_config(config))[1])
+    positions = "max_sequence_tokens is 512; the model was made for 8 positions"
+    for fault in (r"extract: '\(' is not a", positions, "token id 13, and the model's vocabulary has 12 tokens"):
+        assert re.search(fault, said), said
+    lora = {"learner": {"lora": {"target_modules": ["query"]}}}
+    assert re.search(r"target_modules \['query'\]", "\n".join(describe(parse_config({**config, **lora}))[1]))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors is cut off" in "\n".join(describe(parse_config(config))[1])
 
 
 def test_a_dry_run_names_what_a_scratch_model_lacks_of_its_task(tmp_path):

@@ -123,6 +123,19 @@ def test_a_step_without_a_trained_token_is_refused(kit):
         train_step(kit.train_state(model, config), prepare(kit.batch(samples)), config)
 
 
+def test_a_step_of_which_corrections_drop_every_token_changes_no_weight(kit):
+    config, drops_all = kit.config(), kit.config({"corrections": (kinds.StalenessMask(max_versions=0),)})
+    model, samples = kit.model(), kit.samples()
+    state = kit.train_state(model, config)
+    moved = train_step(state, kit.batch(samples, step=9), config)
+    before = kit.bits(model)
+    still = train_step(state, kit.batch(samples, step=10), drops_all)
+    assert kit.same(before, model.parameters())
+    assert moved.metrics["policy/relative_update"] > 0
+    figures = ("policy/kept_fraction", "policy/grad_norm", "policy/relative_update", "policy/learning_rate")
+    assert [still.metrics[name] for name in figures] == [0.0] * 4
+
+
 @pytest.mark.parametrize(("algorithm", "learner", "passes"), [
     ({}, {}, 1), ({"kind": "auto"}, {}, 1), ({"denominator": "kept"}, {}, 2), ({}, {"epochs": 2}, 3),
     ({"proximal": "behaviour"}, {"epochs": 2}, 2), ({"proximal": "loglinear"}, {"epochs": 2}, 2),

@@ -176,6 +176,8 @@ def resume(
         if not asyncio.run(until_gone(folder, CONTROLLER_END_S)):
             raise LaunchError(f"the controller of {folder} has not ended after {CONTROLLER_END_S:g} s; see its logs/ folder")
     config, newest = given_config(None, folder, overrides), newest_row(folder / STEPS_FILE, StepReport)
+    if config.learner.kind == "driven":
+        raise ConfigError(f"a program trains the run in {folder}: continue it with asyncrl.Session(resume=...)")
     done = 0 if newest is None else newest.version
     *_, reason = "", *(event.text for event in read_events(folder) if event.kind == "phase")
     if min(done, newest_saved(folder)) >= config.num_steps and has_done(folder, config.num_steps, reason):
@@ -657,7 +659,7 @@ def _exit_by(status: RunStatus | None, folder: Path) -> None:
     if status is None or status.version < status.num_steps:
         missing = "its last step"
     elif not has_done(folder, status.num_steps, status.reason):
-        missing = "the end of its last evaluation"
+        missing = "the end of its last evaluation, or its last checkpoint"
     else:
         return
     print(f"asyncrl: ended before {missing}; `asyncrl resume {folder}` continues", file=sys.stderr)

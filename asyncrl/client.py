@@ -421,8 +421,6 @@ class Run(RunClient):
             resolved = resolve_config(resolved, {"reward.functions": [{"kind": "caller"}]})
         elif resolved.reward.is_caller and not detached:
             raise ConfigError("reward.functions says that the caller judges: give the function, as Run(config, reward=f)")
-        if config is None and resolved.learner.kind == "driven":
-            raise ConfigError(f"a program trains the run in {resume}: continue it with asyncrl.Session(resume=...)")
         self.config, self.choices = with_choices(resolved)
         doubts = doubts_about_algorithm(resolved.algorithm, resolved.generate.sampling, resolved.buffer.max_staleness)
         self.choices += [f"WARNING: {doubt}" for doubt in doubts]

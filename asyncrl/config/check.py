@@ -20,7 +20,7 @@ from asyncrl.config.broadcast import AutoMedium, CUDAIPCMedium, GlooMedium, NCCL
 from asyncrl.config.generate import TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig, gpu_of
 from asyncrl.config.learner import ScratchModel
 from asyncrl.config.places import generators_share_gpus, is_every_interface, is_loopback, needs_of, places_of, shown
-from asyncrl.config.reward import CallerReward, OverlongPenalty, PreferenceReward, reward_names
+from asyncrl.config.reward import AnswerMatchReward, CallerReward, OverlongPenalty, PreferenceReward, reward_names
 from asyncrl.config.run import PreferencesTask, RayLaunch, RunConfig
 from asyncrl.schema.control import ProcessKind
 
@@ -111,6 +111,8 @@ def _task(config: RunConfig) -> Iterator[str]:
     longest, row, sampling = config.generate.engine.max_sequence_tokens, config.packing.tokens_per_row, config.generate.sampling
     algorithm, replays, most = config.algorithm, config.generate.engine.replays, sampling.max_new_tokens
     for function in config.reward.functions:
+        if isinstance(function, AnswerMatchReward) and function.tolerance is not None and function.mode != "numeric":
+            yield f"reward.functions answer_match: tolerance is read with mode = 'numeric' only (is {function.mode!r}): drop one"
         if isinstance(function, OverlongPenalty):
             where, tokens, buffer = "reward.functions overlong", function.max_tokens, function.buffer_tokens
             if buffer > tokens:

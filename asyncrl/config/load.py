@@ -81,11 +81,7 @@ def resolve_config(config: ConfigLike, overrides: Overrides = (), source: str = 
         raise ConfigError(f"{source} must be a RunConfig, nested dicts, or the path of a TOML file, got {config!r}")
     raw = dict(msgspec.to_builtins(config))  # a copy of all of it
     pairs = pairs_of(overrides)
-    for key, value, _ in pairs:  # before all others, so that their order does not matter
-        *place, last = names_of(key)
-        with contextlib.suppress(KeyError, TypeError):  # there is no such table yet
-            if last == "kind" and value_in(raw, place)["kind"] != value and _has_kinds(place):
-                value_in(raw, place).clear()
+    empty_other_kinds(raw, ((key, value) for key, value, _ in pairs))
     for key, value, given in pairs:
         set_value(raw, key, value, given)
     checked, wrong, gone = take_values(raw)
@@ -213,6 +209,15 @@ def names_of(field: str) -> list[str]:
                 names.append(name)
             return names
     return ["observe", "alarms", field.removeprefix(ALARMS)] if field.startswith(ALARMS) else field.split(".")
+
+
+def empty_other_kinds(raw: dict[str, Any], overrides: Iterable[tuple[str, Any]]) -> None:
+    """Empty the tables that overrides give another `kind`; call it before any is set, so that their order does not matter."""
+    for key, value in overrides:
+        *place, last = names_of(key)
+        with contextlib.suppress(KeyError, TypeError):  # there is no such table yet
+            if last == "kind" and value_in(raw, place)["kind"] != value and _has_kinds(place):
+                value_in(raw, place).clear()
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any, given: str) -> None:  # noqa: ANN401 - a TOML value

@@ -194,7 +194,8 @@ def packed_attention(
     del module
     refused = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if refused or attention_mask is not None:
-        raise LearnerError(f"packed rows cannot be trained with this model: its attention asks for {refused or 'a mask'}")
+        asks = f"its attention asks for {refused or 'a mask'}"
+        raise LearnerError(f"packed rows cannot be trained with this model: {asks}; choose a model of another family")
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if packed_layout is None:
         return _attend(flat, (1, query.shape[2]), scaling, sliding_window).unsqueeze(0), None

@@ -113,9 +113,9 @@ def shape_of_json(content: dict[str, Any], name: str) -> ModelShape:
 
     def field(names: str, default: int | None = None) -> int:
         found = next((raw[each] for each in names.split() if raw.get(each) is not None), default)
-        if found is None:
+        if not isinstance(found, int):
             raise ConfigError(f"{name} has no {names.split()[0]!r}: is it the config.json of a causal language model?")
-        return int(found)
+        return found
 
     hidden, heads = field(HIDDEN), field(HEADS)
     intermediate = field(INTERMEDIATE, 4 * hidden)

@@ -29,7 +29,7 @@ from asyncrl.config.check import Fault
 from asyncrl.config.live import ChangeResult
 from asyncrl.config.load import load_config
 from asyncrl.control.api import MOST_BODY_BYTES, READ_TIMEOUT_S, ConfigChange, read_body
-from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.errors import AsyncRLError, ConfigError, RunError, RunLostError
 from asyncrl.observe.steps import EVENTS_FILE, STEPS_FILE, EvalReport, Tail, read_evals
 from asyncrl.schema.samples import ScoreRequest
 from asyncrl.schema.status import Judged, RunStatus
@@ -218,7 +218,8 @@ class Service:
         except (msgspec.DecodeError, ConfigError, ValueError, RecursionError) as error:
             response = json_response({"error": str(error)}, 400)
         except AsyncRLError as error:
-            response = json_response({"error": str(error)}, 409 if isinstance(error, RunError) else 503)
+            is_refused = isinstance(error, RunError) and not isinstance(error, RunLostError)
+            response = json_response({"error": str(error)}, 409 if is_refused else 503)
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, ConnectionError):
                 raise

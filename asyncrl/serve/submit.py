@@ -20,7 +20,7 @@ from asyncrl.config.check import Fault, faults_in
 from asyncrl.config.generate import VLLMEngineConfig
 from asyncrl.config.learner import PretrainedModel
 from asyncrl.config.live import changed
-from asyncrl.config.load import SHIPPED, faults_beside, lay_over, leaves_of, read_toml, set_value, take_values
+from asyncrl.config.load import SHIPPED, empty_other_kinds, faults_beside, lay_over, leaves_of, read_toml, set_value, take_values
 from asyncrl.config.reward import CodeExecReward
 from asyncrl.config.run import RayLaunch, RunConfig
 from asyncrl.control.tools.choices import start_faults, user_functions
@@ -189,6 +189,7 @@ def _raw(submission: Submission) -> tuple[dict[str, Any], list[Fault]]:
             raw = lay_over(raw, _shipped(preset))
         except ConfigError as error:
             faults.append(Fault("presets", preset, str(error)))
+    empty_other_kinds(raw, submission.set.items())
     for key, value in submission.set.items():
         try:
             _check_depth(value, MOST_DEPTH - key.count("."))

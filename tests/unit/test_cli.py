@@ -50,7 +50,7 @@ def test_a_report_of_a_run_without_steps_says_that_there_is_nothing_to_draw(tmp_
 
 @pytest.mark.parametrize(("version", "reason", "at_end", "missing"), [
     (9, "goal reached", True, ""), (9, "drained by a signal", False, ""), (8, "drained by a signal", False, "its last step"),
-    (9, "drained by a signal", True, "the end of its last evaluation"),
+    (9, "drained by a signal", True, "the end of its last evaluation, or its last checkpoint"),
 ])  # fmt: skip
 def test_a_run_without_its_last_evaluation_has_not_finished(tmp_path, capsys, version, reason, at_end, missing):
     (tmp_path / "config.toml").write_text(f"num_steps = 9\n[eval]\nat_end = {str(at_end).lower()}\n")

@@ -196,11 +196,13 @@ def stored_elements(path: str, field: str) -> int:
     number = 0
     try:
         for file in files:
+            size = file.stat().st_size
             with file.open("rb") as stream:
-                header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-                end = stream.tell() + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            if file.stat().st_size < end:
-                raise ConfigError(f"{field} {path!r}: {file.name} is cut off: it has {file.stat().st_size} bytes, not {end}")
+                length = int.from_bytes(stream.read(8), "little")
+                header: dict[str, Any] = json.loads(stream.read(length)) if length < size else {}
+            ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            if size < (end := 8 + length + max(ends, default=0)):
+                raise ConfigError(f"{field} {path!r}: {file.name} is cut off: it has {size} bytes, not {end}")
             number += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{field} {path!r} has a *.safetensors that cannot be read ({error})") from error

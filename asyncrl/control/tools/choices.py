@@ -10,6 +10,7 @@ it; faults appear when the run starts.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -42,7 +43,7 @@ from asyncrl.reward.registry import build_rewards
 from asyncrl.reward.sandbox.code_exec import check_tests
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
-from asyncrl.tasks.task import TaskData, alphabet_of
+from asyncrl.tasks.task import TaskData
 from asyncrl.user_code import MATHS_ARGUMENTS, REWARD_ARGUMENTS, TASK_ARGUMENTS, load_function
 
 MIB = 1 << 20
@@ -351,30 +352,33 @@ def main() -> int:
 
 
 def _look_at_rewards(config: RunConfig, _: Findings) -> None:
-    build_rewards(config.reward)
+    if not config.reward.is_caller:
+        build_rewards(config.reward)
 
 
 def _look_at_model(config: RunConfig, findings: Findings) -> None:
     """Look for what a pretrained model lacks for this config; only its config and the headers of its weights are read."""
     model, engine, lora = config.model, config.generate.engine, config.learner.lora
-    if not isinstance(model, PretrainedModel):
+    trains_here = config.learner.kind == "builtin" and config.learner.fake_step_s is None
+    if not isinstance(model, PretrainedModel) or config.learner.fake_step_s is not None:
         return
     transformers, causal = importlib.import_module("transformers"), importlib.import_module("asyncrl.models.causal")
-    causal.refuse_adapters(Path(model.path))
-    memory.stored_elements(model.path, "model.path")
+    if trains_here:
+        causal.refuse_adapters(Path(model.path))
+        memory.stored_elements(model.path, "model.path")
     try:
         described = transformers.AutoConfig.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
         )
         positions = causal.most_positions(described)
-        if lora is not None and config.learner.kind == "builtin":
-            with importlib.import_module("torch").device("meta"):
-                made = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
-            importlib.import_module("asyncrl.models.adapters").add_adapters(made, lora, config.seed)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the boundary: a model's own code raises what it likes
         raise ConfigError(f"model.path: {model.path} cannot be opened: {first_line(error)}") from error
+    if lora is not None and trains_here:
+        made = None
+        with contextlib.suppress(Exception), importlib.import_module("torch").device("meta"):  # some models need their weights
+            made = transformers.AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
+        if made is not None:
+            importlib.import_module("asyncrl.models.adapters").add_adapters(made, lora, config.seed)
     if isinstance(engine, TransformersEngineConfig) and 0 < positions < engine.max_sequence_tokens:
         findings.faults.append(
             f"generate.engine.max_sequence_tokens is {engine.max_sequence_tokens}; the model was made for {positions} positions: "
@@ -408,7 +412,7 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
                 "tokenizer is of another model"
             )
     else:  # a scratch model has a token for each character
-        if isinstance(config.model, ScratchModel) and config.learner.kind == "builtin":
+        if isinstance(config.model, ScratchModel) and config.learner.kind == "builtin" and config.learner.fake_step_s is None:
             findings.faults += _scratch_faults(config.model, task, first)
         lengths = [
             len(prompt.token_ids) // 4 or len(prompt.text or "".join(turn.content for turn in prompt.messages))
@@ -428,9 +432,10 @@ def _scratch_faults(model: ScratchModel, task: TaskData, first: Sequence[Prompt]
     if model.warm_start is not None and not task.worked_examples:
         instead = "remove it ([model] with its kind, in a preset, replaces the table), or give TaskData.worked_examples"
         yield f"model.warm_start: this task has no worked examples; {instead}"
-    if absent := "".join(sorted({*alphabet_of(first)} - {*task.alphabet})):
+    texts = (prompt.text or "".join(turn.content for turn in prompt.messages) for prompt in first if not prompt.token_ids)
+    if absent := "".join(sorted(set().union(*texts) - {*task.alphabet})):
         what = f"a scratch model has a token for each character of TaskData.alphabet, and {absent!r} are not in it"
-        yield f"model.kind = 'scratch': {what}; prompts and answers have them"
+        yield f"model.kind = 'scratch': {what}; prompts have them"
 
 
 if __name__ == "__main__":

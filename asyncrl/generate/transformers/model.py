@@ -134,7 +134,8 @@ class SlotModel:
 
         Raises:
             ConfigError: The weights are damaged, or the adapters or the output layer do not fit the model.
-            EngineConfigError: The folder cannot be opened, the model has too few positions, or its attention cannot be replaced.
+            EngineConfigError: The model has too few positions, or its attention cannot be replaced.
+            GenerationError: The folder cannot be opened.
         """
         AttentionInterface.register(_ATTENTION, _slot_attention)
         transformers_logging.disable_progress_bar()
@@ -149,7 +150,7 @@ class SlotModel:
         except SafetensorError as error:
             raise ConfigError(f"cannot open the model in {folder}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
-            raise EngineConfigError(f"cannot open the model folder {folder}: {error}") from error
+            raise GenerationError(f"cannot open the model folder {folder}: {error}") from error
         positions = most_positions(model.config)
         if positions and config.max_sequence_tokens > positions:
             raise EngineConfigError(

@@ -26,7 +26,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.errors import EngineConfigError
+from asyncrl.errors import EngineConfigError, GenerationError
 from asyncrl.models.causal import rope_positions
 
 HEAD = "lm_head.weight"
@@ -90,7 +90,8 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
     """Read a folder's config and headers.
 
     Raises:
-        EngineConfigError: It cannot be read, has no safetensors, or its tensors are not those of transformers' model.
+        EngineConfigError: It has no safetensors, or its tensors are not those of transformers' model.
+        GenerationError: It cannot be read.
     """
     headers: Shapes = {}
     dtypes: dict[str, str] = {}
@@ -105,7 +106,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         if (path / "generation_config.json").is_file():
             end = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise EngineConfigError(f"cannot open the model folder {path}: {error}") from error
+        raise GenerationError(f"cannot open the model folder {path}: {error}") from error
     if not headers:
         raise EngineConfigError(f"the model folder {path} has no model.safetensors: save the model with save_pretrained")
     if getattr(config, "quantization_config", None):

@@ -273,6 +273,8 @@ class VLLMServer:
             elif not await self._load("{}"):  # an empty request: a server with the extension answers with its fault
                 fault = "cannot take weights from us"
         except ServerRefused as error:
+            if error.status >= 500 or error.status in {408, 429}:  # it may be starting, or about to end
+                raise
             if error.status in {401, 403}:
                 raise EngineConfigError(
                     f"{error}. Put the key that the server was started with (--api-key) into a file and name it in "

@@ -129,6 +129,8 @@ class PolicyOptimizer:
         self._own_scale = LossScale() if config.dtype == "float16" and shares_scale_of is None else None
         self.scale: LossScale | None = self._own_scale if shares_scale_of is None else shares_scale_of.scale
         """Shared by all optimizers whose gradients come from one backward pass; None except for float16."""
+        self._norm = math.nan
+        """Of the gradients at the newest `clip`."""
         self.relative_update = 0.0
         """Norm of the newest `step`'s change of the matrices' weights over their norm (of a sample on this rank), scaled to the
         schedule's highest rate. So the first step of a warm-up already shows the value at its end."""
@@ -152,7 +154,8 @@ class PolicyOptimizer:
         factor = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item() / scale
         if gradients and factor != 1.0:
             torch._foreach_mul_([part_here(gradient) for gradient in gradients], factor)
-        return norm.item()
+        self._norm = norm.item()
+        return self._norm
 
     def follow(self, config: LearnerConfig, num_steps: int) -> None:
         """Use this config from the next step on, except kind, dtype and offload; `num_steps`: the step at which a cosine ends."""
@@ -165,8 +168,13 @@ class PolicyOptimizer:
     def step(self, step: int, first_step: int = 0) -> float:
         """Apply and drop the clipped gradients with the learning rate of optimizer step `step`, and return that rate.
 
-        The schedule begins at `first_step`, the first step that trains these parameters.
+        The schedule begins at `first_step`, the first step that trains these parameters. If all gradients were 0 at `clip`,
+        nothing changes and the rate is 0: the moments of earlier steps would move the weights.
         """
+        if self._norm == 0.0:
+            self.zero_grad()
+            self.relative_update = 0.0
+            return 0.0
         rate = learning_rate_at(step - first_step, self._config, self._num_steps - first_step)
         for adamw in self._adamws:
             for group in adamw.param_groups:
@@ -190,12 +198,6 @@ class PolicyOptimizer:
             self._own_scale.note_update()
         self.zero_grad()
         return rate
-
-    def skip(self) -> float:
-        """Drop gradients that are all 0, and return 0, the learning rate; moments of earlier steps would move the weights."""
-        self.zero_grad()
-        self.relative_update = 0.0
-        return 0.0
 
     @torch.no_grad()
     def _sampled(self) -> torch.Tensor:

@@ -191,9 +191,7 @@ class OpenStep:
             critic, rates = plan.algorithm.critic, [0.0]
             if is_finite:
                 first_step = 0 if critic is None else critic.warmup_steps  # of the policy; the critic's is the run's
-                rates = [
-                    own.step(plan.batch.step, first_step if own is policy else 0) if norms[own] else own.skip() for own in norms
-                ]
+                rates = [own.step(plan.batch.step, first_step if own is policy else 0) for own in norms]
         told: dict[str, float] = {}
         if plan.trains_policy:
             told = {"policy/loss": loss, "policy/grad_norm": norm, "policy/learning_rate": rates[0]}

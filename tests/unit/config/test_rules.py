@@ -81,6 +81,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"buffer__min_group_members": 9, "algorithm__group_size": 4}, "group_size"),
     ({"reward__functions": []}, "at least one reward"),
     ({"reward__functions": [{"kind": "preference"}]}, r"'preference' judges the answers of task.kind = 'preferences'"),
+    ({"reward__functions": [{"kind": "answer_match", "tolerance": 0.1}]}, "tolerance is read with mode = 'numeric' only"),
     ({"reward__functions": [{"kind": "overlong", "max_tokens": 10, "buffer_tokens": 11}]}, r"must be at most max_tokens \(10\)"),
     ({"reward__functions": [{"kind": "overlong", "max_tokens": 65, "buffer_tokens": 8}]}, r"\(65\) must be at most .* \(64\)"),
     ({"learner__kind": "external", "generate__num_workers": 0, "eval": {"at_start": False, "at_end": False},

@@ -185,12 +185,10 @@ async def test_a_run_whose_controller_was_killed_is_lost_and_what_to_do_is_the_l
     ]
 
 
-def test_what_is_resumed_is_a_run_that_no_program_trains(tmp_path, config):
+def test_what_is_resumed_is_a_run_folder(tmp_path, config):
     for given in (None, config):
         with pytest.raises(ConfigError, match=r"typo is no run folder: it has no config\.toml"):
             Run(given, resume=tmp_path / "typo")
-    with pytest.raises(ConfigError, match=r"r: continue it with asyncrl\.Session\(resume=\.\.\.\)"):
-        Run(resume=tmp_path / "r", overrides={"learner.kind": "driven"})
 
 
 def test_a_run_names_settings_that_are_probably_mistakes():

@@ -39,6 +39,12 @@ def test_named_models_have_their_published_sizes(name, billions, active):
     assert NAMED[name].active_parameters / 1e9 == pytest.approx(active, abs=0.06)
 
 
+@pytest.mark.parametrize("size", [None, [64, 64]])
+def test_a_shape_without_one_hidden_size_is_refused(size):
+    with pytest.raises(ConfigError, match="x has no 'hidden_size'"):
+        shape_of_json({"hidden_size": size, "num_attention_heads": 1}, "x")
+
+
 def test_the_shape_of_a_gpt_2_is_read_by_its_own_names():
     given = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": None, "vocab_size": 99, "tie_word_embeddings": True}
     shape = shape_of_json(given, "gpt2")

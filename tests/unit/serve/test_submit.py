@@ -42,6 +42,8 @@ def test_a_name_means_a_shipped_config_whatever_lies_in_the_working_folder(tmp_p
     for name in ("quickstart", "quickstart.toml", "configs/quickstart.toml"):
         assert resolve(Submission(name), tmp_path, (), MACHINE)[0].name == "quickstart"
     assert resolve(Submission(presets=("algorithms/gspo",)), tmp_path, (), MACHINE)
+    other = {"generate.engine.num_slots": 8, "generate.engine.kind": "fake", "learner.fake_step_s": 0.1}
+    assert resolve(Submission("quickstart", set=other), tmp_path, (), MACHINE)[0].generate.engine.num_slots == 8
 
 
 def test_code_is_refused_outside_the_code_roots_and_taken_inside(tmp_path):

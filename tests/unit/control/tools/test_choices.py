@@ -133,6 +133,19 @@ def test_a_dry_run_counts_prompts_and_names_those_that_are_too_long(tmp_path):
     assert fault.startswith("20 of the first 20 prompts are over 16 tokens (the longest has 22)")
 
 
+def test_a_dry_run_takes_no_fault_from_what_a_run_does_not_use(tmp_path):
+    text = "from asyncrl.schema.samples import Prompt\nfrom asyncrl.tasks.task import ComputedSequence, TaskData\n"
+    text += "prompts = ComputedSequence(9, lambda index: Prompt(str(index), text='q', answer='46'))\n"
+    path = written(tmp_path, text + "def task(seed): return TaskData(train=prompts, held_out=[])\n")
+    config = {
+        "task": {"kind": "python", "path": f"{path}:task"}, "learner": {"fake_step_s": 0.1},
+        "generate": {"engine": {"kind": "fake"}}, "model": {"kind": "scratch", "warm_start": {"steps": 1}},
+        "reward": {"functions": [{"kind": "caller"}]},
+        "eval": {"at_start": False, "at_end": False}, "checkpoint": {"every_steps": 0},
+    }  # fmt: skip
+    assert describe(parse_config(config))[1] == []
+
+
 def test_a_dry_run_names_what_a_pretrained_model_lacks_for_the_config(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 12}
     model = tmp_path / "model"
@@ -158,7 +171,7 @@ def test_a_dry_run_names_what_a_scratch_model_lacks_of_its_task(tmp_path):
     config = {"task": {"kind": "python", "path": f"{path}:task"}, "model": {"kind": "scratch", "warm_start": {"steps": 1}}}
     examples, tokens = describe(parse_config(config))[1]
     assert examples.startswith("model.warm_start: this task has no worked examples")
-    assert "a token for each character of TaskData.alphabet, and '+8z' are not in it" in tokens
+    assert "a token for each character of TaskData.alphabet, and '+8' are not in it" in tokens
     assert describe(parse_config({**config, "learner": {"kind": "external"}}))[1] == []
 
 

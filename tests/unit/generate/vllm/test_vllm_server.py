@@ -10,7 +10,7 @@ from aiohttp import web
 
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.generate import VLLMServerEngineConfig
-from asyncrl.errors import EngineDied, GenerationError
+from asyncrl.errors import EngineConfigError, EngineDied, GenerationError
 from asyncrl.generate.vllm.engine import VLLMEngine
 from asyncrl.generate.vllm.load_request import LoadReply
 from asyncrl.generate.vllm.server import LOOK_INTERVAL_S, GenerateReply, VLLMServer, read_gauges
@@ -25,6 +25,7 @@ class StubServer:
     def __init__(self) -> None:
         self.number, self.max_model_len, self.data_parallel_size, self.num_workers = "0.32.0", 64, 1, 1
         self.url = self.key = self.missing = self.silent = self.refuse_next = ""
+        self.missing_status = 404
         self.candidate_logprob, self.started_s, self.healthy_after, self.drop_next = 0.0, 1e9, 0, False
         self.label = "default"
         self.calls: list[str] = []
@@ -58,7 +59,7 @@ class StubServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.path == self.missing:  # a route that is not there
-            return web.json_response({"error": "Not Found"}, status=404)
+            return web.json_response({"error": "Not Found"}, status=self.missing_status)
         if request.path == self.silent:
             await asyncio.Event().wait()
         if request.path == "/health":
@@ -128,13 +129,16 @@ async def running(stub: StubServer, folder: Path, clock: Clock | None = None, **
     ({"max_model_len": 63}, "63 tokens, .* is 64"),
     ({"key": "secret"}, "api_key_file"),
     ({"healthy_after": 1000}, "no healthy vLLM server"),
+    ({"missing": "/resume", "missing_status": 503}, "/resume answered 503"),
 ])  # fmt: skip
 async def test_a_server_without_what_is_needed_is_refused_with_what_to_do(stub, folder, changes, expected: str) -> None:
     for name, value in changes.items():
         setattr(stub, name, value)
-    with pytest.raises(GenerationError, match=expected):
+    with pytest.raises(GenerationError, match=expected) as refused:
         async with running(stub, folder, start_timeout_s=0.01 if "healthy_after" in changes else 30):
             pass
+    may_pass = "healthy_after" in changes or "missing_status" in changes
+    assert isinstance(refused.value, EngineConfigError) != may_pass, "it is fatal unless it may pass"
 
 
 async def test_a_server_that_would_use_the_long_factors_of_longrope_is_refused(stub, longrope_folder) -> None:

@@ -113,13 +113,13 @@ async def run_controller(
     from asyncrl.control.lifecycle.supervisor import end_left
     from asyncrl.control.placement.memory import check_shares
     from asyncrl.observe.decisions import Recorder
-    from asyncrl.reward.sandbox.code_exec import check_tests
+    from asyncrl.reward.registry import check_prompts
     from asyncrl.weights.shm_segments import remove_leftover_segments
 
     check_shares(config)
     task, planned = build_task(config.task, config.seed), plan_processes(config)
-    check_tests(config.reward, task.train)
-    check_tests(config.reward, task.held_out)
+    check_prompts(config.reward, task.train)
+    check_prompts(config.reward, task.held_out)
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     async with contextlib.AsyncExitStack() as leaving:
         recorder = None if config.observe.record == "off" else Recorder(run_folder)

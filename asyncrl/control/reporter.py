@@ -199,7 +199,7 @@ class Reporter:
         self.evaluations.append(report)
         values, judged = {"eval/reward_mean": report.reward_mean}, dict[str, float]()
         if report.accuracy is not None:
-            self.alarms.take_evaluation(report.accuracy)
+            self.alarms.take_evaluation(report.accuracy, report.num_samples)
             values["eval/accuracy"] = judged["accuracy"] = report.accuracy
         name, value = report.headline
         self.note_event("evaluation", name, f"{value:.3f}", report.version)

@@ -230,6 +230,8 @@ class Alarms:
         self._best_accuracy, self._reward_then = 0.0, math.inf
         """Best held-out accuracy, and the median reward when it was reached; infinite: no step was done at that time."""
         self._accuracy: float | None = None
+        self._has_fallen = False
+        """Whether that accuracy is below the best one by more than chance explains."""
         self._hollow = 0
         """Successive evaluations with a higher reward, but a tenth less accuracy, than at the best accuracy."""
 
@@ -251,12 +253,17 @@ class Alarms:
             self._entropies.append(report.metrics["policy/entropy"])
         return self._look(RULES, self._figures(report), report.version)
 
-    def take_evaluation(self, accuracy: float) -> None:
-        """Add a held-out evaluation; the next step is checked with it."""
-        reward = self._reward()
-        if accuracy >= self._best_accuracy:
+    def take_evaluation(self, accuracy: float, num_samples: int) -> None:
+        """Add a held-out evaluation of so many samples; the next step is checked with it.
+
+        A fall of less than two standard errors may be chance, and counts as none.
+        """
+        reward, best = self._reward(), self._best_accuracy
+        if accuracy >= best:
             self._best_accuracy, self._reward_then = accuracy, reward
-        is_hollow = accuracy < 0.9 * self._best_accuracy and reward > self._reward_then
+        error = math.sqrt((accuracy * (1 - accuracy) + best * (1 - best)) / max(num_samples, 1))
+        self._has_fallen = best - accuracy > 2 * error
+        is_hollow = self._has_fallen and accuracy < 0.9 * best and reward > self._reward_then
         self._accuracy, self._hollow = accuracy, self._hollow + 1 if is_hollow else 0
 
     def _reward(self) -> float:
@@ -341,7 +348,7 @@ class Alarms:
             found["spread below best"] = now.get("reward/max", math.inf) - now["reward/min"]
         if last.reward_mean < (self._least + self._most) / 2 and "reward/zero_spread_fraction" in now:
             found["spreadless below middle"] = now["reward/zero_spread_fraction"]
-        kept = [self._accuracy / self._best_accuracy] if self._accuracy is not None and self._best_accuracy else []
+        kept = [self._accuracy / self._best_accuracy if self._has_fallen else 1.0] if self._accuracy is not None else []
         if len(self._steps) >= 10:
             if self._best - self._least > 0.1 * span > 0:
                 kept.append((reward - self._least) / (self._best - self._least))

@@ -43,9 +43,9 @@ from asyncrl.reward.inputs import (
     shown,
 )
 from asyncrl.reward.math_match import same_mathematics
-from asyncrl.reward.numbers import same_quantity
+from asyncrl.reward.numbers import parse_quantity, same_quantity
 from asyncrl.reward.reasoning_gym import build_reasoning_gym
-from asyncrl.reward.sandbox.code_exec import build_code_exec
+from asyncrl.reward.sandbox.code_exec import build_code_exec, check_tests
 from asyncrl.schema.samples import Member, Prompt, Score, ScoreRequest, Scores
 from asyncrl.schema.status import Judged
 from asyncrl.user_code import REWARD_ARGUMENTS, load_function, takes_batches
@@ -54,6 +54,10 @@ BatchFunction = Callable[[Sequence[RewardInput]], "Sequence[float] | Awaitable[S
 Inputs = TypeVar("Inputs")
 At = Callable[[int, int, bool], None]
 """Called before each function with the index of the sample, the index of the function, and whether it has several samples."""
+
+
+MOST_REFERENCES, MOST_COMPUTED = 20_000, 1_000
+"""Maximum numbers of prompts whose references are checked at the start: of a list, and of a sequence computed on access."""
 
 
 class NamedReward(NamedTuple):
@@ -315,6 +319,36 @@ def _build_answer_match(config: kinds.AnswerMatchReward) -> RewardFunction:
         return float(bool(answer) and matches(answer or "", reference))
 
     return score
+
+
+def check_prompts(config: kinds.RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that a built-in reward cannot judge, before a run starts.
+
+    Args:
+        config: The rewards.
+        prompts: A task's prompts; of a sequence that is not a list only the first are checked, and so of a very long list.
+
+    Raises:
+        ConfigError: There are such prompts; the message has their number, and the first ones.
+    """
+    check_tests(config, prompts)
+    looked_at = prompts[: MOST_REFERENCES if isinstance(prompts, list | tuple) else MOST_COMPUTED]
+    for function in config.functions:
+        if isinstance(function, kinds.AnswerMatchReward):
+            _check_references(function, looked_at)
+
+
+def _check_references(config: kinds.AnswerMatchReward, prompts: Sequence[Prompt]) -> None:
+    where = f"reward.functions answer_match, mode {config.mode!r}"
+    if without := [prompt.prompt_id for prompt in prompts if not prompt.answer.strip()]:
+        raise ConfigError(f"{where}: {len(without)} prompts have no reference answer ({', '.join(without[:3])}): take them out")
+    if config.mode == "regex":
+        for prompt in prompts:
+            compile_pattern(prompt.answer.strip(), f"{where}: the reference of prompt {prompt.prompt_id!r}")
+    first = next(iter(prompts), None)
+    if config.mode == "numeric" and first and all(parse_quantity(each.answer, None) is None for each in prompts):
+        shown = f"{first.answer.strip()[:80]!r} of {first.prompt_id!r}"
+        raise ConfigError(f"{where}: no reference is a number, such as {shown}; task.answer_regex takes it out of a longer text")
 
 
 def _preference(sample: RewardInput) -> float:

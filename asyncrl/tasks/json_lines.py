@@ -146,6 +146,8 @@ def _read(path: Path, config: JsonlTask) -> list[tuple[Prompt, str]]:
     problems: dict[str, tuple[Prompt, str]] = {}
     for line in read_json_lines(path):
         question = text_of(line, config.prompt_field, "task.prompt_field")
+        if not question.strip():
+            raise ConfigError(f"{line.where}: field {config.prompt_field!r} (task.prompt_field) is empty")
         answer = solution = text_of(line, config.answer_field, "task.answer_field")
         if config.answer_regex:
             match = pattern.search(solution)

@@ -125,8 +125,8 @@ def judge(folder: Path) -> Judged:
     judged = Judged(f"{place}/{folder.name}", len(steps), f"{place} {config.seed}", start, fmean(rewards[-END:]), means)
     for report in steps:
         while evals and evals[0].version < report.version:
-            if (accuracy := evals.pop(0).accuracy) is not None:
-                alarms.take_evaluation(accuracy)
+            if (found := evals.pop(0)).accuracy is not None:
+                alarms.take_evaluation(found.accuracy, found.num_samples)
         for alarm in alarms.take(report):
             if not alarm.is_over:
                 (judged.informed if LEVELS[alarm.rule] == "info" else judged.raised).append((alarm.rule, report.version))

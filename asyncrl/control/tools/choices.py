@@ -39,8 +39,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, first_line
 from asyncrl.generate.rollout import TokenizerCodec
 from asyncrl.models.memory import BYTES, Part, cache_rows, cache_tokens
 from asyncrl.models.number_format import ask_driver, hardware_format
-from asyncrl.reward.registry import build_rewards
-from asyncrl.reward.sandbox.code_exec import check_tests
+from asyncrl.reward.registry import build_rewards, check_prompts
 from asyncrl.schema.samples import Prompt
 from asyncrl.tasks.registry import build_task
 from asyncrl.tasks.task import TaskData
@@ -151,7 +150,9 @@ def derived(config: RunConfig) -> dict[str, str]:
         "slots over all generators": f"{config.generate.num_workers * engine.slots}",
         "samples the whole run trains": f"{config.samples_per_step * config.num_steps}",
         "most tokens of one sample": f"{engine.max_sequence_tokens}",
-        "parameters": f"{shape.parameters:,}" + (f"  (trained: {adapters:,} of the adapters)" if adapters else ""),
+        "parameters": ("about " if isinstance(config.model, ScratchModel) else "")
+        + f"{shape.parameters:,}"
+        + (f"  (trained: {adapters:,} of the adapters)" if adapters else ""),
     }
     if config.learner.kind == "builtin":
         where = "the learner" if config.learner.ranks == 1 else "each learner rank"
@@ -395,7 +396,7 @@ def _look_at_prompts(config: RunConfig, findings: Findings) -> None:
         findings.figures["held-out prompts"] += f"  (eval.num_prompts asks for {config.eval.num_prompts}: all of them are taken)"
     for prompts in (task.train, task.held_out):
         try:
-            check_tests(config.reward, prompts)
+            check_prompts(config.reward, prompts)
         except ConfigError as error:
             findings.faults.append(str(error))
     if isinstance(config.generate.engine, ReplayEngineConfig):

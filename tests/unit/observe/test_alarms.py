@@ -131,20 +131,26 @@ def test_an_open_step_is_told_once_and_the_next_step_ends_it():
     assert set(TROUBLE) | {"stall.early", "reward.hollow"} == {rule.name for rule in RULES}
 
 
-def evaluated(reward_gain, accuracy, at_start=None):
+def evaluated(reward_gain, accuracy, at_start=None, num_samples=512):
     """Alarms of 40 steps whose reward grows so from step to step, with an evaluation behind every fifth, maybe one before."""
     alarms, told = Alarms(groups_per_step=8), []
     if at_start is not None:
-        alarms.take_evaluation(at_start)
+        alarms.take_evaluation(at_start, num_samples)
     for step in range(40):
         told += alarms.take(report(step, 0.2 + reward_gain * step))
         if step % 5 == 4:
-            alarms.take_evaluation(accuracy(step))
+            alarms.take_evaluation(accuracy(step), num_samples)
     return told
 
 
 def test_held_out_accuracy_that_falls_by_half_is_a_collapse_whatever_the_reward():
     assert [alarm.rule for alarm in evaluated(0.0, lambda step: 0.6 if step < 10 else 0.2)] == ["reward.collapse"]
+
+
+def test_a_fall_of_held_out_accuracy_that_chance_explains_is_none():
+    by_samples = {num: evaluated(0.01, lambda step: 0.05 if step < 5 else 0.0, num_samples=num) for num in (20, 2000)}
+    assert not by_samples[20]
+    assert {alarm.rule for alarm in by_samples[2000]} == {"reward.collapse", "reward.hollow"}
 
 
 def test_a_reward_that_goes_up_while_held_out_accuracy_falls_is_hollow_until_that_is_back():

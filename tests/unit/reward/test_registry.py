@@ -1,6 +1,7 @@
 """The rewards that are built in, and what becomes of a user's; what counts as equal is in tests/adversarial."""
 
 import asyncio
+import contextlib
 import json
 import time
 import tomllib
@@ -11,7 +12,16 @@ import pytest
 from asyncrl.config import reward as kinds
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.reward.inputs import RewardInput
-from asyncrl.reward.registry import NamedReward, TimeLimit, batch_values, build_reward, build_rewards, judge_for, score_sample
+from asyncrl.reward.registry import (
+    NamedReward,
+    TimeLimit,
+    batch_values,
+    build_reward,
+    build_rewards,
+    check_prompts,
+    judge_for,
+    score_sample,
+)
 from asyncrl.reward.sandbox.bubblewrap import probe_sandbox
 from asyncrl.reward.sandbox.code_exec import CodeTest, parse_tests
 from asyncrl.schema.codec import encode
@@ -252,3 +262,15 @@ def test_model_code_is_refused_where_bubblewrap_is_missing(monkeypatch):
     with pytest.raises(RewardError, match=r'not run without a sandbox.*bubblewrap is not installed.*sandbox = "none"'):
         build_reward(kinds.CodeExecReward())
     assert run("def f(): return 1", ["assert f() == 1"]) == 1.0
+
+
+@pytest.mark.parametrize(("mode", "answers", "said"), [
+    ("exact", ["1", " "], r"1 prompts have no reference answer \(p1\)"), ("exact", ["1", "x"], ""),
+    ("regex", ["4[0-9]", "(?=x)x"], "the reference of prompt 'p1'"), ("regex", ["4[0-9]", "a|b"], ""),
+    ("numeric", ["so 2\n#### 2", "so"], r"no reference is a number.*answer_regex"), ("numeric", ["2 apples", "so"], ""),
+])  # fmt: skip
+def test_references_that_cannot_be_matched_are_refused_at_the_start(mode, answers, said):
+    config = kinds.RewardConfig(functions=(kinds.AnswerMatchReward(mode=mode),))
+    prompts = [Prompt(f"p{number}", text="q", answer=answer) for number, answer in enumerate(answers)]
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        check_prompts(config, prompts)

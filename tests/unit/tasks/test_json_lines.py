@@ -56,6 +56,7 @@ def test_a_held_out_file_is_taken_whole_and_its_problems_leave_the_train_split(t
 @pytest.mark.parametrize(("text", "fields", "message"), [
     ('{"question": "a", "answer": "b"}\n\n{oops', {}, r"a.jsonl:3: not JSON"),
     ("[1]", {}, r"a.jsonl:1: a line must be a JSON object, got list"),
+    ('{"question": " ", "answer": "b"}', {}, r"a.jsonl:1: field 'question' \(task.prompt_field\) is empty"),
     ('{"q": "a", "answer": "b"}', {}, r"a.jsonl:1: no field 'question' \(task.prompt_field\); this line has answer, q"),
     ('{"question": "a", "answer": ["b"]}', {}, r"a.jsonl:1: field 'answer'.* got list"),
     ('{"question": "a", "answer": "b"}', {"answer_regex": "#### (.+)"}, r"a.jsonl:1: task.answer_regex .* in 'b'"),

@@ -14,6 +14,7 @@ import getpass
 import importlib
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ def init(
         raise ConfigError(f"{written} is there already; remove it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     written.write_text(text, encoding="utf-8")
-    print(f"{written}; run it with `asyncrl run {written}`")
+    print(f"{written}; run it with `asyncrl run {shlex.quote(str(written))}`")
 
 
 @app.command()

@@ -115,6 +115,10 @@ class RunClient:
             raise LaunchError(f"the run in {self._url or self.run_folder} {what} ({error})") from error
         if self._url:
             self.run_folder = Path(status.run_folder)
+        elif _is_copy(self.run_folder, Path(status.run_folder)):
+            await self._close()
+            copied = f"{self.run_folder} is a copy of {status.run_folder}, whose run is live"
+            raise LaunchError(f"{copied}: name that one, or `asyncrl resume {self.run_folder}` continues the copy")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -428,6 +432,11 @@ class Run(RunClient):
         self._reward = reward
         self._scoring: asyncio.Task[None] | None = None
         super().__init__(resume if resume is not None else Path(self.config.folder) / self.config.name)
+        try:
+            str(self.run_folder).encode()
+        except UnicodeEncodeError as error:
+            named = f"the name of the run's folder, {str(self.run_folder)!a}, is not UTF-8 text"
+            raise ConfigError(f"{named}: take another folder, or a UTF-8 locale (LC_ALL=C.UTF-8)") from error
         self._resumed, self._detached, self._environment = resume is not None, detached, environment or {}
         self._controller: ControllerProcess | None = None
         self._config_before = ""
@@ -641,6 +650,11 @@ def _elsewhere(run_folder: Path) -> str:
     """Return the name of the machine that a run answers on, or nothing if it is this machine."""
     endpoint = read_endpoint(run_folder)
     return "" if endpoint is None or endpoint.machine == platform.node() else endpoint.machine
+
+
+def _is_copy(run_folder: Path, original: Path) -> bool:
+    """Return whether the run whose folder this is a copy of answered: its own folder is another one, on this machine."""
+    return original.is_dir() and run_folder.is_dir() and not original.samefile(run_folder)
 
 
 def _holds_samples(run_folder: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from asyncrl.errors import ConfigError, ResidencyError
@@ -121,7 +122,7 @@ def check_phases(phases: Iterable[tuple[Phase, Mapping[str, int]]], budget_bytes
         knobs = [next((knob for word, knob in KNOBS.items() if word in name), "") for name in largest_first]
         complaints.append(
             f"placement: phase {phase!r} does not fit the device:\n{sum_up(sizes, budget_bytes)}\n"
-            f"  set placement.device_memory_gib to at least {gib(sum(sizes.values()))} if the device has it, or: "
+            f"  set placement.device_memory_gib to at least {gib(sum(sizes.values()), up=True)} if the device has it, or: "
             f"{'; '.join(dict.fromkeys(filter(None, knobs)))}"
         )
     if complaints:
@@ -135,6 +136,6 @@ def sum_up(sizes: Mapping[str, int], limit: int) -> str:
     return "\n".join(f"  {name:<22}{num_bytes / GIB:>12.4f} GiB" for name, num_bytes in rows)
 
 
-def gib(num_bytes: int) -> str:
-    """Return a number of bytes as text in GiB."""
-    return f"{num_bytes / GIB:.4f} GiB"
+def gib(num_bytes: int, *, up: bool = False) -> str:
+    """Return a number of bytes as text in GiB; `up`: not less than the number."""
+    return f"{(ceil(num_bytes * 10_000 / GIB) / 10_000 if up else num_bytes / GIB):.4f} GiB"

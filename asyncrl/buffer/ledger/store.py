@@ -408,6 +408,8 @@ def reading(path: Path, table: str, row: object) -> Iterator[None]:
         yield
     except LedgerError:
         raise
+    except PermissionError as error:
+        raise LedgerError(f"{path}: {error}; give this user the run's folder and all files in it (chown -R)") from error
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, OSError, zlib.error) as error:
         raise LedgerError(f"{path}: table {table}, row {row}: {error}; {REMEDY}") from error
 

@@ -230,6 +230,12 @@ async def start_beside(launch: RayLaunch, spec: ProcessSpec, run_folder: Path) -
     return await _start_in(here, spec, run_folder, ProcessNeeds(num_cpus=0, num_gpus=0))
 
 
+def _about_token() -> str:
+    """Return what to do for a cluster that asks for a token, if this process has one and does not send it."""
+    has_one = Path("~/.ray/auth_token").expanduser().exists() and "RAY_AUTH_MODE" not in os.environ
+    return "; if the cluster asks for a token, `export RAY_AUTH_MODE=token` first" if has_one else ""
+
+
 async def connect(address: str, environment: RayEnvironment | None = None) -> None:
     """Be a driver of the cluster, unless this process is one already.
 
@@ -248,7 +254,7 @@ async def connect(address: str, environment: RayEnvironment | None = None) -> No
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"no Ray cluster at launch.address {address!r} ({first_line(error)}): run on a node of one "
-            "(`ray start --head`, or `ray job submit`), or give HOST:PORT"
+            f"(`ray start --head`, or `ray job submit`), or give HOST:PORT{_about_token()}"
         ) from error
     # Ray's native code takes these signals for itself, from a thread too; set again they are Python's.
     if threading.current_thread() is threading.main_thread():

@@ -271,9 +271,10 @@ def check_shares(config: RunConfig) -> None:
         f"{number} x ({parts})"
     )
     if training + generation > budget_bytes:
+        enough = ceil(1000 * max(training / max(1 - share, 1e-9), generation / max(share, 1e-9)) / GIB) / 1000
         raise ConfigError(
             f"placement: training and generation do not fit the device beside each other:\n{sums}\n  set "
-            f"placement.device_memory_gib to at least {_gib(training + generation)} if the device has it; fewer "
+            f"placement.device_memory_gib to at least {enough:.3f} GiB if the device has it; fewer "
             "generate.num_workers or slots; learner.optimizer = 'adamw_8bit' or offload_optimizer; or "
             "placement.kind = 'colocated', where they take turns"
         )

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.buffer.ledger import records as rec
 from asyncrl.buffer.ledger.reader import LedgerReader
-from asyncrl.buffer.ledger.store import SqliteLedger
+from asyncrl.buffer.ledger.store import SqliteLedger, reading
 from asyncrl.errors import LedgerError
 from asyncrl.schema.codec import encode
 from asyncrl.schema.samples import Prompt, Samples, Score, Scores
@@ -281,3 +281,12 @@ def test_reading_what_is_no_ledger_says_so(path, content):
     path.write_bytes(content)
     with pytest.raises(LedgerError, match=r"cannot be read: .*it is no ledger, or the file is damaged"):
         LedgerReader(path).counts()
+
+
+def test_a_file_of_another_user_is_not_said_to_be_damaged(tmp_path):
+    with (
+        pytest.raises(LedgerError, match=r"Permission denied; give this user .* \(chown -R\)") as refused,
+        reading(tmp_path, "t", 1),
+    ):
+        raise PermissionError(13, "Permission denied")
+    assert "damaged" not in str(refused.value)

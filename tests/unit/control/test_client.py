@@ -15,7 +15,7 @@ from asyncrl.client import Run, connect
 from asyncrl.config.load import load_config, parse_config
 from asyncrl.control.api import serve_api
 from asyncrl.control.lifecycle.events import DrainRequested, StopRequested
-from asyncrl.errors import AlreadyRunsError, ConfigError, RunLostError
+from asyncrl.errors import AlreadyRunsError, ConfigError, LaunchError, RunLostError
 from asyncrl.observe.steps import EVAL_FILE, EVENTS_FILE, STEPS_FILE, EvalReport, RunEvent, StepReport
 from asyncrl.schema.status import ApiEndpoint, RunStatus
 from tests.builders import until, write_rows
@@ -185,10 +185,29 @@ async def test_a_run_whose_controller_was_killed_is_lost_and_what_to_do_is_the_l
     ]
 
 
+async def test_a_command_for_a_copy_of_a_live_run_does_not_reach_the_original(tmp_path, monkeypatch):
+    control, copied = Endless(), tmp_path / "copied"
+    copied.mkdir()
+    monkeypatch.setattr(control, "status", lambda: RunStatus(name="r", run_folder=str(tmp_path), phase="running"), raising=False)
+    async with serve_api(control, tmp_path):
+        shutil.copy(tmp_path / "api.json", copied)
+        async with connect(tmp_path) as live:
+            assert (await live.status()).run_folder == str(tmp_path)
+        with pytest.raises(LaunchError, match=r"copied is a copy of .*, whose run is live: name that one"):
+            await connect(copied).__aenter__()
+
+
 def test_what_is_resumed_is_a_run_folder(tmp_path, config):
     for given in (None, config):
         with pytest.raises(ConfigError, match=r"typo is no run folder: it has no config\.toml"):
             Run(given, resume=tmp_path / "typo")
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "w\udcf6rk").mkdir()
+    monkeypatch.chdir(tmp_path / "w\udcf6rk")
+    with pytest.raises(ConfigError, match=r"folder, '.*w\\udcf6rk/runs/r', is not UTF-8 text: take another folder"):
+        Run(parse_config({"name": "r"}))
 
 
 def test_a_run_names_settings_that_are_probably_mistakes():

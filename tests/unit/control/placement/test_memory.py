@@ -17,6 +17,7 @@ from asyncrl.generate.transformers.model import SlotModel
 from asyncrl.learner.model.policy import DTYPES
 from asyncrl.learner.optim.optimizer import PolicyOptimizer
 from asyncrl.models.memory import trained_parts
+from asyncrl.residency.plan import gib
 
 GIB = 1 << 30
 MODEL = {"kind": "scratch", "hidden_size": 512, "num_layers": 2, "num_heads": 8}
@@ -112,6 +113,14 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_a_share_that_does_not_div
         memory.check_shares(beside(device_memory_gib=1.0, generation_share=0.99))
     least = float(str(refused.value).rsplit("between ", 1)[1][:4])
     memory.check_shares(beside(device_memory_gib=1.0, generation_share=max(least, 0.5)))
+
+
+def test_the_memory_that_is_asked_for_is_enough():
+    with pytest.raises(ConfigError, match=r"at least \d+\.\d+ GiB") as refused:
+        memory.check_shares(beside(device_memory_gib=0.01))
+    memory.check_shares(beside(device_memory_gib=float(re.search(r"at least (\S+) GiB", str(refused.value))[1])))
+    for num_bytes in (1, 4_831_838, 5_000_000):
+        assert float(gib(num_bytes, up=True).split()[0]) * 2**30 >= num_bytes
 
 
 def test_vllm_gets_its_share_as_kv_cache_under_a_budget_and_as_a_share_of_the_gpu_without():
